@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """Where a command lives: a module with ``add_arguments`` and ``run``, imported when it is chosen.
+    """A command: a module with ``add_arguments`` and ``run``, imported when the command is chosen.
 
     Attributes:
-        module: Its docstring describes the command.
-        summary: One line for the list of all commands.
-        extra: Of this package, with everything that the module imports.
+        module: The module, whose docstring describes the command.
+        summary: The line in the list of commands.
+        extra: The package's extra with the module's dependencies.
     """
 
     module: str
@@ -22,32 +22,34 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "decode": Command("bench.decode.command", "plain decoding, a chain, and trees"),
-    "exactness": Command("bench.exactness.command", "every token where a tree and plain decoding part"),
+    "exactness": Command(
+        "bench.exactness.command", "every output of a tree that differs from plain decoding's"
+    ),
     "acceptance": Command(
         "bench.acceptance.command", "tokens per round by tree algorithm, candidates and budget"
     ),
     "profile": Command("bench.acceptance.profile", "acceptance by depth and rank, for tree algorithms"),
-    "diagnose": Command("bench.acceptance.diagnose", "faithfulness of a head's drafts, and what is accepted"),
-    "round": Command("bench.round.command", "one round, phase by phase, and its floor"),
-    "kernel": Command("bench.kernel.command", "one layer's tree attention or experts, and its floor"),
-    "load": Command("bench.load.command", "requests that come over time: waits, gaps, rounds of many slots"),
-    "loading": Command("bench.loading.command", "a checkpoint from its files to the devices"),
+    "diagnose": Command("bench.acceptance.diagnose", "faithfulness of a head's drafts, and accepted nodes"),
+    "round": Command("bench.round.command", "one round and its phases, with the floor"),
+    "kernel": Command("bench.kernel.command", "one layer's tree attention or experts, with the floor"),
+    "load": Command("bench.load.command", "an engine under load: latency, prefill, rounds of many slots"),
+    "loading": Command("bench.loading.command", "seconds and memory to load a checkpoint"),
     "serve": Command(
-        "bench.serve.command", "a server under load, as clients see it over HTTP", "bench,serve"
+        "bench.serve.command", "a server under load, measured by clients over HTTP", "bench,serve"
     ),
-    "collectives": Command("bench.collectives", "the sums between devices, in a loop on the device"),
-    "plots": Command("bench.plots", "draws kept reports again, and the pictures of the README"),
-    "page": Command("bench.page", "writes the tables of docs/real-model.md from kept reports"),
+    "collectives": Command("bench.collectives", "sums over devices, in a loop on the devices"),
+    "plots": Command("bench.plots", "redraws kept reports and the README's pictures"),
+    "page": Command("bench.page", "rewrites the tables of docs/real-model.md from kept reports"),
     "train": Command(
         "bench.train_step",
-        "one training step of a draft head, and its share of the matmul rate",
+        "one training step of a draft head, with its share of the matmul rate",
         extra="train,bench",
     ),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a benchmark; returns the exit code. Without ``argv`` the whole process is the benchmark's."""
+    """Runs a benchmark; returns the exit code. Without ``argv`` it runs as the process's program."""
     if argv is not None:
         return _run(list(argv))
     try:
@@ -64,7 +66,7 @@ def _run(words: Sequence[str]) -> int:
     parser = Parser(prog="python -m bench", description="Benchmarks of jetspec_jax.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        own = commands.add_parser(name, help=command.summary)
+        subparser = commands.add_parser(name, help=command.summary)
         if words[:1] != [name]:
             continue
         try:
@@ -73,9 +75,9 @@ def _run(words: Sequence[str]) -> int:
             needed = f'{error.name}, which is not installed: pip install "jetspec-jax[{command.extra}]"'
             print(f"bench: {name} needs {needed}", file=sys.stderr)
             return 2
-        own.description = module.__doc__
-        own.set_defaults(run=module.run)
-        module.add_arguments(own)
+        subparser.description = module.__doc__
+        subparser.set_defaults(run=module.run)
+        module.add_arguments(subparser)
     arguments = parser.parse_args(words)
     try:
         return arguments.run(arguments)

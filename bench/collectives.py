@@ -1,7 +1,7 @@
-"""``python -m bench collectives``: what the sums between devices cost inside of a loop on the device.
+"""``python -m bench collectives``: the cost of sums over devices in a loop on the devices.
 
-A round on a mesh adds up the stream of all its nodes twice a layer. Here a loop does nothing else: it adds up
-``rows`` x ``features`` numbers over all devices and halves them. The same loop without the sum is taken off.
+A round on a mesh sums the activations of all its nodes twice per layer. Here a loop only sums ``rows`` x
+``features`` numbers over all devices and halves them. The time of the same loop without sums is subtracted.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from jetspec_jax.device.peers import say_apart
 from jetspec_jax.progress import Progress
 from pallas_kernels import shards
 
-#: How XLA is told to compile the loop: by default, and with its own kernel for small sums in place of NCCL's.
+#: XLA's options for the loop: the defaults, and XLA's kernel for small sums instead of NCCL's.
 WAYS: dict[str, dict[str, bool]] = {
     "default": {},
     "one-shot": {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": True},
@@ -35,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     add = parser.add_argument
     MODELS.add(parser, ["tensor_parallel_size"], tensor_parallel_size=2)
-    add("--rows", type=int, nargs="+", default=[1, 16, 32, 64, 128, 256], help="nodes of a round")
-    add("--features", type=int, default=4096, help="of a node's stream (default: 4096)")
-    add("--turns", type=int, default=512, help="sums of a dispatch (default: 512)")
+    add("--rows", type=int, nargs="+", default=[1, 16, 32, 64, 128, 256], help="nodes per round")
+    add("--features", type=int, default=4096, help="numbers per node (default: 4096)")
+    add("--turns", type=int, default=512, help="sums per dispatch (default: 512)")
     add("--repeats", type=int, default=7, help="timed dispatches (default: 7)")
-    add("--dtype", default="auto")
+    add("--dtype", default="auto", help="auto, float32 or bfloat16")
     add_report_arguments(parser, "collectives", picture=False)
 
 
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         "dtype": str(dtype),
         "rows": rows,
     }
-    heading = f"one sum of {arguments.features} numbers a row, in microseconds: {measured_on(report)}"
+    heading = f"one sum of {arguments.features} numbers per row, in microseconds: {measured_on(report)}"
     publish(arguments, report, [(heading, rows)])
     return 0
 
@@ -78,7 +78,7 @@ def _seconds(
     arguments: argparse.Namespace,
     options: dict[str, bool],
 ) -> float:
-    """Median seconds of a turn."""
+    """Median seconds per turn."""
 
     def loop(x: Array, turns: Int[Array, ""]) -> Array:
         half = jnp.asarray(0.5, x.dtype)

@@ -1,7 +1,7 @@
-"""Writes the tables of a page of the documentation anew, from kept reports.
+"""Rewrites the tables of a page of the documentation from kept reports.
 
-A table stands between a line ``<!-- decode smollm2-gsm8k-gpu -->``, which names its kind and its report in
-bench/results, and a line ``<!-- end -->``. Everything else on the page stays as it is.
+A table starts with a line ``<!-- decode smollm2-gsm8k-gpu -->``, which names its kind and its report in
+bench/results, and ends with a line ``<!-- end -->``. The rest of the page does not change.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from jetspec_jax.checkpoint.files import write_text
 
 #: The page of the pair "smollm2".
 REAL_MODEL = DOCS / "real-model.md"
-#: Depths of the table of acceptance.
+#: The depths in the table of acceptance.
 DEPTHS = (1, 2, 3, 4, 6, 8, 11)
 
 _TABLE = re.compile(r"(?m)^(<!-- ([a-z]+) ([\w.-]+) -->\n)(?:.*\n)*?(<!-- end -->)$")
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         FileNotFoundError: A page or a report is missing.
-        ValueError: A page has no tables, or one of an unknown kind or with another kind's report.
+        ValueError: A page has no table, or a table has an unknown kind or another kind's report.
     """
     for path in arguments.pages:
         write_text(path, with_tables(path.read_text(encoding="utf-8"), str(path)))
@@ -42,11 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def with_tables(page: str, name: str) -> str:
-    """A page with its tables made anew; raises as `run` does.
+    """A page with new tables; see `run` for errors.
 
     Args:
-        page: Its text.
-        name: What errors call it.
+        page: The page's text.
+        name: The page's name in errors.
     """
 
     def table(match: re.Match[str]) -> str:
@@ -57,7 +57,7 @@ def with_tables(page: str, name: str) -> str:
         found = read_report(RESULTS / f"{report}.json")
         if found["benchmark"] != benchmark:
             raise ValueError(
-                f"{name}: {report} is a report of {found['benchmark']!r}, and {kind} is made of {benchmark!r}"
+                f"{name}: {report} is a report of {found['benchmark']!r}; {kind} needs one of {benchmark!r}"
             )
         return "\n".join([begin, *make(found), "", end])
 
@@ -87,8 +87,8 @@ def _decode(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _acceptance(report: Mapping[str, Any]) -> Iterator[str]:
-    """The share of rounds that accept at least so many drafted tokens."""
-    deepest = len(report["rows"][0]["acceptance"])  # the same for all methods of a head
+    """Shares of rounds that accept at least a number of drafted tokens."""
+    deepest = len(report["rows"][0]["acceptance"])  # all methods of a head have the same depth
     depths = [depth for depth in DEPTHS if depth <= deepest]
     rows = [
         [
@@ -103,7 +103,7 @@ def _acceptance(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _exactness(report: Mapping[str, Any]) -> Iterator[str]:
-    """What was compared, and what differed."""
+    """Compared tokens, and differences."""
     rows = [
         [
             row["dtype"],
@@ -124,7 +124,7 @@ def _exactness(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _phases(report: Mapping[str, Any]) -> Iterator[str]:
-    """What a round costs by phase, beside its floor."""
+    """Times of a round and its phases, with the floor."""
     phases = list(report["rows"][0]["phases_ms"])
     rows = [
         [
@@ -141,7 +141,7 @@ def _phases(report: Mapping[str, Any]) -> Iterator[str]:
     yield _caption(report)
 
 
-#: The benchmark of each kind's report, and the lines of its table.
+#: The benchmark and the table's function of each kind.
 KINDS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Iterator[str]]]] = {
     "decode": ("decode", _decode),
     "acceptance": ("decode", _acceptance),
@@ -151,18 +151,18 @@ KINDS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Iterator[str]]]] = {
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A table whose first column is text and whose others are numbers."""
+    """A table: the first column is text, the others are numbers."""
     yield f"| {' | '.join(names)} |"
     yield f"|---|{'---:|' * (len(names) - 1)}"
     yield from (f"| {' | '.join(row)} |" for row in rows)
 
 
 def _with_interval(row: Mapping[str, Any], figure: str, digits: int) -> str:
-    said = f"{row[figure]:.{digits}f}"
+    value = f"{row[figure]:.{digits}f}"
     if row["method"] == "plain" and figure != "tokens/s":
-        return said
+        return value
     low, high = row[f"{figure} interval"]
-    return f"{said} ({low:.{digits}f} to {high:.{digits}f})"
+    return f"{value} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def _or_dash(figure: float | None, form: str = "") -> str:
@@ -170,5 +170,5 @@ def _or_dash(figure: float | None, form: str = "") -> str:
 
 
 def _caption(report: Mapping[str, Any]) -> str:
-    """Where a report was measured, and how it is made again."""
+    """The device and the command of a report."""
     return f"{report['device']}, JAX {report['jax']}: `{report['command']}`"

@@ -1,7 +1,7 @@
-"""Draws kept reports again, each as a PNG and an SVG: those that are named, or all that are shown.
+"""Redraws kept reports, each as a PNG and an SVG: the named ones, or all with a picture in bench/results.
 
-Without reports, all pictures in bench/results are drawn anew, and the README's in docs: tokens and speed by
-budget, and, with a browser, the page of trees.
+Without named reports the README's pictures in docs are redrawn too: tokens and speed by budget, and, with a
+browser, the page of trees.
 """
 
 import argparse
@@ -15,33 +15,38 @@ from typing import TYPE_CHECKING, Any
 from jetspec_jax.checkpoint.files import replacing
 from jetspec_jax.view.page import write_page
 
-if TYPE_CHECKING:  # matplotlib is loaded where something is drawn
+if TYPE_CHECKING:  # matplotlib is imported when a picture is drawn
     from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
 RESULTS, DOCS = ROOT / "bench/results", ROOT / "docs"
-#: The report of the README's picture of budgets, and its tree algorithms.
+#: The report of the README's picture of budgets, and the algorithms in it.
 BUDGETS, COMPARED = "smollm2-gsm8k-gpu", ("top_nodes",)
-#: The generation of the README's page, its round, and the window that it is shown in.
+#: The trace of the README's page of trees, its round, and the size of the window.
 TRACE, ROUND, WINDOW = "tree-smollm2-cpu", 5, (1200, 820)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     add = parser.add_argument
-    add("reports", nargs="*", type=Path, help="JSON, each drawn beside itself (default: all that are shown)")
+    add(
+        "reports",
+        nargs="*",
+        type=Path,
+        help="reports; each picture is written beside its report (default: all with a picture)",
+    )
     add(
         "--browser",
         metavar="PROGRAM",
-        help="Chromium, for the picture of the page (default: it stays as it is)",
+        help="Chromium, to redraw the picture of the page of trees (default: keep that picture)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draws.
+    """Redraws the pictures.
 
     Raises:
-        ValueError: A file is no report, or of a kind that has no picture.
+        ValueError: A file is no report, or its kind has no picture.
         RuntimeError: The browser made no picture.
     """
     from bench.common.picture import write_picture
@@ -56,28 +61,28 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.browser:
             photograph(arguments.browser, read_report(RESULTS / f"{TRACE}.json"), DOCS / "tree-page.png")
         else:
-            print("docs/tree-page.png stays as it is: --browser names the program that shows the page")
+            print("docs/tree-page.png was kept: name a browser with --browser to redraw it")
     return 0
 
 
 def kept_reports() -> list[Path]:
-    """The kept reports that have a picture beside them."""
+    """The kept reports with a picture beside them."""
     return [path for path in sorted(RESULTS.glob("*.json")) if path.with_suffix(".png").exists()]
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """A report. Raises ValueError if the file is no JSON object."""
+    """Reads a report; raises ValueError if the file is no JSON object."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(report, dict):
-        raise ValueError(f"{path} is no report: it holds no object")
+        raise ValueError(f"{path} is no report: it is no JSON object")
     return report
 
 
 def picture_of(path: Path) -> "Figure":
-    """The picture of a report. Raises ValueError if there is none of its kind."""
+    """Draws a report; raises ValueError if its kind has no picture."""
     from bench.acceptance.plot import draw_acceptance, draw_diagnosis, draw_profile
     from bench.decode.plot import draw_decode
     from bench.exactness.plot import draw_ledger
@@ -102,12 +107,12 @@ def picture_of(path: Path) -> "Figure":
     report = read_report(path)
     kind = report.get("benchmark") or report.get("meta", {}).get("benchmark")
     if kind not in drawn:
-        raise ValueError(f"{path} is a report of {kind!r}; pictures are drawn of {', '.join(drawn)}")
+        raise ValueError(f"{path} is a report of {kind!r}; there are pictures of {', '.join(drawn)}")
     return drawn[kind](report)
 
 
 def photograph(browser: str, trace: Mapping[str, Any], picture: Path) -> None:
-    """Writes a PNG of the page of a generation, as a Chromium without a window shows it."""
+    """Writes a PNG of a trace's page of trees, rendered by a headless Chromium."""
     with tempfile.TemporaryDirectory() as folder, replacing(picture) as partly:
         page, made = Path(folder) / "page.html", Path(folder) / "page.png"
         write_page(page, trace)

@@ -1,9 +1,9 @@
 """``python -m bench train``: one optimiser step of a draft head's training, and its share of the matmul rate.
 
-The step is the trainer's own: the target's forward, blocks at random anchors, the loss, its gradient and
-AdamW, on random weights and tokens. What it must compute is counted from the shapes (see `step_work`);
-what it computes again to save memory is not, so the share is the useful one. Nor is what several devices
-compute alike: the head, where they share a target.
+The step is the trainer's: the target's forward, blocks at random anchors, the loss, its gradient and AdamW,
+on random weights and tokens. Its operations are counted from the shapes (see `step_work`). Rematerialised
+work does not count, nor does a head that several devices compute alike, so the share is that of useful
+operations.
 """
 
 import argparse
@@ -38,9 +38,9 @@ from train.loop.trainer import Loop
 from train.loss.distillation import distillation_loss
 from train.loss.objectives import LOSSES, Objective
 
-#: What a recipe calls mesh.data and so on.
+#: The recipe's settings mesh.data and so on.
 MESH = Group(
-    "devices: all that there are, where one of these is given, else one",
+    "devices: one by default, all if one of these is given",
     MeshSettings,
     (
         Option(
@@ -51,10 +51,15 @@ MESH = Group(
             former_names=("--data-parallel",),
             metavar="N",
         ),
-        Option("fsdp", "parts of a copy's weights and optimiser, on other sequences", int, metavar="N"),
+        Option(
+            "fsdp",
+            "shards of a copy's weights and optimiser, which compute other sequences",
+            int,
+            metavar="N",
+        ),
         Option(
             "expert",
-            "parts of the target's routed experts in a group, by number",
+            "groups of the target's routed experts, each on other devices",
             int,
             flag="--expert-parallel-size",
             former_names=("--expert-parallel",),
@@ -62,7 +67,7 @@ MESH = Group(
         ),
         Option(
             "tensor",
-            "likewise, by features; times --expert-parallel-size devices share the target",
+            "shards of the target's features; times --expert-parallel-size devices share the target",
             int,
             flag="--tensor-parallel-size",
             former_names=("--tensor-parallel",),
@@ -75,20 +80,28 @@ MESH = Group(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     add = parser.add_argument
-    add("--shape", help=f"random weights: {', '.join(SHAPES)} (default: qwen3-8b on a GPU, else tiny)")
-    add("--window", type=int, help="tokens of a sequence (default: 2048 on a GPU, else 64)")
-    add("--anchors", type=int, help="blocks of a sequence (default: 512 on a GPU, else 8)")
-    add("--batch", type=int, default=2, help="sequences of a step, on all devices together (default: 2)")
+    add(
+        "--shape",
+        help=f"shape of the random weights: {', '.join(SHAPES)} (default: qwen3-8b on a GPU, else tiny)",
+    )
+    add("--window", type=int, help="tokens per sequence (default: 2048 on a GPU, else 64)")
+    add("--anchors", type=int, help="blocks per sequence (default: 512 on a GPU, else 8)")
+    add("--batch", type=int, default=2, help="sequences per step, on all devices together (default: 2)")
     add(
         "--document-tokens",
         type=int,
         metavar="N",
-        help="mean length of documents, a quarter of each its prompt (default: a window each, all learnt)",
+        help="mean length of documents, a quarter of each its prompt (default: a window without a prompt)",
     )
     add_switch(parser, "--packing", "let documents share windows")
     add("--loss", default="forward_kl", choices=LOSSES)
-    add("--chunk", type=int, default=1024, help="draft rows of a sequence whose logits exist at a time")
-    add_switch(parser, "--remat", "compute the head's layers again in the backward pass")
+    add(
+        "--chunk",
+        type=int,
+        default=1024,
+        help="draft rows of a sequence whose logits are in memory at once (default: 1024)",
+    )
+    add_switch(parser, "--remat", "rematerialise the head's layers in the backward pass")
     add("--steps", type=int, default=10, help="timed steps (default: 10)")
     MESH.add(parser)
     add_program_arguments(parser)
@@ -100,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_least(arguments, 1, "window", "anchors", "batch", "chunk", "steps")
     name, window, anchors = ("qwen3-8b", 2048, 512) if on_gpu() else ("tiny", 64, 8)
     name, window, anchors = arguments.shape or name, arguments.window or window, arguments.anchors or anchors
-    # The report names them also where nobody did.
+    # The report has the defaults, too.
     arguments.shape, arguments.window, arguments.anchors = name, window, anchors
     shape, dtype = find_pair_shape(name), resolve_dtype(arguments.dtype)
     if window < shape.head.block_size:
@@ -120,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
     say_apart((mesh,))
     objective = Objective(loss=arguments.loss, anchors=anchors, chunk=arguments.chunk)
     loss = distillation_loss(shape.head, shape.target, objective, dtype, remat=arguments.remat)
-    # A rate of zero: the weights stay random, and the optimiser does all of its work.
+    # With a learning rate of 0 the weights stay random, and the optimiser does all of its work.
     fit = Fit(steps=1_000_000, batch=arguments.batch, learning_rate=0.0, warmup=0)
     loop = Loop(fit, loss, mesh, deterministic=False)
     frozen = _frozen(shape, dtype, mesh)
@@ -131,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
     batch = made.arrays
     with Progress(total=3 + arguments.steps + arguments.profile, unit="step") as bar:
         bar.set_description("compile")
-        # As `Loop.advance` does it.
+        # As in `Loop.advance`.
         with jax.set_mesh(mesh):
             compiling, program = compile_seconds(loop.step, state, frozen, loop.place(batch))
         bar.update()
@@ -140,8 +153,8 @@ def run(arguments: argparse.Namespace) -> int:
         seconds = []
         for _ in range(arguments.steps):
             bar.set_description("steps")
-            taken, (state, metrics) = seconds_of(program, state, frozen, loop.place(batch))
-            seconds.append(taken)
+            elapsed, (state, metrics) = seconds_of(program, state, frozen, loop.place(batch))
+            seconds.append(elapsed)
             bar.update()
         kernels = []
         if arguments.profile:
@@ -170,9 +183,9 @@ def run(arguments: argparse.Namespace) -> int:
         "devices": mesh.size,
         "mesh": dict(mesh.shape),
         "batch": arguments.batch,
-        # Devices that share the target work on the same sequences.
+        # Devices that share the target compute the same sequences.
         "batch_per_device": arguments.batch // batch_parts(mesh),
-        # Of the last step. The same on any devices, but for rounding, unless KV heads are repeated there.
+        # The last step's loss: equal on any devices except for rounding, unless KV heads are repeated.
         "loss_value": value,
         "chunk": arguments.chunk,
         "remat": arguments.remat,
@@ -215,10 +228,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _frozen(shape: PairShape, dtype: jnp.dtype, mesh: Mesh) -> Weights:
-    """A random target as `train.head.frozen.freeze` lays it out, never whole where devices share it.
+    """A random target with the layout of `train.head.frozen.freeze`; devices make only their shards.
 
     Raises:
-        ValueError: The mesh does not divide it.
+        ValueError: The mesh does not divide the target.
     """
     if shares_target(mesh):
         check_partition(shape.target, mesh)
@@ -227,13 +240,13 @@ def _frozen(shape: PairShape, dtype: jnp.dtype, mesh: Mesh) -> Weights:
 
 
 def step_work(shape: PairShape, window: int, anchors: int, batch: int, span: int) -> dict[str, int]:
-    """Multiplications and additions that a step cannot do without, by part.
+    """The least floating-point operations of a step, by part.
 
-    Padding counts as tokens do. ``span`` is how many tokens the document of a token has on average.
+    Padding counts like tokens. ``span`` is the mean length of a token's document.
 
-    A product counts once forward, once for the gradient of its input and once for that of its weight, as far
-    as those are wanted: the target and its output table are frozen, taps have no gradient. Of attention only
-    what the masks leave counts. Norms, softmax, the loss and the optimiser are left out.
+    A product counts once for the forward pass, and once each for the gradients of its input and of its weight
+    if they are needed: the target and its output table are frozen, and taps have no gradient. Attention
+    counts only unmasked pairs. Norms, softmax, the loss and the optimiser are left out.
     """
     target, head = shape.target, shape.head
     table = target.vocab_size * target.hidden_size
@@ -243,16 +256,16 @@ def step_work(shape: PairShape, window: int, anchors: int, batch: int, span: int
     features = parameters(head, FEATURES)
     layers = parameters(head) - features
     projections = head.layers.hidden_size * sum(layer.kv_size for layer in head.layers.layers)
-    scores, own = (
+    head_scores, target_scores = (
         sum(4 * layer.num_heads * layer.head_dim for layer in model.layers) for model in (head.layers, target)
     )
     return {
-        "target": 2 * tokens * body + own * tokens * span // 2,
-        # Of every token, or of the drafted rows where those are fewer.
+        "target": 2 * tokens * body + target_scores * tokens * span // 2,
+        # For all tokens, or for the drafted rows if there are fewer.
         "teacher logits": 2 * min(tokens, drafts) * table,
         "head layers": 3 * 2 * rows * layers,
         "head context": 2 * 2 * tokens * features + 3 * 2 * tokens * projections,
-        "head attention": 3 * scores * rows * (span + head.block_size) // 2,
+        "head attention": 3 * head_scores * rows * (span + head.block_size) // 2,
         "draft logits": 2 * 2 * drafts * table,
     }
 
@@ -272,7 +285,7 @@ def _title(report: dict[str, Any]) -> str:
 def _row(report: dict[str, Any]) -> dict[str, Any]:
     peak = report["peak_memory_bytes"]
     return {
-        "sequences of a device": report["batch_per_device"],
+        "sequences per device": report["batch_per_device"],
         "step ms": 1e3 * report["step_seconds"],
         "window tokens/s": round(report["tokens_per_second"]),
         "real": round(report["real_tokens_per_second"]),

@@ -1,1 +1,1 @@
-"""Reading a checkpoint: how long, and how much memory of host and devices."""
+"""``python -m bench loading``."""

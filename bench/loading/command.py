@@ -1,8 +1,8 @@
-"""``python -m bench loading``: seconds and memory that a checkpoint takes from files to devices.
+"""``python -m bench loading``: seconds and memory to load a checkpoint from files to devices.
 
-It writes a target of a named shape, all of its values the same, or takes one that is there, and reads it in a
-process of its own. What was just written is in the system's memory still, as far as there is room: ``--cold``
-asks the system to let go of it first. Reading the files without making anything of them is the floor.
+The command writes a target of a named shape, with equal values, or uses an existing one (``--model``), and
+loads it in a separate process. Files just written may still be in the page cache; ``--cold`` asks the system
+to drop them first. The floor is reading the files without using them.
 """
 
 import argparse
@@ -36,21 +36,21 @@ VALUE = np.asarray(0.02, ml_dtypes.bfloat16)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     add = parser.add_argument
-    add("--shape", help=f"what is written: {', '.join(CONFIGS)} (default: qwen3-0.6b)")
-    add("--work", type=Path, help="folder to write it into (default: a new one for temporary files)")
-    add_switch(parser, "--keep", "do not delete it at the end")
+    add("--shape", help=f"shape of the written target: {', '.join(CONFIGS)} (default: qwen3-0.6b)")
+    add("--work", type=Path, help="folder for the written target (default: a new temporary folder)")
+    add_switch(parser, "--keep", "keep the written target")
     MODELS.add(
         parser, ["target", "dtype", "ignore_config_keys", *PARALLEL[:-1]], dtype="auto", ignore_config_keys=[]
     )
-    add_switch(parser, "--cold", "ask the system to forget the files before they are read")
-    add_switch(parser, "--profile", "also list the functions that take longest, which slows them down")
+    add_switch(parser, "--cold", "ask the system to drop the files from the page cache first")
+    add_switch(parser, "--profile", "also profile the loading thread, which slows it down")
     add_report_arguments(parser, "loading", picture=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes, reads, prints the table, and writes the JSON."""
+    """Writes and loads a target, prints the table, and writes the JSON."""
     if arguments.target is not None and (arguments.shape or arguments.work or arguments.keep):
-        raise ValueError("--model is read as it is: it goes with neither --shape, --work nor --keep")
+        raise ValueError("--model names an existing target: it goes with neither --shape, --work nor --keep")
     check_report(arguments)
     if arguments.target is not None:
         return _report(arguments, Source(arguments.target).folder, {})
@@ -72,10 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def write_target(folder: Path, raw: Mapping[str, Any]) -> None:
-    """Writes a target whose values are all one number; the host holds a file's tensors at a time.
+    """Writes a target with equal values; memory holds the tensors of one file at a time.
 
     Raises:
-        OSError: There is no room for it.
+        OSError: There is not enough room on the disk.
     """
     config = parse_config(raw)
     shapes = nnx.traversals.flatten_mapping(weights_of(abstract(config)))
@@ -90,7 +90,7 @@ def write_target(folder: Path, raw: Mapping[str, Any]) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Puts files on the disk, and asks the system to keep none of them in memory."""
+    """Flushes files to the disk, and asks the system to drop them from the page cache."""
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -110,7 +110,7 @@ def _report(arguments: argparse.Namespace, folder: Path, written: dict[str, Any]
     files = sorted(folder.glob("*.safetensors"))
     num_bytes = sum(path.stat().st_size for path in files)
     report = {
-        # Of this process, which has left the devices alone until now.
+        # Initialises JAX's devices in this process, after the loading process has ended.
         **opening_of("loading", arguments),
         "devices": len(found["devices"]),
         "dtype": found["dtype"],
@@ -127,7 +127,7 @@ def _report(arguments: argparse.Namespace, folder: Path, written: dict[str, Any]
     }
     tables = [(_title(report), [_row(report)])]
     if found["profile"]:
-        tables.insert(0, ("functions by their own time, slowed down by the profiler", found["profile"]))
+        tables.insert(0, ("functions by self time, slowed down by the profiler", found["profile"]))
     publish(arguments, report, tables, _notes(report))
     return 0
 
@@ -141,7 +141,7 @@ def _row(report: Mapping[str, Any]) -> dict[str, Any]:
     def gib(value: int | None) -> float | None:
         return None if value is None else value / 2**30
 
-    peaks = [own["peak"] for own in report["memory_of_devices"]]
+    peaks = [device["peak"] for device in report["memory_of_devices"]]
     return {
         "GB": report["file_bytes"] / 1e9,
         "written s": report.get("write_seconds"),
@@ -150,19 +150,19 @@ def _row(report: Mapping[str, Any]) -> dict[str, Any]:
         "read again GB/s": report["file_bytes"] / report["read_again_seconds"] / 1e9,
         "host GiB": gib(report["peak_host_bytes"]["anonymous"]),
         "with files GiB": gib(report["peak_host_bytes"]["resident"]),
-        "weights GiB": gib(max(own["weights"] for own in report["memory_of_devices"])),
+        "weights GiB": gib(max(device["weights"] for device in report["memory_of_devices"])),
         "peak GiB": gib(max(filter(None, peaks), default=None)),
     }
 
 
 def _notes(report: Mapping[str, Any]) -> list[str]:
     pages = {
-        "just written": "The files were just written: as far as memory holds them, no disk was read.",
-        "as it was": "Nobody knows what of the files was in memory before.",
-        "asked to be forgotten": "The system was asked to forget the files before they were read.",
+        "just written": "The files were just written, so they may have been read from the page cache.",
+        "as it was": "It is unknown how much of the files was in the page cache.",
+        "asked to be forgotten": "The system was asked to drop the files from the page cache first.",
     }
     return [
         pages[report["pages_of_files"]],
-        "Memory of the host is what came on top while loading, once without the pages of files and once with "
-        "them; of the devices that of the fullest, its weights and its peak.",
+        "Host memory is the peak increase while loading, without and with mapped files. Device memory is the "
+        "fullest device's: its weights and its peak.",
     ]

@@ -1,4 +1,4 @@
-"""What reading a checkpoint takes, measured in a process that does nothing else."""
+"""Measures loading a checkpoint, in a process that does nothing else."""
 
 import contextlib
 import cProfile
@@ -21,24 +21,24 @@ from jetspec_jax.checkpoint.loading import read_target
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.device.mesh import make_mesh
 
-# Functions that a profile names.
+# The number of functions in a profile.
 LONGEST = 15
-# Bytes that are read at a time where nothing is made of them.
+# The block size of plain reading, in bytes.
 BLOCK = 64 * 2**20
-# Seconds between two looks at the process's memory.
-LOOK = 0.02
+# Seconds between two samples of the process's memory.
+INTERVAL = 0.02
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is read, and where to.
+    """A target to load, and its devices.
 
     Attributes:
         folder: The checkpoint.
-        dtype: Of the weights.
-        sizes: Of the mesh, as `make_mesh` takes them; None is one device.
-        ignore_config_keys: As in `Source`.
-        profile: Whether to say in which functions the main thread spends its time, which slows it down.
+        dtype: The type of the weights.
+        sizes: The sizes of the mesh, see `make_mesh`; None is one device.
+        ignore_config_keys: See `Source`.
+        profile: Whether to profile the main thread, which slows it down.
     """
 
     folder: Path
@@ -49,21 +49,22 @@ class Job:
 
 
 def in_fresh_process(job: Job) -> dict[str, Any]:
-    """As `measure`, in a process of its own, whose memory nobody has used before."""
+    """Runs `measure` in a new process, whose memory is unused."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(measure, job).result()
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Reads a target once.
+    """Loads a target once.
 
     Returns:
-        Seconds, memory of the host and of each device in bytes, and ``profile``: functions by the seconds
-        that they took themselves.
+        Seconds, memory of the host and of each device in bytes, and ``profile``: functions by self time.
     """
     mesh = None if job.sizes is None else make_mesh(*job.sizes)
     devices = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
-    jax.block_until_ready([jax.device_put(0.0, device) for device in devices])  # what starting them takes
+    jax.block_until_ready(
+        [jax.device_put(0.0, device) for device in devices]
+    )  # excludes their initialisation
     source, profile = Source(job.folder, job.dtype, job.ignore_config_keys), cProfile.Profile()
     before = _largest_resident()
     with _watching() as memory, profile if job.profile else contextlib.nullcontext():
@@ -86,7 +87,7 @@ def measure(job: Job) -> dict[str, Any]:
 
 
 def read_plainly(folder: Path) -> float:
-    """Seconds to read a folder's tensors once, a block after the other, and to make nothing of them."""
+    """Seconds to read a folder's tensors once in blocks, without using them."""
     block, started = bytearray(BLOCK), time.perf_counter()
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb", buffering=0) as file:
@@ -96,25 +97,25 @@ def read_plainly(folder: Path) -> float:
 
 
 def _largest_resident() -> int:
-    """The most bytes that the process has had in memory, with the pages of files that it has mapped."""
-    # Linux counts in KiB, macOS in bytes.
+    """The process's peak resident bytes, mapped files included."""
+    # In KiB on Linux, in bytes on macOS.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @contextlib.contextmanager
 def _watching() -> Iterator[dict[str, int | None]]:
-    """Follows what the process has in memory besides pages of files: how much more it was, at most.
+    """Samples the process's anonymous memory, and yields its peak increase.
 
-    Mapped files count as resident as long as there is room, and go when others need it.
+    Mapped files are not anonymous: they stay resident only until the memory is needed.
     """
     first, done = _anonymous(), threading.Event()
     memory: dict[str, int | None] = {"anonymous": None if first is None else 0}
 
-    def look() -> None:
-        while first is not None and not done.wait(LOOK):
+    def sample() -> None:
+        while first is not None and not done.wait(INTERVAL):
             memory["anonymous"] = max(memory["anonymous"] or 0, (_anonymous() or 0) - first)
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=sample)
     thread.start()
     try:
         yield memory
@@ -124,7 +125,7 @@ def _watching() -> Iterator[dict[str, int | None]]:
 
 
 def _anonymous() -> int | None:
-    """Bytes in memory that are no file's; None where the system does not say."""
+    """The process's anonymous bytes; None if the system does not report them."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -135,12 +136,12 @@ def _anonymous() -> int | None:
 
 def _longest(profile: cProfile.Profile) -> list[dict[str, Any]]:
     stats: Any = pstats.Stats(profile)
-    by_own_time = sorted(stats.stats.items(), key=lambda item: -item[1][2])
+    by_self_time = sorted(stats.stats.items(), key=lambda item: -item[1][2])
     return [
         {
             "function": name if file == "~" else f"{Path(file).name}:{line} {name}",
             "calls": calls,
-            "seconds": own,
+            "seconds": self_time,
         }
-        for (file, line, name), (_, calls, own, _, _) in by_own_time[:LONGEST]
+        for (file, line, name), (_, calls, self_time, _, _) in by_self_time[:LONGEST]
     ]

@@ -1,4 +1,4 @@
-"""Which implementation of tree attention a case runs on: a report names it, also where nobody chose one."""
+"""Finds the implementation of tree attention that a case uses, for the report."""
 
 import functools
 
@@ -16,17 +16,17 @@ from pallas_kernels.tree_attention import PagedPrefix, implementations, tree_att
 def implementation_of(
     config: ModelConfig, scene: Scene, rows: int, dtype: jnp.dtype, name: str | None
 ) -> str:
-    """The implementation called ``name``, or without a name the first that takes the case.
+    """The implementation called ``name``, or without a name the first that supports the case.
 
     Args:
-        config: The target, of which the first layer with attention is asked for.
-        scene: Its slots.
-        rows: Of a slot's block.
-        dtype: Of the stores.
+        config: The target; its first layer with attention decides.
+        scene: The slots.
+        rows: Rows of a slot's block.
+        dtype: The type of the stores.
         name: One of `implementations()`, or None.
 
     Raises:
-        ValueError: There is none of that name, or it does not take the case on this device.
+        ValueError: The name is unknown, or no implementation supports the case on this device.
     """
     check_known("implementation", [] if name is None else [name], implementations())
     batch, array = scene.batch, jax.ShapeDtypeStruct
@@ -54,7 +54,7 @@ def implementation_of(
     reasons = []
     for candidate in implementations() if name is None else (name,):
         try:
-            # Traced, not run: an implementation refuses what it cannot do before it computes anything.
+            # Tracing is enough: an implementation raises for unsupported cases before it computes anything.
             named = functools.partial(attend, implementation=candidate)
             jax.eval_shape(named, q, kv, mask, pages, tables, lengths)
         except NotImplementedError as error:

@@ -1,9 +1,9 @@
-"""``python -m bench round``: one round of speculation, its phases, and how far they are from the hardware.
+"""``python -m bench round``: times one round of speculation and its phases, and compares them with a floor.
 
-Every slot is put after a context of random pages, without a prefill, and rounds run from there on the
-device. A round is compared with its floor: the bytes that it must read at the bandwidth that this very device
-reaches, or the operations that it must compute at its matmul rate, whichever takes longer. With random
-weights nearly every draft is refused, so a round commits about one token and the context stays what it was.
+Every slot starts after a context of random pages, without a prefill, and rounds run from there. The floor of
+a round is the bytes that it must read at the device's measured bandwidth, or the operations that it must
+compute at the measured matmul rate, whichever takes longer. With random weights nearly all drafts are
+rejected, so a round commits about one token, and the context hardly grows.
 """
 
 import argparse
@@ -41,37 +41,49 @@ from jetspec_jax.progress import Progress
 from jetspec_jax.tree import DEFAULT_ALGORITHM, bucket_for
 from pallas_kernels.tree_attention import implementations
 
-# The most of the free memory that the stores of all cases may take together: programs need the rest.
+# The share of free memory for the stores of all cases; programs need the rest.
 STORES_SHARE = 0.6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     add = parser.add_argument
-    add("--shape", help=f"random weights: {', '.join(SHAPES)} (default: qwen3-8b on a GPU, else tiny)")
+    add(
+        "--shape",
+        help=f"shape of the random weights: {', '.join(SHAPES)} (default: qwen3-8b on a GPU, else tiny)",
+    )
     add_target_option(parser, "folder or hub id, or a pair's name, instead of --shape")
     add("--draft-head", help="folder or hub id, with --model (default: the demo's)")
     add_ignore_option(parser)
-    add("--budgets", type=int, nargs="+", default=[64, 128, 256], help="of the trees; 1 is always measured")
+    add(
+        "--budgets",
+        type=int,
+        nargs="+",
+        default=[64, 128, 256],
+        help="nodes of the trees; 1 is always measured",
+    )
     add(
         "--algorithms",
         nargs="+",
         default=[DEFAULT_ALGORITHM],
         metavar="NAME",
-        help=f"of the trees, with their usual options: all, or some of {', '.join(fixed_budget_names())} "
+        help=f"algorithms with their default options: all, or some of {', '.join(fixed_budget_names())} "
         f"(default: {DEFAULT_ALGORITHM})",
     )
-    add("--contexts", type=int, nargs="+", default=[1024], help="committed tokens of a slot (default: 1024)")
-    add("--batches", type=int, nargs="+", default=[1], help="slots (default: 1)")
+    add("--contexts", type=int, nargs="+", default=[1024], help="committed tokens per slot (default: 1024)")
+    add("--batches", type=int, nargs="+", default=[1], help="numbers of slots (default: 1)")
     add_breadth_arguments(parser)
     add("--temperature", type=float, default=0.0, help="slot i has seed i (default: 0)")
     add("--top-p", type=float, help="with a temperature (default: all tokens)")
-    add("--implementation", help=f"of tree attention: {', '.join(implementations())} (default: the best)")
-    add("--rounds", type=int, default=USUAL_ROUNDS, help="of a dispatch (default: as the engine's)")
+    add("--implementation", help=f"tree attention: {', '.join(implementations())} (default: the best)")
+    add("--rounds", type=int, default=USUAL_ROUNDS, help="rounds per dispatch (default: the engine's)")
     add("--repeats", type=int, default=7, help="timed dispatches, interleaved (default: 7)")
     MODELS.add(parser, PARALLEL[:-1])
     add_switch(
-        parser, "--phases", "also time each phase alone (default: yes, but on one device only)", default=None
+        parser,
+        "--phases",
+        "also time each phase alone (default: yes on one device, no on several)",
+        default=None,
     )
     add_program_arguments(parser)
     add_report_arguments(parser, "round")
@@ -102,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         for group in groups(cases, shape, dtype, setup, free_bytes()):
             measured |= measure(group, shape, weights, setup, step)
-        # Read before the ceilings are measured, which need large arrays of their own.
+        # Read before the ceilings are measured, because that needs large arrays.
         peak = peak_bytes()
         step("ceilings")
         ceilings = measure_ceilings(dtype, setup.repeats)
@@ -135,10 +147,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _setup(arguments: argparse.Namespace) -> Setup:
-    """What all cases have in common, checked; ``phases`` is filled in.
+    """Checks the settings that all cases share; a default ``phases`` is filled in.
 
     Raises:
-        ValueError: A setting is out of its range, or phases are to be timed on a mesh.
+        ValueError: A setting is out of range, or phases are to be timed on several devices.
     """
     check_least(arguments, 1, "rounds", "repeats")
     shared = any(
@@ -147,10 +159,10 @@ def _setup(arguments: argparse.Namespace) -> Setup:
     if arguments.phases is None:
         arguments.phases = not shared
     elif arguments.phases and shared:
-        # Between two phases lie logits, of which each device has a part.
+        # Phases exchange logits, which are sharded over devices.
         raise ValueError(
             "--phases goes with neither --tensor-parallel-size nor --expert-parallel-size: "
-            "only whole rounds run there"
+            "on several devices only whole rounds can be timed"
         )
     mesh = parallel_mesh(arguments)
     return Setup(
@@ -169,13 +181,13 @@ def _setup(arguments: argparse.Namespace) -> Setup:
 def _models(
     arguments: argparse.Namespace, dtype: jnp.dtype, mesh: Mesh | None
 ) -> tuple[dict[str, str], PairShape, Callable[[], DecodeWeights]]:
-    """What the models are called in the report, their configs, and what makes their parameters.
+    """The models' names for the report, their configs, and a function that makes their parameters.
 
-    Where the arguments name no shape of random weights and no target, ``shape`` is filled in.
+    Without ``shape`` and ``target`` a default ``shape`` is filled in.
 
     Raises:
-        ValueError: The arguments name none, or two.
-        FileNotFoundError: There is no such checkpoint.
+        ValueError: Both random weights and a checkpoint are named, or a head without a target.
+        FileNotFoundError: A checkpoint is missing.
     """
     if arguments.target is None and arguments.draft_head is None:
         name = arguments.shape or ("qwen3-8b" if jax.default_backend() == "gpu" else "tiny")
@@ -189,12 +201,12 @@ def _models(
             ),
         )
     if arguments.shape is not None:
-        raise ValueError("--shape stands for random weights: it goes with neither --model nor --draft-head")
+        raise ValueError("--shape means random weights: it goes with neither --model nor --draft-head")
     if arguments.target is None:
         raise ValueError("--draft-head goes with --model")
     if mesh is not None:
         raise ValueError(
-            "--tensor-parallel-size and --expert-parallel-size are for random weights: name a --shape"
+            "--tensor-parallel-size and --expert-parallel-size need random weights: name a --shape"
         )
     target, head = load_pair(arguments, arguments.dtype)
     weights, given = DecodeWeights(target.weights, head.weights), settings_of(arguments)
@@ -203,10 +215,10 @@ def _models(
 
 
 def cases_of(arguments: argparse.Namespace, shape: PairShape, setup: Setup) -> list[RoundCase]:
-    """All cases, the plain step first in each scene; a chain holds no more than the head drafts.
+    """All cases, with the plain step first in each scene. A chain has at most the nodes that the head drafts.
 
     Raises:
-        ValueError: A number is out of its range.
+        ValueError: A number is out of range.
     """
     check_least(arguments, 1, "batches", "contexts")
     algorithms = fixed_budget_names() if "all" in arguments.algorithms else tuple(arguments.algorithms)
@@ -239,7 +251,7 @@ def cases_of(arguments: argparse.Namespace, shape: PairShape, setup: Setup) -> l
 def groups(
     cases: list[RoundCase], shape: PairShape, dtype: jnp.dtype, setup: Setup, free_bytes: int | None
 ) -> list[list[RoundCase]]:
-    """Cases that take turns: all of them if their stores fit into memory at once, else scene by scene."""
+    """Groups of interleaved cases: all cases if their stores fit into memory, else a group per scene."""
     scenes: dict[Scene, list[RoundCase]] = {}
     for case in cases:
         scenes.setdefault(setup.scene(case, shape), []).append(case)

@@ -1,4 +1,4 @@
-"""Times rounds: every case's program runs in turn with all others', on stores that the budgets share."""
+"""Times rounds: the programs of all cases are interleaved, and share the stores of their scene."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,14 +20,14 @@ from jetspec_jax import DecodeState, DecodeWeights, DraftHeadProposer, SamplingP
 from jetspec_jax.decode.state import Stores, join, split
 from jetspec_jax.tree import DEFAULT_ALGORITHM, bucket_for
 
-# A phase is repeated until its program takes this long, so that dispatching it (about 0.1 ms) does not show.
+# A phase is repeated until its program takes this long, so that the launch (about 0.1 ms) is negligible.
 PHASE_SECONDS = 0.05
 
 
 class RoundCase(NamedTuple):
-    """What is timed: slots, the tokens that each holds, the nodes of its trees, and how these are built.
+    """A timed round: slots, committed tokens per slot, nodes per tree, and the tree algorithm.
 
-    A budget of 1 is a plain step, which has no tree for an algorithm to build.
+    A budget of 1 is a plain step, which uses no algorithm.
     """
 
     batch: int
@@ -37,33 +37,33 @@ class RoundCase(NamedTuple):
 
     @property
     def plain(self) -> "RoundCase":
-        """The plain step of the same slots."""
+        """The plain step with the same slots."""
         return RoundCase(self.batch, self.context, 1)
 
     @property
     def tree(self) -> str:
-        """The algorithm, or "plain" where there is no tree."""
+        """The algorithm, or "plain" for a plain step."""
         return "plain" if self.budget == 1 else self.algorithm
 
     def __str__(self) -> str:
-        """For progress bars and messages."""
+        """The case in words."""
         return f"batch {self.batch}, context {self.context}, budget {self.budget}, {self.tree}"
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What all cases have in common.
+    """The settings that all cases share.
 
     Attributes:
-        params: How tokens are chosen.
-        width: Most children of a node; None is all candidates.
-        rounds: Rounds of one dispatch.
-        repeats: Timed dispatches of each program.
-        implementation: Of tree attention.
-        phases: Whether to time the phases one by one.
-        profile: Whether to record what runs on a GPU.
-        candidates: Tokens of a draft row that are looked at; None is the algorithm's own number.
-        mesh: The devices that share the models; None is one.
+        params: The sampling parameters.
+        width: The most children of a node; None is all candidates.
+        rounds: Rounds per dispatch.
+        repeats: Timed dispatches per program.
+        implementation: The implementation of tree attention.
+        phases: Whether to time each phase alone.
+        profile: Whether to record the GPU's kernels.
+        candidates: Candidates per draft row; None is the algorithm's default.
+        mesh: The devices that share the models; None is one device.
     """
 
     params: SamplingParams
@@ -77,15 +77,15 @@ class Setup:
     mesh: Mesh | None = None
 
     def steps(self, cases: int) -> int:
-        """How often `measure` says what comes next."""
+        """The number of steps that `measure` reports."""
         return cases * (1 + self.repeats + (len(PHASES) if self.phases else 0) + self.profile)
 
     def scene(self, case: RoundCase, shape: PairShape) -> Scene:
-        """The slots of a case, with room for all that a dispatch may commit."""
+        """The slots of a case, with room for all tokens that a dispatch may commit."""
         return Scene(case.batch, case.context, self.rounds * shape.head.block_size)
 
     def decoder(self, case: RoundCase, shape: PairShape) -> TreeDecoder:
-        """The decoder that an engine would use: budget 1 decodes without the head."""
+        """The decoder that an engine would use; with a budget of 1 it has no head."""
         return TreeDecoder(
             shape.target,
             None if case.budget == 1 else DraftHeadProposer(shape.head, self.implementation),
@@ -101,17 +101,16 @@ class Setup:
 
 @dataclass
 class CaseRuns:
-    """What was found out about a case.
+    """The measurements of a case.
 
     Attributes:
-        seconds: Of each timed dispatch.
-        tokens_per_round: Mean tokens committed, over slots and rounds.
-        phase_seconds: Of one run of each phase.
-        compile_seconds: Of each program, tracing included.
-        experts_touched: Different experts that a round reads, on average over a dispatch, of each layer that
-            has any.
-        temporary_bytes: What the rounds' program allocates beside its arguments and results.
-        kernels: What ran on a GPU during a dispatch; None unless it was recorded.
+        seconds: Seconds of each timed dispatch.
+        tokens_per_round: Mean committed tokens over slots and rounds.
+        phase_seconds: Seconds of each phase.
+        compile_seconds: Seconds to trace and compile each program.
+        experts_touched: The mean number of different experts that a round reads, for each layer with experts.
+        temporary_bytes: Memory that the rounds' program allocates beside its arguments and results.
+        kernels: The GPU's kernels of a dispatch; None if they were not recorded.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -125,7 +124,7 @@ class CaseRuns:
 
 @dataclass(eq=False)
 class Shelf:
-    """Where the stores of a scene lie between two programs: each takes them and puts back what it returns."""
+    """Holds the stores of a scene between programs, which donate them and return new ones."""
 
     stores: Stores
 
@@ -134,7 +133,7 @@ class CaseRunner:
     """Runs one case."""
 
     def __init__(self, case: RoundCase, shape: PairShape, weights: DecodeWeights, setup: Setup, shelf: Shelf):
-        """Makes the state; compiles nothing yet."""
+        """Makes the state, and compiles nothing yet."""
         self.case, self.setup, self.measured = case, setup, CaseRuns()
         self._shelf = shelf
         self._decoder = setup.decoder(case, shape)
@@ -159,10 +158,10 @@ class CaseRunner:
         self.decode()
 
     def decode(self) -> float:
-        """Seconds of one dispatch, from the same state as every other.
+        """Seconds of a dispatch; all dispatches start from the same state.
 
         Raises:
-            RuntimeError: Not every round ran, so the seconds are not those of that many rounds.
+            RuntimeError: Some rounds did not run, so the seconds are not those of all rounds.
         """
         seconds, (state, records) = seconds_of(self._program, self._weights, self._start(), self._rounds)
         self._put_back(split(state)[0])
@@ -173,9 +172,9 @@ class CaseRunner:
         return seconds
 
     def time_phase(self, phase: str, made: dict[str, Any]) -> None:
-        """Times one phase, and adds what it makes to what the phases before have made."""
+        """Times one phase, and adds its result to ``made``, the results of the phases before."""
         if self.case.budget == 1 and phase == "propose":
-            # Plain decoding drafts nothing: its tree is the anchor.
+            # Plain decoding drafts nothing; its tree is the anchor.
             made[phase] = PHASES[phase](self._decoder, self._weights, self._start(), made)
             self.measured.phase_seconds[phase] = 0.0
             return
@@ -197,7 +196,7 @@ class CaseRunner:
         self.measured.phase_seconds[phase] = median(timed)
 
     def _experts_touched(self) -> dict[int, float]:
-        """Of the rounds that are timed, one by one: each goes on from other tokens than the first."""
+        """Mean over the timed rounds, which run one at a time here: their tokens differ."""
         state, rounds = self._start(), []
         for _ in range(self.setup.rounds):
             rounds.append(experts_touched(self._decoder, self._weights, state))
@@ -210,7 +209,7 @@ class CaseRunner:
         self.measured.kernels = trace_kernels(self.decode)
 
     def _start(self) -> DecodeState:
-        """The state at the start; a copy, because a dispatch takes over the buffers that it is given."""
+        """The initial state; a copy, because a dispatch's arguments are donated."""
         return join(self._stores(), jax.tree.map(jnp.copy, self._state))
 
     def _stores(self) -> Stores:
@@ -219,13 +218,13 @@ class CaseRunner:
         return self._shelf.stores
 
     def _put_back(self, stores: Stores) -> None:
-        # Plain decoding leaves what is the head's where it is.
-        own = self._shelf.stores if self._decoder.proposer is None else stores
-        self._shelf.stores = stores[0], own[1]
+        # Plain decoding does not take the head's stores.
+        head = self._shelf.stores[1] if self._decoder.proposer is None else stores[1]
+        self._shelf.stores = stores[0], head
 
 
 def dtype_of(weights: DecodeWeights) -> jnp.dtype:
-    """Of the parameters, and so of the stores."""
+    """The type of the parameters and the stores."""
     return weights.target["embed_tokens"].dtype
 
 
@@ -236,21 +235,21 @@ def measure(
     setup: Setup,
     step: Callable[[str], None],
 ) -> dict[RoundCase, CaseRuns]:
-    """Measures cases in turn, so that a slow moment of the machine falls on all of them alike.
+    """Measures cases in turn, so that a slow period of the machine affects all of them alike.
 
     Args:
-        cases: The cases; the stores of all their scenes are in memory at the same time.
+        cases: The cases; memory holds the stores of all their scenes.
         shape: The target and the draft head.
         weights: Their parameters.
-        setup: What the cases have in common.
-        step: Called with what comes next.
+        setup: The settings that the cases share.
+        step: Called with the name of each step.
     """
     shelves: dict[Scene, Shelf] = {}
     runners = []
     for case in cases:
         scene = setup.scene(case, shape)
         if scene not in shelves:
-            # Every decoder but the plain one knows the head's stores, and they are the same for all.
+            # All decoders with a head have the same stores; a plain one lacks the head's.
             decoder = setup.decoder(case._replace(budget=2), shape)
             shelves[scene] = Shelf(scene.stores(decoder, dtype_of(weights)))
         runners.append(CaseRunner(case, shape, weights, setup, shelves[scene]))

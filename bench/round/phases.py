@@ -1,4 +1,4 @@
-"""The phases of a round, one at a time: each repeated on the device by a program of its own."""
+"""The phases of a round, each repeated on the device by a program of its own."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,11 +11,11 @@ from jetspec_jax import DecodeState, DecodeWeights, TreeDecoder
 from jetspec_jax.decode.loop import jit_rounds
 from jetspec_jax.decode.state import Stores, join, split
 
-#: What the phases before have made, by their names.
+#: The results of the phases before, by name.
 Made = Mapping[str, Any]
 
 
-# In the order of a round. A proposal's candidates are left out: what no tree looks at need not be made.
+# In the order of a round. Without the proposal's candidates: the compiler may drop those that no tree uses.
 PHASES: dict[str, Callable[[TreeDecoder, DecodeWeights, DecodeState, Made], Any]] = {
     "propose": lambda decoder, weights, state, made: decoder.propose(weights, state).tree,
     "verify": lambda decoder, weights, state, made: decoder.verify(weights, state, made["propose"]),
@@ -26,7 +26,7 @@ PHASES: dict[str, Callable[[TreeDecoder, DecodeWeights, DecodeState, Made], Any]
 
 
 def repeat(decoder: TreeDecoder) -> Any:
-    """The jitted `_repeat`, compiled as the decoder's rounds are."""
+    """The jitted `_repeat`, compiled like the decoder's rounds."""
     return jit_rounds(_repeat, decoder.bucket, static_argnums=(0, 1), donate_argnums=3)
 
 
@@ -41,15 +41,15 @@ def _repeat(
     """Runs one phase ``turns`` times on the device. ``stores`` is donated.
 
     Args:
-        decoder: The decoder whose phase it is.
+        decoder: The decoder.
         phase: One of `PHASES`.
         weights: The parameters.
-        stores: Of the state; settling writes the same rows at every turn.
-        inputs: The state without its stores, and what the phases before have made.
-        turns: How often.
+        stores: The state's stores; settling writes the same rows in every turn.
+        inputs: The state without stores, and the results of the phases before.
+        turns: The number of turns.
 
     Returns:
-        The stores, and what the phase makes (`settle`: the state without its stores, and the record).
+        The stores, and the phase's result (`settle`: the state without stores, and the record).
     """
 
     if decoder.proposer is not None:
@@ -66,8 +66,8 @@ def _repeat(
 
     def turn(_: Array, carried: tuple[Stores, Any, Any]) -> tuple[Stores, Any, Any]:
         stores, inputs, last = carried
-        # After the barrier the inputs come from the turn before, as far as the compiler knows, so that it
-        # can move nothing out of the loop. The weights do not pass it, just as in a round.
+        # To the compiler, inputs behind the barrier depend on the turn before, so it cannot move work out of
+        # the loop. The weights do not pass the barrier, as in a round.
         inputs, _ = jax.lax.optimization_barrier((inputs, last))
         stores, result = run(stores, inputs)
         return stores, inputs, result

@@ -1,4 +1,4 @@
-"""The picture of a round benchmark: each case's phases, its whole round and its floor."""
+"""The picture of a round benchmark: the phases, the whole round and the floor of each case."""
 
 from collections.abc import Sequence
 
@@ -21,10 +21,7 @@ UNDIVIDED = "#bbbbbb"
 
 
 def draw_rounds(report: Report) -> Figure:
-    """A panel for every batch and context of a report of ``round``, and in each a bar for every tree.
-
-    Every panel has the same trees.
-    """
+    """A panel per batch and context, with a bar per tree; all panels have the same trees."""
     rows = report["rows"]
     panels = grouped(rows, lambda row: f"batch {row['batch']}, context {row['context']:,}")
     bars = len(rows) // len(panels)
@@ -42,27 +39,25 @@ def draw_rounds(report: Report) -> Figure:
         _note(rows),
         columns=3,
         width=3.9,
-        height=1.2 + 0.36 * bars,  # bars lie, so that the names of many algorithms can be read
+        height=1.2 + 0.36 * bars,  # bars are horizontal, so that algorithms' names are readable
         sharey=True,
     )
     phases = list(dict.fromkeys(phase for row in rows for phase in row["phases_ms"]))
-    for axis, own in zip(axes, panels.values(), strict=True):
-        _panel(axis, own, phases, report["rounds_per_dispatch"])
+    for axis, panel in zip(axes, panels.values(), strict=True):
+        _panel(axis, panel, phases, report["rounds_per_dispatch"])
     axes[0].set_ylim(bars - 0.4, -0.6)
     legend_below(figure, axes[0], columns=4)
     return figure
 
 
 def _note(rows: Sequence[Row]) -> str:
-    floor = (
-        "Floor: reading all weights and context that take part once, or computing, whichever takes longer. "
-    )
+    floor = "Floor: reading the used weights and the context once, or computing, whichever takes longer. "
     timed = [row for row in rows if row["phases_ms"]]
     if not timed:
         return floor + "The phases were not timed."
     shares = [100 * (row["phases_sum_ms"] / row["round_ms"] - 1) for row in timed]
     return floor + (
-        "Each phase was timed alone, in a program of its own, so the bars need not end at the whole round: "
+        "Each phase was timed alone, in its own program, so the bars need not end at the whole round: "
         f"their sums are {min(shares):+.0f} to {max(shares):+.0f} % off it."
     )
 
@@ -82,7 +77,7 @@ def _panel(axis: Axes, rows: Sequence[Row], phases: Sequence[str], rounds: int) 
     axis.vlines(whole, low, high, colors="black", label="whole round")
     times = [[1e3 * seconds / rounds for seconds in row["dispatch_seconds"]] for row in rows]
     axis.hlines(places, [*map(min, times)], [*map(max, times)], colors="black", linewidth=1.2)
-    ends = [max(end, *own) for end, own in zip(ends, times, strict=True)]
+    ends = [max(end, *dispatches) for end, dispatches in zip(ends, times, strict=True)]
     floors = [row["floor_ms"] for row in rows]
     axis.vlines(floors, low, high, colors="#b2182b", linestyles="dashed", linewidths=2, label="floor")
     for y, row in zip(places, rows, strict=True):
@@ -95,8 +90,8 @@ def _panel(axis: Axes, rows: Sequence[Row], phases: Sequence[str], rounds: int) 
             fontsize=8,
         )
     axis.set_yticks(places, [_label(row) for row in rows], fontsize=9)
-    axis.set_xlabel("milliseconds a round")
-    # Room for the words after the longest bar.
+    axis.set_xlabel("milliseconds per round")
+    # Leaves room for the text after the longest bar.
     axis.set_xlim(0, 1.8 * max(ends))
     without_frame(axis)
 
@@ -104,5 +99,5 @@ def _panel(axis: Axes, rows: Sequence[Row], phases: Sequence[str], rounds: int) 
 def _label(row: Row) -> str:
     if row["budget"] == 1:
         return "plain step"
-    # Older reports, of one algorithm, do not name it.
+    # Older reports have one algorithm, without its name.
     return f"{row['algorithm']}, {row['budget']} nodes" if "algorithm" in row else f"tree of {row['budget']}"

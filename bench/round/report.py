@@ -1,4 +1,4 @@
-"""What ``python -m bench round`` reports: a row for each case, tables, notes."""
+"""The rows of ``python -m bench round``, one per case, and its tables and notes."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from bench.round.work import round_work
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.tree import bucket_for
 
-# Tokens that the number of waits is given for: the default length of an output.
+# The default length of an output, for which the number of waits is given.
 TOKENS = 256
 
 
@@ -28,16 +28,16 @@ def row_of(
     setup: Setup,
     ceilings: Ceilings,
 ) -> dict[str, Any]:
-    """All about one case; times in milliseconds.
+    """The row of a case, with times in milliseconds.
 
     Args:
         case: The case.
-        found: What was measured.
-        measured: What was measured of all cases, the plain step of the same slots among them.
+        found: The case's measurements.
+        measured: The measurements of all cases, with the plain step of the same slots.
         shape: The target and the draft head.
-        itemsize: Bytes of a parameter.
-        setup: What all cases have in common.
-        ceilings: What the device reaches.
+        itemsize: Bytes per parameter.
+        setup: The settings that all cases share.
+        ceilings: The device's measured rates.
     """
     milliseconds = 1e3 * median(found.seconds) / setup.rounds
     chain = measured.get(case._replace(budget=shape.head.block_size, algorithm=CHAIN))
@@ -68,9 +68,9 @@ def row_of(
         "floor_ms": floor,
         "floors": floors,
         "times_floor": milliseconds / floor,
-        # The acceptance length from which on a tree beats plain decoding.
+        # The acceptance length above which a tree is faster than plain decoding.
         "times_plain": median(found.seconds) / median(measured[case.plain].seconds),
-        # Likewise a chain: it does where its acceptance length is the chain's times this.
+        # A tree is faster than the chain if its acceptance length exceeds the chain's by this factor.
         "times_chain": None if chain is None else median(found.seconds) / median(chain.seconds),
         "tokens_per_round": found.tokens_per_round,
         "experts_touched": mean(found.experts_touched.values()) if found.experts_touched else None,
@@ -83,7 +83,7 @@ def row_of(
 
 
 def host_work(tokens_per_round: float) -> dict[str, float]:
-    """What the engine asks of the host: a dispatch for so many rounds, and one wait for each dispatch."""
+    """The engine's dispatches per round, and its waits for an output: one for each dispatch."""
     return {
         "dispatches_per_round": 1 / USUAL_ROUNDS,
         f"waits_per_{TOKENS}_tokens": math.ceil(TOKENS / (tokens_per_round * USUAL_ROUNDS)),
@@ -91,7 +91,7 @@ def host_work(tokens_per_round: float) -> dict[str, float]:
 
 
 def tables_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Titled tables of rounds, of phases where they were timed, and of kernels where they were recorded."""
+    """Titled tables of rounds, and of phases and kernels if they were measured."""
     names = [{name: row[name] for name in ("batch", "context", "budget", "algorithm")} for row in rows]
     yield (
         "Whole rounds",
@@ -124,16 +124,16 @@ def tables_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[dic
 
 
 def notes_of(report: Mapping[str, Any]) -> list[str]:
-    """What the figures mean, and what was not measured."""
+    """The meaning of the figures, and what was not measured."""
     ceilings = report["ceilings"]
     notes = [
         f"Floor: parameters and context read once at {ceilings['bandwidth'] / 1e9:,.0f} GB/s (sum "
         f"{ceilings['reduction'] / 1e9:,.0f}, copy {ceilings['copy'] / 1e9:,.0f}), or computed at "
         f"{ceilings['matmul'] / 1e12:,.2f} TFLOP/s, whichever takes longer; both measured here.",
-        f"Host: one dispatch and one wait for {USUAL_ROUNDS} rounds, as in the engine: "
-        f"{1 / USUAL_ROUNDS:g} dispatches a round, and for {TOKENS} tokens {TOKENS} / (tokens of a "
+        f"Host: the engine has one dispatch and one wait for {USUAL_ROUNDS} rounds: "
+        f"{1 / USUAL_ROUNDS:g} dispatches per round, and for {TOKENS} tokens {TOKENS} / (tokens per "
         f"round x {USUAL_ROUNDS}) waits, rounded up.",
-        "Compile: the program of the rounds, traced and compiled, "
+        "Compile: tracing and compiling the program of the rounds, "
         + ("with a persistent cache." if report["compilation_cache"] else "without a persistent cache."),
     ]
     if report["peak_memory_bytes"] is not None:
@@ -144,7 +144,7 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
 
 
 def _kernel_tables(row: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A case's kernels by class, and the longest of them."""
+    """A case's kernels by class, and the longest kernels."""
     profile = row["profile"]
     name = f"batch {row['batch']}, context {row['context']}, budget {row['budget']}, {row['algorithm']}"
     classes = {
@@ -157,7 +157,7 @@ def _kernel_tables(row: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str,
         [{"class": kind, "us": part["us"], "launches": part["launches"]} for kind, part in classes.items()],
     )
     yield (
-        f"The longest of them: {name}",
+        f"The longest kernels: {name}",
         [
             {
                 "kernel": part["kernel"][:60],

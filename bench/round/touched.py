@@ -1,4 +1,4 @@
-"""How many experts a round really reads: those that the nodes of its tree choose."""
+"""Counts the experts that a round reads: those that the nodes of its tree choose."""
 
 import functools
 from collections.abc import Callable
@@ -16,25 +16,25 @@ from jetspec_jax.models.feed_forward import RoutedExperts
 from pallas_kernels.expert_choice import ExpertChoice
 
 
-class _Noting(nnx.Module):
-    """A layer's experts, which also tell how many of them were chosen."""
+class _Counting(nnx.Module):
+    """A layer's experts, which also report how many of them were chosen."""
 
     def __init__(self, experts: RoutedExperts, note: Callable[[Int[Array, ""]], None]):
         self.experts, self.note = experts, note
 
     @property
     def config(self):
-        """Theirs: a router reads it."""
+        """The experts' config, which a router reads."""
         return self.experts.config
 
     @property
     def own_size(self) -> int:
-        """Theirs likewise: a block adds up what devices have."""
+        """The experts' size on this device; a block sums over devices."""
         return self.experts.own_size
 
     @property
     def whole_size(self) -> int:
-        """Theirs."""
+        """The experts' size on all devices."""
         return self.experts.whole_size
 
     def __call__(self, rows: Float[Array, "T M"], choice: ExpertChoice) -> Float[Array, "T M"]:
@@ -47,12 +47,12 @@ class _Noting(nnx.Module):
 def experts_touched(
     decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState
 ) -> dict[int, Int[Array, ""]]:
-    """Different experts that the target's forward over a round's tree reads, by layer.
+    """The number of different experts that the target's forward over a round's tree reads, by layer.
 
     Args:
         decoder: The decoder.
-        weights: Its parameters.
-        state: Where the round begins.
+        weights: The parameters.
+        state: The state before the round.
     """
     return decoder.on_mesh(functools.partial(_touched, decoder))(weights, state)[1]
 
@@ -67,7 +67,7 @@ def _touched(
         for _, module in list(nnx.iter_modules(layer)):
             for name, child in list(vars(module).items()):
                 if isinstance(child, RoutedExperts):
-                    setattr(module, name, _Noting(child, functools.partial(found.__setitem__, index)))
+                    setattr(module, name, _Counting(child, functools.partial(found.__setitem__, index)))
     attend = attend_over(state.stores, state.slots, block, implementation=decoder.implementation)
     target(block.tokens, block.positions(state.slots.lengths), attend)
     return state, found

@@ -1,1 +1,1 @@
-"""A server under load, as clients see it over HTTP: waits, paces, throughput, and what it refuses."""
+"""``python -m bench serve``: a server under load."""

@@ -1,4 +1,4 @@
-"""Clients of a server: each request's way over a real socket, timed as its client sees it."""
+"""Clients of a server, which time their requests over real sockets."""
 
 import asyncio
 import json
@@ -15,20 +15,20 @@ from bench.serve.sets import Asking, Conversation
 
 @dataclass
 class Answer:
-    """One request, as its client saw it; times in seconds after the beginning.
+    """The answer to a request, as its client sees it; times in seconds after the start.
 
     Attributes:
-        due: When it was to be sent.
-        status: Of the response; 0 where none came.
-        first: When the first text came; None is never.
-        last: When the last did.
-        tokens: Of the answer, as the server counts them.
-        prompt_tokens: Likewise of the prompt.
-        cached_tokens: Those that the server had already.
-        events: Of the stream.
-        text: The answer.
-        retry_after: What a refusal says of when to come again.
-        error: Why there is no whole answer.
+        due: The time at which the request was due.
+        status: The response's status; 0 without a response.
+        first: The time of the first text; None without text.
+        last: The time of the last text.
+        tokens: Tokens of the answer, counted by the server.
+        prompt_tokens: Tokens of the prompt, counted by the server.
+        cached_tokens: Tokens of the prompt in the server's prefix cache.
+        events: Events of the stream.
+        text: The text.
+        retry_after: The header Retry-After of a refusal.
+        error: The reason for an incomplete answer.
     """
 
     due: float
@@ -46,28 +46,28 @@ class Answer:
 
     @property
     def whole(self) -> bool:
-        """Whether it was answered to its end."""
+        """Whether the answer is complete."""
         return self.done and self.error is None and self.first is not None
 
     @property
     def first_token(self) -> float:
         """Seconds to the first text."""
-        assert self.first is not None, "only of whole answers"
+        assert self.first is not None, "the answer is not complete"
         return self.first - self.due
 
     @property
     def end_to_end(self) -> float:
-        """Seconds to the last."""
-        assert self.last is not None, "only of whole answers"
+        """Seconds to the last text."""
+        assert self.last is not None, "the answer is not complete"
         return self.last - self.due
 
     @property
     def per_token(self) -> float | None:
-        """Seconds a token after the first; None of a single one."""
+        """Seconds per token after the first; None for a single token."""
         return (self.end_to_end - self.first_token) / (self.tokens - 1) if self.tokens > 1 else None
 
-    def take(self, event: bytes, now: float) -> None:
-        """Takes an event of the stream."""
+    def add_event(self, event: bytes, now: float) -> None:
+        """Adds an event of the stream."""
         if not event.startswith(b"data:"):
             return  # a comment, which keeps the connection open
         data = event[5:].strip()
@@ -91,16 +91,16 @@ class Answer:
 
 
 class Clients:
-    """All clients of a server, on one event loop."""
+    """The clients of a server, on one event loop."""
 
     def __init__(self, url: str, asking: Asking, *, api_key: str | None = None, timeout: float = 600.0):
-        """Connects when something is asked.
+        """Opens no connection yet.
 
         Args:
-            url: Of the server, without a path.
-            asking: How requests are written.
-            api_key: One that the server takes.
-            timeout: Seconds without a byte after which a client gives up.
+            url: The server's URL, without a path.
+            asking: The form of requests.
+            api_key: The server's API key.
+            timeout: Seconds without a byte after which a client disconnects.
         """
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._asking, self._settings = asking, {"base_url": url, "headers": headers, "timeout": timeout}
@@ -108,57 +108,57 @@ class Clients:
 
     def serve(
         self,
-        line: Sequence[Conversation],
+        conversations: Sequence[Conversation],
         *,
         concurrency: int | None = None,
         rate: float | None = None,
         seed: int = 0,
         step: Callable[[], object] = lambda: None,
     ) -> tuple[list[Answer], float]:
-        """Has all conversations, so many at a time, or as they come.
+        """Runs all conversations, at a fixed concurrency or with random arrivals.
 
         Args:
-            line: The conversations.
-            concurrency: So many go on at any time.
-            rate: So many begin each second, whatever the server does; used where ``concurrency`` is None.
-            seed: Of the arrivals.
-            step: Called when one has ended.
+            conversations: The conversations.
+            concurrency: The number of concurrent conversations.
+            rate: Without ``concurrency``, conversations that start per second, independent of the server.
+            seed: The seed of the arrivals.
+            step: Called at the end of each conversation.
 
         Returns:
-            An answer for each request that was sent, and the seconds that all took.
+            The answers to all requests, and the seconds of the run.
         """
-        return asyncio.run(self._serve(line, concurrency, rate, seed, step))
+        return asyncio.run(self._serve(conversations, concurrency, rate, seed, step))
 
     async def _serve(
         self,
-        line: Sequence[Conversation],
+        conversations: Sequence[Conversation],
         concurrency: int | None,
         rate: float | None,
         seed: int,
         step: Callable[[], object],
     ) -> tuple[list[Answer], float]:
         answers: list[Answer] = []
-        left = list(enumerate(line))[::-1]
+        waiting = list(enumerate(conversations))[::-1]
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         async with httpx.AsyncClient(**self._settings, limits=limits) as client:
             self._begun = time.monotonic()
 
             async def work() -> None:
-                while left:
-                    number, own = left.pop()
-                    await self._have(client, own, number, None, answers)
+                while waiting:
+                    number, conversation = waiting.pop()
+                    await self._converse(client, conversation, number, None, answers)
                     step()
 
-            async def come(at: float) -> None:
+            async def arrive(at: float) -> None:
                 await asyncio.sleep(at - self._now)
-                number, own = left.pop()
-                await self._have(client, own, number, at, answers)
+                number, conversation = waiting.pop()
+                await self._converse(client, conversation, number, at, answers)
                 step()
 
             if concurrency is None:
-                assert rate is not None, "requests come at a rate, or so many at a time"
-                times = poisson(rate, len(line), np.random.default_rng(seed))
-                await asyncio.gather(*map(come, times))
+                assert rate is not None, "either a concurrency or a rate"
+                times = poisson(rate, len(conversations), np.random.default_rng(seed))
+                await asyncio.gather(*map(arrive, times))
             else:
                 await asyncio.gather(*(work() for _ in range(concurrency)))
             return answers, self._now
@@ -167,27 +167,27 @@ class Clients:
     def _now(self) -> float:
         return time.monotonic() - self._begun
 
-    async def _have(
+    async def _converse(
         self,
         client: httpx.AsyncClient,
-        own: Conversation,
+        conversation: Conversation,
         number: int,
         due: float | None,
         answers: list[Answer],
     ) -> None:
-        """Has a conversation; one that is refused ends."""
-        said: list[str] = []
-        for turn, most in zip(own.turns, own.max_tokens, strict=True):
-            said.append(turn)
+        """Runs a conversation until its end or its first incomplete answer."""
+        messages: list[str] = []
+        for turn, most in zip(conversation.turns, conversation.max_tokens, strict=True):
+            messages.append(turn)
             answer = Answer(self._now if due is None else due)
             due = None
             answers.append(answer)
-            await self._ask(client, self._asking.body(said, most, number), answer)
+            await self._send(client, self._asking.body(messages, most, number), answer)
             if not answer.whole:
                 return
-            said.append(answer.text)
+            messages.append(answer.text)
 
-    async def _ask(self, client: httpx.AsyncClient, body: dict[str, object], answer: Answer) -> None:
+    async def _send(self, client: httpx.AsyncClient, body: dict[str, object], answer: Answer) -> None:
         try:
             async with client.stream("POST", self._asking.path, json=body) as response:
                 answer.status = response.status_code
@@ -200,7 +200,7 @@ class Clients:
                     *events, rest = (rest + piece.replace(b"\r\n", b"\n")).split(b"\n\n")
                     now = self._now
                     for event in events:
-                        answer.take(event, now)
+                        answer.add_event(event, now)
             if not answer.done and answer.error is None:
                 answer.error = "the stream ended without [DONE]"
         except httpx.HTTPError as error:

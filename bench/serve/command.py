@@ -1,12 +1,12 @@
-"""``python -m bench serve``: a server under load, as clients see it over real sockets.
+"""``python -m bench serve``: a server under load, measured by clients over real sockets.
 
-Each method has a server of its own, one after the other, and the JSON is written after each; with ``--url`` a
-server that runs already is measured, any that speaks OpenAI's API. Every set is asked so many at a time
-(``--concurrency``), as requests come at random (``--rates``), and at multiples of the rate at which the
-largest concurrency was served (``--loads``).
+Methods are measured one after the other, each with a new server, and the report is written after each. With
+``--url`` a running server is measured; any server with OpenAI's API will do. Every set of conversations is
+run at fixed concurrency (``--concurrency``), with random arrivals (``--rates``), and at multiples of the rate
+that the largest concurrency reached (``--loads``).
 
-With ``--replay`` the engine computes nothing: the real scheduler and policy run over recorded rounds of an
-H200 and published acceptance. It shows what HTTP costs, and what overload does, on any machine.
+With ``--replay`` the engine computes nothing: the real scheduler and policy run with recorded rounds of an
+H200 and published acceptance. This measures the cost of HTTP and the effect of overload on any machine.
 """
 
 import argparse
@@ -32,34 +32,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     add = parser.add_argument
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add("--url", help="a server that runs, without /v1 (default: one is started for each method)")
-    add("--api-key", help="of that server")
-    add("--model", help="its name there, or what is served (default: the demo pair)")
+    add("--url", help="URL of a running server, without /v1 (default: a server is started for each method)")
+    add("--api-key", help="API key of that server")
+    add("--model", help="the model's name there, or the model to serve (default: the demo pair)")
     add("--methods", nargs="+", default=["auto", "tree 16", "tree 64", "chain", "plain"], metavar="METHOD")
-    add("--budget", type=int, default=64, help='largest trees of "auto" (default: 64)')
-    add("--max-num-seqs", type=int, default=8, help="slots (default: 8)")
-    add("--max-model-len", type=int, default=2048, help="tokens of a slot (default: 2048)")
-    add("--max-waiting", type=int, default=1024, help="requests that may wait (default: 1024)")
-    add("--server-options", metavar="WORDS", help="more for `jetspec-jax serve`, in one word")
-    add("--sets", nargs="+", default=["random", "shared", "turns"], help=f"of {', '.join(SETS)}")
+    add("--budget", type=int, default=64, help='most nodes of a tree of "auto" (default: 64)')
+    add("--max-num-seqs", type=int, default=8, help="number of slots (default: 8)")
+    add("--max-model-len", type=int, default=2048, help="tokens per slot (default: 2048)")
+    add("--max-waiting", type=int, default=1024, help="longest waiting queue (default: 1024)")
+    add("--server-options", metavar="WORDS", help="further options of `jetspec-jax serve`, as one argument")
+    add("--sets", nargs="+", default=["random", "shared", "turns"], help=f"among {', '.join(SETS)}")
     add("--endpoint", default="completions", help=f"{' or '.join(ENDPOINTS)} (default: completions)")
-    add("--concurrency", type=int, nargs="+", default=[1, 8], help="conversations at a time (default: 1 8)")
-    add("--rates", type=float, nargs="+", help="conversations a second")
+    add("--concurrency", type=int, nargs="+", default=[1, 8], help="concurrent conversations (default: 1 8)")
+    add("--rates", type=float, nargs="+", help="conversations per second")
     add("--loads", type=float, nargs="+", help="multiples of the largest concurrency's rate")
-    add("--num-prompts", type=int, default=64, help="conversations of each scene (default: 64)")
-    add("--prompt-tokens", default="lognormal:128:0.5", help="words of a turn: N, uniform:A:B, lognormal:M:S")
-    add("--shared-tokens", type=int, default=256, help="words of shared beginnings (default: 256)")
-    add("--output-tokens", default="uniform:32:96", help="of answers, likewise")
+    add("--num-prompts", type=int, default=64, help="conversations per measurement (default: 64)")
+    add("--prompt-tokens", default="lognormal:128:0.5", help="words per turn: N, uniform:A:B, lognormal:M:S")
+    add("--shared-tokens", type=int, default=256, help="words of a shared prefix (default: 256)")
+    add("--output-tokens", default="uniform:32:96", help="tokens per answer, in the same form")
     add("--temperature", type=float, default=0.0, help="conversation i has seed i (default: 0)")
     add_switch(
         parser,
         "--ignore-eos",
-        "answers end at their length alone; not for servers without this field",
+        "answers end only at their length; some servers lack this field",
         default=True,
     )
-    add("--goodput", nargs="+", metavar="NAME:MS", help="bounds of a good answer, as ttft:500")
-    add("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
-    add_switch(parser, "--replay", "compute nothing")
+    add("--goodput", nargs="+", metavar="NAME:MS", help="bounds of a good answer, for example ttft:500")
+    add("--seed", type=int, default=0, help="seed of prompts and arrivals (default: 0)")
+    add_switch(parser, "--replay", "replay recorded rounds instead of computing")
     add_replay_arguments(parser)
     add_report_arguments(parser, "serve")
 
@@ -68,8 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the table, and writes the JSON and the plot.
 
     Raises:
-        ValueError: A setting is not valid.
-        RuntimeError: A server does not listen, or answers nothing.
+        ValueError: A setting is invalid.
+        RuntimeError: A server does not listen, or completes no answer.
     """
     bounds = _check(arguments)
     rates, loads = arguments.rates or [], arguments.loads or []
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     rows = report["rows"]
     methods = [arguments.url] if arguments.url else arguments.methods
-    scenes = len(arguments.sets) * sum(len(own) for own in (arguments.concurrency, rates, loads))
+    scenes = len(arguments.sets) * sum(map(len, (arguments.concurrency, rates, loads)))
     with Progress(total=len(methods) * scenes * arguments.num_prompts, unit="conversation") as bar:
         for method in methods:
             bar.set_description(f"start {method}")
@@ -102,10 +102,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> dict[str, float]:
-    """Checks all settings; the bounds of a good answer.
+    """Checks all settings; returns the bounds of a good answer.
 
     Raises:
-        ValueError: One is not valid.
+        ValueError: A setting is invalid.
     """
     check_known("sets", arguments.sets, SETS)
     check_known("endpoint", [arguments.endpoint], ENDPOINTS)
@@ -119,9 +119,9 @@ def _check(arguments: argparse.Namespace) -> dict[str, float]:
         if min(given := getattr(arguments, name) or [1]) <= 0:
             raise ValueError(f"--{name} must be positive, not {min(given):g}")
     if arguments.loads and not arguments.concurrency:
-        raise ValueError("--loads are multiples of what --concurrency reaches; name one")
+        raise ValueError("--loads are multiples of the rate that --concurrency reaches: name a concurrency")
     if arguments.url and arguments.replay:
-        raise ValueError("--replay starts a server of its own: leave --url out")
+        raise ValueError("--replay starts its own servers: leave --url out")
     return parse_bounds(arguments.goodput or ())
 
 
@@ -142,7 +142,7 @@ def _measure(
     bounds: dict[str, float],
     bar: Any,
 ) -> list[dict[str, Any]]:
-    """All scenes of a method."""
+    """The rows of a method."""
     asking = Asking(
         arguments.model if arguments.url else None,
         arguments.endpoint,
@@ -162,16 +162,16 @@ def _measure(
         for place, (count, rate, load) in enumerate(scenes):
             if load is not None:
                 rate = load * peak["conversations_per_second"]
-            # Other prompts in each scene: what an earlier one has left in the stores would be found again.
+            # Every measurement has other prompts, so that the prefix cache has none of them.
             rng = np.random.default_rng((arguments.seed, number, place))
             lengths = Lengths.parse(arguments.prompt_tokens), Lengths.parse(arguments.output_tokens)
-            line = conversations(name, arguments.num_prompts, *lengths, arguments.shared_tokens, rng)
+            drawn = conversations(name, arguments.num_prompts, *lengths, arguments.shared_tokens, rng)
             bar.set_description(
-                f"{method}, {name}, " + (f"{count} at a time" if count else f"{rate:.3g} a second")
+                f"{method}, {name}, " + (f"{count} at a time" if count else f"{rate:.3g} per second")
             )
             before = None if server is None else server.spent()
             answers, seconds = clients.serve(
-                line, concurrency=count, rate=rate, seed=arguments.seed, step=bar.update
+                drawn, concurrency=count, rate=rate, seed=arguments.seed, step=bar.update
             )
             after = None if server is None else server.spent()
             found = summed_up(answers, seconds, bounds)
@@ -184,13 +184,14 @@ def _measure(
                 }
             about = {"method": method, "set": name, "concurrency": count, "rate": rate, "load": load}
             row = {**about, **found, **costs, "bound_seconds": None}
-            row["conversations_per_second"] = row["requests_per_second"] / len(line[0].turns)
+            row["conversations_per_second"] = row["requests_per_second"] / len(drawn[0].turns)
             if count is not None:
                 peak = row
             elif load is not None and server is not None:
-                # Those that wait and those that run leave at the peak's rate; then it is served itself.
-                before_it = arguments.max_waiting + arguments.max_num_seqs
-                wait = before_it / peak["requests_per_second"]
+                # A request waits until all requests before it, waiting and running, are served at the peak's
+                # rate.
+                ahead = arguments.max_waiting + arguments.max_num_seqs
+                wait = ahead / peak["requests_per_second"]
                 row["bound_seconds"] = wait + 1e-3 * peak["e2e"]["p99_ms"]
             rows.append(row)
     return rows

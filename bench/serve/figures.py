@@ -1,4 +1,4 @@
-"""What clients saw, summed up: a row for each scene, its table, and notes."""
+"""Summarises the answers of clients: a row per measurement, tables, and notes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 
 from bench.serve.clients import Answer
 
-#: What a good answer may be bounded by, in milliseconds.
+#: The figures that can bound a good answer, in milliseconds.
 BOUNDS = ("ttft", "tpot", "e2e")
 
 
@@ -15,7 +15,7 @@ def parse_bounds(words: Sequence[str]) -> dict[str, float]:
     """Bounds of a good answer, each NAME:MILLISECONDS.
 
     Raises:
-        ValueError: One is something else.
+        ValueError: A bound has another form.
     """
     bounds = {}
     for word in words:
@@ -25,85 +25,87 @@ def parse_bounds(words: Sequence[str]) -> dict[str, float]:
         except ValueError:
             bounds[name] = -1.0
         if name not in BOUNDS or not bounds[name] > 0:
-            raise ValueError(f"--goodput takes {', '.join(f'{own}:MS' for own in BOUNDS)}, not {word!r}")
+            raise ValueError(f"--goodput takes {', '.join(f'{bound}:MS' for bound in BOUNDS)}, not {word!r}")
     return bounds
 
 
 def summed_up(answers: Sequence[Answer], seconds: float, bounds: Mapping[str, float]) -> dict[str, Any]:
-    """A scene's figures.
+    """The figures of a measurement.
 
     Args:
-        answers: Of all requests.
-        seconds: That all took together.
-        bounds: Of a good answer; none takes every whole one for good.
+        answers: The answers to all requests.
+        seconds: The duration of the measurement.
+        bounds: The bounds of a good answer; without bounds every complete answer is good.
 
     Raises:
-        RuntimeError: Nothing was answered.
+        RuntimeError: No answer is complete.
     """
-    whole = [own for own in answers if own.whole]
-    refused = [own for own in answers if own.status == 429]
+    whole = [answer for answer in answers if answer.whole]
+    refused = [answer for answer in answers if answer.status == 429]
     if not whole:
-        reasons = {own.error for own in answers}
+        reasons = {answer.error for answer in answers}
         raise RuntimeError(
             f"the server answered none of {len(answers)} requests: {'; '.join(map(str, reasons))}"
         )
     times = {
-        "ttft": [1e3 * own.first_token for own in whole],
-        "tpot": [1e3 * (own.per_token or 0.0) for own in whole],
-        "e2e": [1e3 * own.end_to_end for own in whole],
+        "ttft": [1e3 * answer.first_token for answer in whole],
+        "tpot": [1e3 * (answer.per_token or 0.0) for answer in whole],
+        "e2e": [1e3 * answer.end_to_end for answer in whole],
     }
     good = [
-        own
-        for place, own in enumerate(whole)
+        answer
+        for place, answer in enumerate(whole)
         if all(times[name][place] <= most for name, most in bounds.items())
     ]
-    tokens, prompts = (sum(getattr(own, name) for own in whole) for name in ("tokens", "prompt_tokens"))
+    tokens, prompts = (sum(getattr(answer, name) for answer in whole) for name in ("tokens", "prompt_tokens"))
     return {
         "requests": len(answers),
         "answered": len(whole),
         "refused": len(refused),
-        "refused_with_retry_after": sum(own.retry_after is not None for own in refused),
+        "refused_with_retry_after": sum(answer.retry_after is not None for answer in refused),
         "failed": len(answers) - len(whole) - len(refused),
         "seconds": seconds,
         "requests_per_second": len(whole) / seconds,
         "tokens_per_second": tokens / seconds,
         "goodput_requests_per_second": len(good) / seconds,
-        "goodput_tokens_per_second": sum(own.tokens for own in good) / seconds,
+        "goodput_tokens_per_second": sum(answer.tokens for answer in good) / seconds,
         "steady_goodput_tokens_per_second": steady(answers, good),
-        **{name: quantiles(own) for name, own in times.items()},
+        **{name: quantiles(milliseconds) for name, milliseconds in times.items()},
         "prompt_tokens": prompts / len(whole),
         "output_tokens": tokens / len(whole),
-        "cached_share": sum(own.cached_tokens for own in whole) / max(prompts, 1),
-        "events": sum(own.events for own in answers),
-        "errors": sorted({str(own.error) for own in answers if own.error and own.status != 429})[:5],
+        "cached_share": sum(answer.cached_tokens for answer in whole) / max(prompts, 1),
+        "events": sum(answer.events for answer in answers),
+        "errors": sorted({str(answer.error) for answer in answers if answer.error and answer.status != 429})[
+            :5
+        ],
     }
 
 
 def steady(answers: Sequence[Answer], good: Sequence[Answer]) -> float:
-    """Tokens a second of good answers that ended after the first fifth was sent and before the last was.
+    """Tokens per second of the good answers that end in the steady state.
 
-    So neither the filling of slots counts nor their running empty. 0 where so little was sent that it is
-    one moment.
+    The steady state starts when a fifth of the requests have been sent and ends with the last request. So
+    neither filling nor draining the slots counts. 0 if all requests were sent at once.
     """
-    sent = sorted(own.due for own in answers)
+    sent = sorted(answer.due for answer in answers)
     start, end = sent[len(sent) // 5], sent[-1]
-    tokens = sum(own.tokens for own in good if start < (own.last or 0.0) <= end)
+    tokens = sum(answer.tokens for answer in good if start < (answer.last or 0.0) <= end)
     return tokens / (end - start) if end > start else 0.0
 
 
 def quantiles(milliseconds: Sequence[float]) -> dict[str, float]:
-    """Median, 90th and 99th percentile, and the largest."""
+    """Median, 90th and 99th percentile, and maximum."""
     values = np.quantile(np.asarray(milliseconds), [0.5, 0.9, 0.99, 1.0]).tolist()
     return dict(zip(("p50_ms", "p90_ms", "p99_ms", "max_ms"), values, strict=True))
 
 
 def tables_of(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Two tables: what was answered, and how long it took."""
+    """Two tables: answers and throughput, and latency."""
     answered, times = [], []
     for row in rows:
         together, rate = row["concurrency"], row["rate"]
-        comes = f"{rate:.1f}/s" if together is None else f"{together} at a time"
-        scene = {"method": row["method"], "set": row["set"], "requests": comes}
+        arrivals = f"{rate:.1f}/s" if together is None else f"{together} at a time"
+        scene = {"method": row["method"], "set": row["set"], "requests": arrivals}
         answered.append(
             {
                 **scene,
@@ -120,29 +122,29 @@ def tables_of(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[dict[st
         times.append(
             {**scene, **{f"{name} {part}": row[name][f"{part}_ms"] for name in BOUNDS for part in parts}}
         )
-    return [("a server, as its clients see it", answered), ("times in ms", times)]
+    return [("answers and throughput", answered), ("latency in ms", times)]
 
 
 def notes_of(rows: Sequence[Mapping[str, Any]], *, replays: bool) -> list[str]:
-    """What one must know to read the table, and what overload did."""
+    """What a reader of the tables must know, and the effect of overload."""
     notes = []
     if replays:
         notes.append(
-            "Replayed: the real scheduler, policy and HTTP over recorded rounds of one H200 and published "
-            "acceptance (Qwen3-8B, greedy); nothing was computed, and rows that were not recorded lie on "
-            "lines between those that were. cpu ms/event is the server's processor time without the "
-            "engine's steps, all that a request costs included, by events of its streams."
+            "Replayed: the real scheduler, policy and HTTP with recorded rounds of one H200 and published "
+            "acceptance (Qwen3-8B, greedy). Nothing was computed. Missing numbers of rows are interpolated. "
+            "cpu ms/event is the server's processor time without the engine's steps, divided by the "
+            "events of its streams."
         )
     for row in rows:
         if (row["load"] or 0) <= 1:
             continue
-        others = [own for own in rows if _kind(own) == _kind(row) and (own["load"] or 0) <= 1]
-        peak = max(own["steady_goodput_tokens_per_second"] for own in others)
+        others = [other for other in rows if _kind(other) == _kind(row) and (other["load"] or 0) <= 1]
+        peak = max(other["steady_goodput_tokens_per_second"] for other in others)
         share = f"{row['steady_goodput_tokens_per_second'] / peak:.0%}" if peak else "unknown"
         bound = f" (bound {row['bound_seconds']:.2f} s)" if row["bound_seconds"] else ""
         notes.append(
             f"{row['method']}, {row['set']}, {row['load']:g} times the sustained rate: goodput "
-            f"while requests come {share} of the peak; {row['refused']} of "
+            f"while requests arrive {share} of the peak; {row['refused']} of "
             f"{row['requests']} refused, {row['refused_with_retry_after']} with Retry-After, "
             f"{row['failed']} failed; p99 end to end of the others {row['e2e']['p99_ms'] / 1e3:.2f} s{bound}"
         )

@@ -1,4 +1,4 @@
-"""The picture of a server: throughput, and waits, by what clients ask of it."""
+"""The picture of ``serve``: throughput and latency by load."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,25 +10,25 @@ from bench.common.picture import COLOURS, Report, Row, empty_figure, grouped, wi
 
 
 def draw_serve(report: Report) -> Figure:
-    """For each set tokens a second, and below them times to first token and end to end."""
+    """A column per set: tokens per second, time to first token, and time end to end."""
     sets = grouped(report["rows"], lambda row: row["set"])
     figure = empty_figure(
         1.0 + 4.6 * max(len(sets), 1.4),
         9.0,
-        "A server, as its clients see it",
+        "A server under load, measured by its clients",
         _about(report),
         " ".join(report["notes"][1:]),
     )
     grid = figure.subplots(3, len(sets), squeeze=False)
     for column, (name, rows) in enumerate(sets.items()):
-        top, middle, bottom = (grid[line][column] for line in range(3))
+        top, middle, bottom = (grid[row][column] for row in range(3))
         labels = list(dict.fromkeys(map(_scene, rows)))
         _panel(top, rows, labels, lambda row: row["goodput_tokens_per_second"])
         top.set_title(name, fontsize=10)
         _panel(middle, rows, labels, lambda row: row["ttft"]["p50_ms"], lambda row: row["ttft"]["p99_ms"])
         _panel(bottom, rows, labels, lambda row: row["e2e"]["p50_ms"], lambda row: row["e2e"]["p99_ms"])
         if column == 0:
-            top.set_ylabel("good tokens a second")
+            top.set_ylabel("good tokens per second")
             middle.set_ylabel("ms to first token, p50 to p99")
             bottom.set_ylabel("ms end to end, p50 to p99")
             top.legend(fontsize=7, frameon=False)
@@ -40,7 +40,7 @@ def draw_serve(report: Report) -> Figure:
 def _scene(row: Row) -> str:
     if row["concurrency"] is not None:
         return f"{row['concurrency']} at\na time"
-    return f"{row['load']:g} x\npeak" if row["load"] is not None else f"{row['rate']:g}\na second"
+    return f"{row['load']:g} x\npeak" if row["load"] is not None else f"{row['rate']:g}\nper second"
 
 
 def _panel(
@@ -50,18 +50,18 @@ def _panel(
     value: Callable[[Row], float],
     late: Callable[[Row], float] | None = None,
 ) -> None:
-    """A line for each method; where ``late`` is given, a whisker from each point up to it."""
+    """A curve per method, with whiskers up to ``late`` if it is given."""
     methods = grouped(rows, lambda row: row["method"])
-    for number, (method, own) in enumerate(methods.items()):
-        # Whiskers of different methods stand side by side.
+    for number, (method, of_method) in enumerate(methods.items()):
+        # Whiskers of different methods are drawn side by side.
         aside = 0.08 * (number - (len(methods) - 1) / 2) if late else 0.0
-        places: list[float] = [labels.index(_scene(row)) + aside for row in own]
-        heights = [value(row) for row in own]
-        above = [late(row) - value(row) if late else 0.0 for row in own]
-        # Those at a time and those over time are no one line.
-        cut = sum(row["concurrency"] is not None for row in own)
-        for line in (places, heights, above):
-            line.insert(cut, np.nan)
+        places: list[float] = [labels.index(_scene(row)) + aside for row in of_method]
+        heights = [value(row) for row in of_method]
+        above = [late(row) - value(row) if late else 0.0 for row in of_method]
+        # A gap in the curve separates fixed concurrency from random arrivals.
+        cut = sum(row["concurrency"] is not None for row in of_method)
+        for values in (places, heights, above):
+            values.insert(cut, np.nan)
         axis.errorbar(
             places,
             heights,
@@ -79,5 +79,5 @@ def _panel(
 def _about(report: Report) -> str:
     given = report["arguments"]
     what = "recorded rounds of an H200, replayed" if given["replay"] else given["url"] or report["device"]
-    limits = f"{given['max_num_seqs']} slots, {given['max_waiting']} may wait"
+    limits = f"{given['max_num_seqs']} slots, a waiting queue of {given['max_waiting']}"
     return f"{what}; {limits}; client and server share {report['processors']} processors"

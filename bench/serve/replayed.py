@@ -1,7 +1,7 @@
-"""An engine that computes nothing: the real scheduler and policy over recorded rounds.
+"""An engine that computes nothing: the real scheduler and policy with recorded rounds.
 
-Each dispatch sleeps as long as its rounds took on the device that they were recorded on, with acceptance
-drawn from published means. Tokens are those of the demo's prompts, over and over.
+Each dispatch sleeps for the recorded time of its rounds. Acceptance is drawn from published means. The tokens
+are those of the demo's prompts, repeated.
 """
 
 import itertools
@@ -33,21 +33,21 @@ from jetspec_jax.engine.standing import plan_standing
 RESULTS = Path(__file__).parents[1] / "results"
 #: Rounds of one request and of eight, recorded on one H200.
 RECORDED = ("round-qwen3-8b-h200.json", "round-qwen3-8b-h200-batch8.json")
-#: Prompt tokens a second in the same shapes on the same device: see docs/benchmarks.md.
+#: Prompt tokens per second of the same shapes and device: see docs/benchmarks.md.
 PREFILL_PER_SECOND = 20_600
 
 
 class RecordedRounds:
-    """Milliseconds of a round by its rows, live slots times nodes: lines between what was recorded.
+    """Milliseconds of a round by its rows (live slots times nodes), interpolated linearly.
 
-    Beyond the ends trees below the fewest rows cost as much as those, and lines go on above the most.
+    Below the fewest recorded rows the time is constant; above the most the last slope continues.
     """
 
     def __init__(self, reports: Sequence[Mapping[str, Any]]):
-        """Takes reports of ``bench round``.
+        """Reads reports of ``bench round``.
 
         Raises:
-            ValueError: They hold too few rounds for a line.
+            ValueError: There are too few rounds to interpolate.
         """
         found: dict[bool, dict[int, list[float]]] = {False: {}, True: {}}
         for row in itertools.chain.from_iterable(report["rows"] for report in reports):
@@ -55,15 +55,15 @@ class RecordedRounds:
             found[bucket > 1].setdefault(row["batch"] * bucket, []).append(row["round_ms"])
         if min(map(len, found.values())) < 2:
             raise ValueError("recorded rounds must have two plain ones and two of trees, of different rows")
-        self._lines = {
-            trees: (np.array(sorted(own)), np.array([np.mean(own[rows]) for rows in sorted(own)]))
-            for trees, own in found.items()
+        self._points = {
+            trees: (np.array(sorted(times)), np.array([np.mean(times[rows]) for rows in sorted(times)]))
+            for trees, times in found.items()
         }
 
     def seconds(self, pair: Pair) -> float:
         """Seconds of a round."""
         live, bucket = pair
-        rows, times = self._lines[bucket > 1]
+        rows, times = self._points[bucket > 1]
         count = live * bucket
         if count > rows[-1]:
             slope = (times[-1] - times[-2]) / (rows[-1] - rows[-2])
@@ -71,16 +71,16 @@ class RecordedRounds:
         return 1e-3 * float(np.interp(count, rows, times))
 
     def costs(self, pairs: Sequence[Pair]) -> RoundCosts:
-        """What an engine would have measured; a dispatch's own time is in the rounds already."""
+        """The costs that an engine would measure; rounds include the cost of a dispatch."""
         each = {pair: (self.seconds(pair), self.seconds(pair)) for pair in pairs}
         return RoundCosts((64, 1024), each, dict.fromkeys(pairs, 0.0))
 
 
 class ReplayedEngine(Engine):
-    """Steps as an `Engine` does for a driver, without a device.
+    """An `Engine` without a device.
 
     Attributes:
-        thread_seconds: Of processor time that its steps took.
+        thread_seconds: Processor time of its steps.
     """
 
     def __init__(
@@ -93,15 +93,15 @@ class ReplayedEngine(Engine):
         *,
         chains: bool,
     ):
-        """Has the slots, pages and trees that a GPU's engine of the plan would have.
+        """Makes the scheduler with the slots, pages and trees of a GPU's engine.
 
         Args:
-            plan: What is asked for.
-            weights: Of the models, which nobody reads.
-            rounds: How long they take.
+            plan: The engine's plan.
+            weights: The models' weights, which are not used.
+            rounds: The recorded rounds.
             task: The prompt set whose acceptance is drawn.
-            ids: Tokens that are given out.
-            chains: Whether its trees are chains.
+            ids: The emitted tokens.
+            chains: Whether the trees are chains.
         """
         self.plan, self.weights = plan, weights
         self.broken, self.record = False, None
@@ -125,13 +125,13 @@ class ReplayedEngine(Engine):
         return request
 
     def compile(self, kinds: Sequence[Any], *, scores: bool = False) -> None:
-        """There is nothing to compile."""
+        """Does nothing: there are no programs."""
 
     def close(self) -> None:
-        """There is nothing to free."""
+        """Does nothing: there are no stores."""
 
     def step(self, most_rounds: int | None = None, decode: Decode | None = None) -> list[Request]:
-        """One dispatch; it takes as long as on the recorded device. No ``decode`` runs."""
+        """Runs a dispatch, which takes the recorded time; ``decode`` is not called."""
         worked = time.thread_time()  # without the sleep
         batch = self.scheduler.next_batch(most_rounds)
         record, seconds = self._replay(batch)
@@ -145,7 +145,7 @@ class ReplayedEngine(Engine):
         return served
 
     def _replay(self, batch: Batch) -> tuple[DispatchRecord, float]:
-        """What the rounds of a batch did, and their seconds; a slot ends when it has all its tokens."""
+        """The record of a batch's rounds, and their seconds; a slot ends when it has all of its tokens."""
         live, turns, bucket = len(batch.live), batch.rounds, batch.bucket
         left = {own.slot: own.left for own in self.scheduler.requests if own.state is State.DECODING}
         members = np.array([left.get(slot, 0) for slot in batch.live], np.int64)
@@ -157,27 +157,27 @@ class ReplayedEngine(Engine):
             drawn = self._acceptance.draw(turns * live, self._rng)[:, :last]
             committed += drawn[:, -1].reshape(turns, live)
             means = expected(self._acceptance, turns * live)[:, :last]
-            reach = tuple(own.reshape(turns, live, last).astype(np.float32) for own in (means, drawn))
+            reach = tuple(array.reshape(turns, live, last).astype(np.float32) for array in (means, drawn))
         before = np.cumsum(committed, axis=0) - committed
         sizes = np.where(before < members, bucket, 0).astype(np.int32)
         ran = int((sizes > 0).any(axis=1).sum())
-        taken = np.where(sizes[:ran, :, None] > 0, np.arange(DEPTH + 1) < committed[:ran, :, None], False)
-        count = int(taken.sum())
+        emitted = np.where(sizes[:ran, :, None] > 0, np.arange(DEPTH + 1) < committed[:ran, :, None], False)
+        count = int(emitted.sum())
         tokens = np.full((ran, live, DEPTH + 1), -1, np.int32)
-        tokens[taken] = np.take(self._ids, np.arange(self._place, self._place + count), mode="wrap")
+        tokens[emitted] = np.take(self._ids, np.arange(self._place, self._place + count), mode="wrap")
         self._place += count
         seconds = ran * self._costs.at((live, bucket), 0, np.inf) if ran else 0.0
-        reach = tuple(own[:ran] for own in reach)
+        reach = tuple(array[:ran] for array in reach)
         return DispatchRecord(bucket, batch.live, None, tokens, sizes[:ran], *reach), seconds
 
 
 def replay(llm: AsyncLLM, given: Mapping[str, Any], reports: Sequence[str], task: str) -> ReplayedEngine:
-    """Puts an engine that replays in the place of an `AsyncLLM`'s own.
+    """Replaces the engine of an `AsyncLLM` by one that replays.
 
     Args:
-        llm: It has served nobody yet.
-        given: What it was made with.
-        reports: Of rounds; a name without a folder may be one in bench/results.
+        llm: The `AsyncLLM`, which has served no request yet.
+        given: The arguments that it was made with.
+        reports: Reports of ``bench round``: paths, or names in bench/results.
         task: The prompt set whose acceptance is drawn.
     """
     own, head = llm.llm, llm.llm.draft_head

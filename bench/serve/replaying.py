@@ -1,7 +1,7 @@
-"""A server over an engine that replays, as a process: ``python -m bench.serve.replaying --help``.
+"""A server with an engine that replays, as a process: ``python -m bench.serve.replaying --help``.
 
-It takes the options of ``jetspec-jax serve``. Each line on its standard input is answered by one on its
-standard error: the processor seconds of the process, and those of the engine's steps.
+It has the options of ``jetspec-jax serve``. It answers each line on its standard input with a line on its
+standard error: the processor seconds of the process and of the engine's steps.
 """
 
 import argparse
@@ -23,24 +23,28 @@ from jetspec_jax.cli.settings import model_arguments
 from jetspec_jax.serve.running import Stopping, run
 from jetspec_jax.serve.settings import ServeSettings
 
-#: Before each answer.
+#: The start of each answer's line.
 MARK = "replayed:"
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what is replayed."""
+    """Adds the options of the replay."""
     parser.add_argument(
         "--recorded",
         nargs="+",
         default=list(RECORDED),
         metavar="REPORT",
-        help="of `bench round`, to replay (default: Qwen3-8B's shapes on one H200)",
+        help="reports of `bench round` to replay (default: Qwen3-8B's shapes on one H200)",
     )
-    parser.add_argument("--task", default="gsm8k", help=f"acceptance published of {', '.join(TAU)}")
+    parser.add_argument(
+        "--task",
+        default="gsm8k",
+        help=f"prompt set of the published acceptance: {', '.join(TAU)} (default: gsm8k)",
+    )
 
 
 def main(words: Sequence[str]) -> None:
-    """Serves until it is told to stop."""
+    """Serves until SIGINT or SIGTERM."""
     parser = Parser(prog="python -m bench.serve.replaying", description=__doc__)
     commands = parser.add_subparsers()
     add_serve_command(commands)
@@ -50,20 +54,20 @@ def main(words: Sequence[str]) -> None:
     given = model_arguments(arguments) | ENGINE.given(arguments)
     stopping = Stopping()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda own, _: stopping(own))
+        signal.signal(number, lambda received, _: stopping(received))
 
     def make() -> AsyncLLM:
         llm = AsyncLLM(**given)
         engine = replay(llm, given, arguments.recorded, arguments.task)
-        threading.Thread(target=answer, args=(engine,), daemon=True).start()
+        threading.Thread(target=report_spent, args=(engine,), daemon=True).start()
         return llm
 
     settings = ServeSettings(**{**SERVER.given(arguments), "warm_up": "none"})
     run(make, settings, name="replayed", capacity=given.get("capacity"), stopping=stopping)
 
 
-def answer(engine: ReplayedEngine) -> None:
-    """Tells whoever asks what the process has spent."""
+def report_spent(engine: ReplayedEngine) -> None:
+    """Prints the processor seconds so far for each line on the standard input."""
     for _ in sys.stdin:
         spent = {"process": time.process_time(), "engine": engine.thread_seconds}
         print(MARK, json.dumps(spent), file=sys.stderr, flush=True)

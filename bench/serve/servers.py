@@ -1,4 +1,4 @@
-"""Servers as processes of their own, one for each method."""
+"""Servers as processes, one per method."""
 
 import json
 import queue
@@ -16,19 +16,19 @@ from bench.serve.replaying import MARK
 from jetspec_jax.tree import DEFAULT_ALGORITHM
 
 _READY = re.compile(r"is served at (http://\S+)/v1")
-# Nodes of a chain, of a head whose blocks have 16 tokens.
+# Nodes of a chain for heads with a block size of 16.
 _CHAIN = 16
 
 
 def options_of(method: str, largest: int) -> list[str]:
-    """What ``jetspec-jax serve`` is told of a method: "auto", "chain", "plain", or "tree N".
+    """The options of ``jetspec-jax serve`` for a method: "auto", "chain", "plain", or "tree N".
 
     Args:
-        method: Its name.
-        largest: Nodes of the largest trees of "auto".
+        method: The method's name.
+        largest: The most nodes of a tree of "auto".
 
     Raises:
-        ValueError: There is no such method.
+        ValueError: The method is unknown.
     """
     if method == "plain":
         return ["--budget", "1"]
@@ -39,15 +39,15 @@ def options_of(method: str, largest: int) -> list[str]:
     kind, _, nodes = method.partition(" ")
     if kind == "tree" and nodes.isdecimal() and int(nodes) > 1:
         return ["--budget", nodes, "--algorithm", DEFAULT_ALGORITHM]
-    raise ValueError(f'methods are {AUTO}, {CHAIN}, plain, or a tree as "tree 64", not {method!r}')
+    raise ValueError(f'methods are {AUTO}, {CHAIN}, plain, or a tree like "tree 64", not {method!r}')
 
 
 class Spent(NamedTuple):
     """Processor seconds of a server that replays.
 
     Attributes:
-        process: Of all its threads.
-        engine: Of the engine's steps.
+        process: Seconds of all its threads.
+        engine: Seconds of the engine's steps.
     """
 
     process: float
@@ -55,18 +55,18 @@ class Spent(NamedTuple):
 
 
 class Server:
-    """A process that serves from when this is made until `close`."""
+    """A server process, which runs until `close`."""
 
     def __init__(self, options: Sequence[str], *, replays: bool, seconds: float = 900.0):
-        """Starts it, and waits until it listens.
+        """Starts the process, and waits until it listens.
 
         Args:
-            options: Of ``jetspec-jax serve``, and of what is replayed.
-            replays: Whether an engine replays; else it computes.
-            seconds: To wait.
+            options: Options of ``jetspec-jax serve``, and of the replay.
+            replays: Whether the engine replays instead of computing.
+            seconds: The longest time to wait.
 
         Raises:
-            RuntimeError: It has ended, or does not listen in time.
+            RuntimeError: The process has ended, or does not listen in time.
         """
         module = ["bench.serve.replaying"] if replays else ["jetspec_jax", "serve"]
         words = [sys.executable, "-m", *module, "--port", "0", *options]
@@ -75,7 +75,7 @@ class Server:
         )
         self._replays = replays
         self._last: deque[str] = deque(maxlen=20)
-        self._ready, self._told = queue.Queue[str | None](), queue.Queue[str]()
+        self._ready, self._answers = queue.Queue[str | None](), queue.Queue[str]()
         threading.Thread(target=self._read, daemon=True).start()
         try:
             url = self._ready.get(timeout=seconds)
@@ -87,16 +87,16 @@ class Server:
         self.url = url
 
     def spent(self) -> Spent | None:
-        """What it has spent by now; None of one that computes, whose threads do more than serve."""
+        """Processor seconds so far; None if the engine computes, whose work cannot be separated."""
         if not self._replays:
             return None
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
-        return Spent(**json.loads(self._told.get(timeout=60)))
+        return Spent(**json.loads(self._answers.get(timeout=60)))
 
     def close(self) -> None:
-        """Ends it."""
+        """Stops the process."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
         try:
@@ -109,7 +109,7 @@ class Server:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             if line.startswith(MARK):
-                self._told.put(line.removeprefix(MARK))
+                self._answers.put(line.removeprefix(MARK))
             else:
                 self._last.append(line.strip())
                 if found := _READY.search(line):

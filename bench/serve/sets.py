@@ -1,4 +1,4 @@
-"""What clients ask: conversations of one turn or several, some of which begin alike."""
+"""Sets of conversations: one turn or several, with or without shared prefixes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from bench.common.prompts import load_prompts
 from bench.load.arrivals import Lengths
 from jetspec_jax.demo import DEMO
 
-#: Where requests go, by the form that they have.
+#: The path of requests by their form.
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-#: Conversations that share each beginning, and turns of a conversation.
+#: Conversations per shared prefix, and turns per conversation.
 ALIKE, TURNS = 8, 4
-#: Later turns have this part of the words of a first.
+#: Later turns have a quarter of the words of the first.
 LATER = 4
-_WORDS = (  # most tokenizers have each of them as one token
+_WORDS = (  # a single token each in most tokenizers
     *("time", "year", "people", "way", "day", "man", "thing", "life", "world", "school", "state", "group"),
     *("country", "problem", "hand", "part", "place", "case", "week", "company", "system", "program", "work"),
     *("number", "night", "point", "home", "water", "room", "area", "money", "story", "fact", "month", "lot"),
@@ -27,11 +27,11 @@ _MOST_WORDS = 2**14
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns of one client, each of which follows the answer to the one before.
+    """A client's turns, each sent after the answer to the turn before.
 
     Attributes:
-        turns: What the client says.
-        max_tokens: Of each answer.
+        turns: The texts of the turns.
+        max_tokens: The most tokens of each answer.
     """
 
     turns: tuple[str, ...]
@@ -40,13 +40,13 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Asking:
-    """How conversations are written as requests.
+    """The form of requests.
 
     Attributes:
-        model: Its name; None is whatever the server has, which not all servers take.
-        endpoint: "completions" sends all that was said as one text, "chat" as messages.
-        temperature: Of all; conversation i has seed i.
-        ignore_eos: Whether answers are as long as they may be; a field that OpenAI does not have.
+        model: The model's name; None leaves the field out, which some servers refuse.
+        endpoint: "completions" sends the conversation so far as one text, "chat" as messages.
+        temperature: The temperature; conversation i has seed i.
+        ignore_eos: Whether answers end only at their length; OpenAI's API lacks this field.
     """
 
     model: str | None = None
@@ -56,16 +56,16 @@ class Asking:
 
     @property
     def path(self) -> str:
-        """Where requests go."""
+        """The path of requests."""
         return ENDPOINTS[self.endpoint]
 
-    def body(self, said: list[str], max_tokens: int, seed: int) -> dict[str, Any]:
-        """A request.
+    def body(self, messages: list[str], max_tokens: int, seed: int) -> dict[str, Any]:
+        """A request's body.
 
         Args:
-            said: Turns and answers in turn, the last one the client's.
-            max_tokens: Of the answer.
-            seed: Of its draws.
+            messages: The turns and answers so far, alternating; the last is the client's.
+            max_tokens: The most tokens of the answer.
+            seed: The seed of the sampling.
         """
         body: dict[str, Any] = {
             "max_tokens": max_tokens,
@@ -80,24 +80,24 @@ class Asking:
             body["ignore_eos"] = True
         if self.endpoint == "chat":
             roles = "user", "assistant"
-            body["messages"] = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
+            body["messages"] = [{"role": roles[i % 2], "content": text} for i, text in enumerate(messages)]
         else:
-            body["prompt"] = "".join(said)
+            body["prompt"] = "".join(messages)
         return body
 
 
 def conversations(
     name: str, count: int, prompts: Lengths, outputs: Lengths, shared: int, rng: np.random.Generator
 ) -> list[Conversation]:
-    """So many conversations of a set.
+    """Draws conversations of a set.
 
     Args:
         name: One of `SETS`.
-        count: How many; "demo" has no more than there are.
-        prompts: Words of a turn, each about a token.
-        outputs: Tokens of an answer.
-        shared: Words that conversations of "shared" begin with.
-        rng: Draws all of them.
+        count: The number of conversations; "demo" has a limited number.
+        prompts: Words per turn, each about one token.
+        outputs: Tokens per answer.
+        shared: Words of the prefixes of "shared".
+        rng: Draws lengths and words.
     """
     made = SETS[name](count, prompts, shared, rng)
     return [Conversation(turns, tuple(outputs.draw(len(turns), rng, 2**14))) for turns in made]
@@ -112,9 +112,9 @@ def _random(count: int, prompts: Lengths, shared: int, rng: np.random.Generator)
 
 
 def _shared(count: int, prompts: Lengths, shared: int, rng: np.random.Generator) -> list[tuple[str, ...]]:
-    begins = [_words(shared, rng) for _ in range(-(-count // ALIKE))]
-    ends = _random(count, prompts, shared, rng)
-    return [(begins[number % len(begins)] + end,) for number, (end,) in enumerate(ends)]
+    prefixes = [_words(shared, rng) for _ in range(-(-count // ALIKE))]
+    tails = _random(count, prompts, shared, rng)
+    return [(prefixes[number % len(prefixes)] + tail,) for number, (tail,) in enumerate(tails)]
 
 
 def _turns(count: int, prompts: Lengths, shared: int, rng: np.random.Generator) -> list[tuple[str, ...]]:
@@ -125,11 +125,11 @@ def _turns(count: int, prompts: Lengths, shared: int, rng: np.random.Generator) 
 
 
 def _demo(count: int, prompts: Lengths, shared: int, rng: np.random.Generator) -> list[tuple[str, ...]]:
-    entries = [prompt.entry.value for prompt in load_prompts(DEMO)[:count]]
-    return [(own if isinstance(own, str) else own[-1]["content"],) for own in entries]
+    values = [prompt.entry.value for prompt in load_prompts(DEMO)[:count]]
+    return [(value if isinstance(value, str) else value[-1]["content"],) for value in values]
 
 
-#: Sets of conversations: no two alike; some that begin alike; several turns each; the demo's prompts.
+#: Random prompts; prompts with shared prefixes; conversations with several turns; the demo's prompts.
 SETS: dict[str, Callable[..., list[tuple[str, ...]]]] = {
     "random": _random,
     "shared": _shared,

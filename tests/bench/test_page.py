@@ -85,7 +85,7 @@ def test_tables_of_other_reports(results):
     [
         ("# Nothing", "has no table"),
         ("<!-- shape one -->\n<!-- end -->", "asks for a table of 'shape'; there are decode,"),
-        ("<!-- phases one -->\n<!-- end -->", "one is a report of 'decode', and phases is made of 'round'"),
+        ("<!-- phases one -->\n<!-- end -->", "one is a report of 'decode'; phases needs one of 'round'"),
         ("<!-- decode two -->\n<!-- end -->", "two.json"),
     ],
 )

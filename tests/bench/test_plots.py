@@ -112,8 +112,8 @@ def test_the_command_draws_what_is_named(tmp_path, capsys):
     assert main(["plots", str(path)]) == 0
     assert sorted(one.suffix for one in tmp_path.iterdir()) == [".json", ".png", ".svg"]
     for text, said in (
-        ('{"benchmark": "train"}', "is a report of 'train'; pictures are drawn of decode,"),
-        ("[]", "it holds no object"),
+        ('{"benchmark": "train"}', "is a report of 'train'; there are pictures of decode,"),
+        ("[]", "it is no JSON object"),
         ("{", "is not JSON"),
     ):
         path.write_text(text)

@@ -163,7 +163,7 @@ class TestReport:
         ("arguments", "message"),
         [
             ("--shape qwen9", "--shape must be one of tiny"),
-            ("--shape tiny --target x --draft-head y", "--shape stands for random weights"),
+            ("--shape tiny --target x --draft-head y", "--shape means random weights"),
             ("--target x", "--draft-head is missing: trees for x need a head"),
             ("--draft-head x", "--draft-head goes with --model"),
             ("--shape tiny --budgets 300", "budget must be in 1..256"),

@@ -91,12 +91,12 @@ def test_figures_of_known_answers():
 def test_an_event_may_come_in_any_form():
     answer = Answer(0.0)
     for event in (b": ping", b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}'):
-        answer.take(event, 1.0)
+        answer.add_event(event, 1.0)
     assert answer.first is None
-    answer.take(b'data: {"choices":[{"delta":{"content":"x"}}]}', 2.0)
-    answer.take(b'data: {"choices":[],"usage":{"completion_tokens":1,"prompt_tokens":4}}', 3.0)
+    answer.add_event(b'data: {"choices":[{"delta":{"content":"x"}}]}', 2.0)
+    answer.add_event(b'data: {"choices":[],"usage":{"completion_tokens":1,"prompt_tokens":4}}', 3.0)
     assert not answer.whole
-    answer.take(b"data: [DONE]", 3.0)
+    answer.add_event(b"data: [DONE]", 3.0)
     assert answer.whole
     assert (answer.first, answer.last, answer.text, answer.tokens, answer.per_token) == (
         2.0,
@@ -105,7 +105,7 @@ def test_an_event_may_come_in_any_form():
         1,
         None,
     )
-    answer.take(b'data: {"error":{"message":"lost"}}', 4.0)
+    answer.add_event(b'data: {"error":{"message":"lost"}}', 4.0)
     assert (answer.error, answer.whole) == ("lost", False)
 
 
@@ -190,7 +190,7 @@ def test_methods():
         (["--goodput", "ttft"], "--goodput takes ttft:MS, tpot:MS, e2e:MS, not 'ttft'"),
         (["--loads", "0"], "--loads must be positive"),
         (["--endpoint", "responses"], "--endpoint must be one of completions, chat"),
-        (["--url", "http://127.0.0.1:9", "--replay"], "--replay starts a server of its own"),
+        (["--url", "http://127.0.0.1:9", "--replay"], "--replay starts its own servers"),
         (
             ["--url", "http://127.0.0.1:9", "--num-prompts", "1"],
             "the server answered none of 1 requests: ConnectError",
