@@ -106,13 +106,13 @@ class ReplayedEngine(Engine):
         self.plan, self.weights = plan, weights
         self.broken, self.record = False, None
         self.runner = cast(Runner, SimpleNamespace(in_flight=None))  # nothing is ever on its way
-        own = plan.for_many()
-        buckets = tuple(decoder.bucket for decoder in own.decoders)
-        size = replace(own.size, chunks=chunks_for(own.size.slots, gpu=True))
+        many = plan.for_many()
+        buckets = tuple(decoder.bucket for decoder in many.decoders)
+        size = replace(many.size, chunks=chunks_for(many.size.slots, gpu=True))
         self._costs = rounds.costs(size.rounds(buckets))
-        policy: BudgetPolicy = FixedBudget(buckets[-1], self._costs, own.slices)
-        if own.auto is not None:
-            policy = AutoBudget(buckets, self._costs, own.auto.probing, own.slices)
+        policy: BudgetPolicy = FixedBudget(buckets[-1], self._costs, many.slices)
+        if many.auto is not None:
+            policy = AutoBudget(buckets, self._costs, many.auto.probing, many.slices)
         self.scheduler = Scheduler(size, policy, 1 + DEPTH)
         trees = tuple(bucket for bucket in buckets if bucket > 1)
         self._acceptance = Acceptance(task, trees, chains=chains) if trees else None
@@ -147,7 +147,8 @@ class ReplayedEngine(Engine):
     def _replay(self, batch: Batch) -> tuple[DispatchRecord, float]:
         """The record of a batch's rounds, and their seconds; a slot ends when it has all of its tokens."""
         live, turns, bucket = len(batch.live), batch.rounds, batch.bucket
-        left = {own.slot: own.left for own in self.scheduler.requests if own.state is State.DECODING}
+        requests = self.scheduler.requests
+        left = {request.slot: request.left for request in requests if request.state is State.DECODING}
         members = np.array([left.get(slot, 0) for slot in batch.live], np.int64)
         committed = np.ones((turns, live), np.int64)
         reach: tuple[Any, ...] = ()
@@ -180,16 +181,16 @@ def replay(llm: AsyncLLM, given: Mapping[str, Any], reports: Sequence[str], task
         reports: Reports of ``bench round``: paths, or names in bench/results.
         task: The prompt set whose acceptance is drawn.
     """
-    own, head = llm.llm, llm.llm.draft_head
+    served, head = llm.llm, llm.llm.draft_head
     names = ("max_slots", "capacity", "implementation")
-    plan = plan_standing(own.target, head, own.settings, **{name: given.get(name) for name in names})
+    plan = plan_standing(served.target, head, served.settings, **{name: given.get(name) for name in names})
     paths = [Path(name) if Path(name).exists() else RESULTS / name for name in reports]
     recorded = RecordedRounds([json.loads(path.read_text(encoding="utf-8")) for path in paths])
     proposer = None if plan.decoder.proposer is None or head is None else head.weights
-    weights = DecodeWeights(own.target.weights, proposer)
-    prompts = encode_prompts(own.target, load_prompts(DEMO), {})
-    special = {*own.target.eos_token_ids, *own.target.tokenizer.all_special_ids}
+    weights = DecodeWeights(served.target.weights, proposer)
+    prompts = encode_prompts(served.target, load_prompts(DEMO), {})
+    special = {*served.target.eos_token_ids, *served.target.tokenizer.all_special_ids}
     ids = [token for prompt in prompts for token in prompt if token not in special]
-    engine = ReplayedEngine(plan, weights, recorded, task, ids, chains=own.settings.width == 1)
-    own.target.keeper.engine = engine
+    engine = ReplayedEngine(plan, weights, recorded, task, ids, chains=served.settings.width == 1)
+    served.target.keeper.engine = engine
     return engine
