@@ -63,22 +63,22 @@ def round_work(
     if head is None:
         return work
     head_parts = parts if mesh is not None and is_split(head, mesh) else 1
-    head = spread(head, mesh)
-    features = parameters(head, FEATURES)
-    drafts = parameters(head) - features
+    local = spread(head, mesh)
+    features = parameters(local, FEATURES)
+    drafts = parameters(local) - features
     # Context features become keys and values by projections that draft slots use too.
-    features += head.layers.hidden_size * _token(head.layers)
+    features += local.layers.hidden_size * _token(local.layers)
     # A tree's depth is below its number of nodes, and a causal head needs no slots below that depth.
-    depth = min(head.depth, budget - 1)
-    rows = batch * (1 + (depth if head.causal else head.depth))
+    depth = min(local.depth, budget - 1)
+    rows = batch * (1 + (depth if local.causal else local.depth))
     # Embeddings and logits of the drafts use the target's tables, which are sharded like the target.
     tables = _part(parts, itemsize * (lm_head + rows * target.hidden_size), 2 * batch * depth * lm_head)
     layers = _part(
         head_parts,
-        itemsize * (drafts + batch * _prefix(head.layers, context)),
-        2 * rows * drafts + rows * _scores(head.layers, context),
+        itemsize * (drafts + batch * _prefix(local.layers, context)),
+        2 * rows * drafts + rows * _scores(local.layers, context),
     )
-    commit = _part(head_parts, itemsize * (features + batch * _token(head.layers)), 2 * batch * features)
+    commit = _part(head_parts, itemsize * (features + batch * _token(local.layers)), 2 * batch * features)
     work["propose"] = _sum(tables, layers)
     work["settle"] = _sum(work["settle"], commit)
     return work

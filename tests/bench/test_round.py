@@ -171,7 +171,7 @@ class TestReport:
                 "--shape tiny --algorithms chain beam",
                 "unknown tree algorithm 'beam'; known algorithms: accum",
             ),
-            ("--shape tiny --algorithms auto", "--algorithms auto: it chooses budgets"),
+            ("--shape tiny --algorithms auto", "--algorithms auto: auto chooses budgets"),
             ("--shape tiny --width 600", "width must lie in 1..512"),
             ("--shape tiny --contexts 0", "--contexts must be at least 1"),
             ("--shape tiny --batches 0 2", "--batches must be at least 1"),

@@ -84,7 +84,7 @@ def test_figures_of_known_answers():
         {**found, **about, "concurrency": None, "load": 2.0, "steady_goodput_tokens_per_second": 9.0},
     ]
     [note] = notes_of(rows, replays=False)
-    assert "2 times the sustained rate: goodput while requests come 90% of the peak" in note
+    assert "2 times the sustained rate: goodput while requests arrive 90% of the peak" in note
     assert "1 of 5 refused, 1 with Retry-After" in note
 
 
