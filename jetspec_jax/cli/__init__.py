@@ -6,7 +6,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code. Without ``argv`` the whole process is the command's."""
+    """Runs the command; returns its exit code. Without ``argv`` it runs as the process's program."""
     if argv is not None:
         from jetspec_jax.cli import command
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main() -> int:
-    # What takes long is imported here: the main thread waits meanwhile, and answers an interrupt.
+    # Slow imports happen in this thread, so that the main thread can answer an interrupt.
     from jetspec_jax.cli.quiet import keep_libraries_quiet
 
     keep_libraries_quiet()

@@ -1,4 +1,4 @@
-"""``jetspec-jax chat``: a conversation in a terminal, or line by line through pipes."""
+"""``jetspec-jax chat``: a conversation in a terminal, or through pipes with a message per line."""
 
 import argparse
 import contextlib
@@ -13,7 +13,7 @@ from jetspec_jax.arguments import printable
 from jetspec_jax.checkpoint.chat_template import check_template_arguments, read_chats
 from jetspec_jax.cli.figures import figures
 from jetspec_jax.cli.options import ALGORITHM, CHAT, MODELS, ROUTING, SAMPLING, STRUCTURED, add_target_place
-from jetspec_jax.cli.process import hear, in_main_thread
+from jetspec_jax.cli.process import in_main_thread, on_signals
 from jetspec_jax.cli.prompts import decode_utf8
 from jetspec_jax.cli.screen import on_screen
 from jetspec_jax.cli.settings import load_llm, sampling_params
@@ -23,19 +23,19 @@ from jetspec_jax.engine.stream import Stream
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams
 
-#: Most tokens of an answer, where nothing else is said; what completes a prompt is usually shorter.
+#: The default for the most tokens of an answer; completions of prompts have a smaller default.
 ANSWER_TOKENS = 512
 _COMMANDS = {
-    "/clear": "forget what was said",
-    "/system [TEXT]": "what the answers are to heed, from now on; without a text, nothing",
-    "/help": "these lines",
-    "/exit": "end, as does the end of the input",
+    "/clear": "forget the conversation",
+    "/system [TEXT]": "set the system message for further answers; without a text, remove it",
+    "/help": "show these lines",
+    "/exit": "end the program, like the end of the input",
 }
 _HELP = "\n".join(f"{name:16}{does}" for name, does in _COMMANDS.items())
-_NOT_ASKED = {
+_LEFT_OUT = {
     SAMPLING: ("n", "logprobs", "prompt_logprobs"),
     CHAT: ("add_generation_prompt", "continue_final_message"),
-    MODELS: ("data_parallel_size",),  # one answer at a time has a use for one copy alone
+    MODELS: ("data_parallel_size",),  # one answer at a time can only use one copy
 }
 
 
@@ -44,18 +44,20 @@ def add_chat_command(commands: Any) -> None:
     parser = commands.add_parser("chat", help="talk to a model", description=_chat.__doc__)
     parser.set_defaults(run=_chat)
     add_target_place(parser)
-    parser.add_argument("--system", metavar="TEXT", help="what the answers are to heed")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
     for group in (SAMPLING, CHAT, STRUCTURED, MODELS, ALGORITHM, ROUTING):
-        asked = [option.field for option in group.options if option.field not in _NOT_ASKED.get(group, ())]
-        group.add(parser, asked, max_tokens=ANSWER_TOKENS)
-    parser.add_argument("--stats", action="store_true", help="figures of each answer, to standard error")
+        fields = [option.field for option in group.options if option.field not in _LEFT_OUT.get(group, ())]
+        group.add(parser, fields, max_tokens=ANSWER_TOKENS)
+    parser.add_argument(
+        "--stats", action="store_true", help="print statistics of each answer to standard error"
+    )
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    """Answers what is typed, a line at a time, with all that was said before; /help lists its commands.
+    """Answers each typed line in the context of the whole conversation; /help lists the commands.
 
-    Ctrl-C stops an answer, a second one the program. Without a terminal each line of standard input is a
-    message, and the answers are what is printed.
+    Ctrl-C stops an answer, a second Ctrl-C the program. Without a terminal each line of standard input is a
+    message, and only the answers are printed.
     """
     params = sampling_params(arguments)
     settings = CHAT.given(arguments).get("chat_template_kwargs", {})
@@ -67,13 +69,13 @@ def _chat(arguments: argparse.Namespace) -> int:
     chat = _Conversation(llm, params, settings, hints, limit, arguments.system, stats=arguments.stats)
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if terminal:
-        with contextlib.suppress(ImportError):  # some Pythons have none
-            import readline  # noqa: F401  (from then on `input` edits lines and knows earlier ones)
+        with contextlib.suppress(ImportError):  # missing in some builds of Python
+            import readline  # noqa: F401  (gives `input` line editing and a history)
         print("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends", file=sys.stderr)
-    hear(chat.interrupt, signal.SIGINT)
+    on_signals(chat.interrupt, signal.SIGINT)
     while (line := _read_typed(chat) if terminal else _read_line(chat)) is not None:
         try:
-            if not chat.take(line):
+            if not chat.process(line):
                 break
         except (ValueError, DeviceMemoryError) as error:
             if not terminal:
@@ -83,7 +85,7 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 
 class _State(enum.Enum):
-    """What the chat does, which decides what an interrupt does."""
+    """The state of the chat, which decides the effect of an interrupt."""
 
     READING = "an interrupt discards what was typed; without a terminal it ends the program"
     ANSWERING = "an interrupt stops the answer to the last line, also before its first token"
@@ -91,7 +93,7 @@ class _State(enum.Enum):
 
 
 def _read_line(chat: "_Conversation") -> str | None:
-    """The next line of standard input, without its end; None at the end of the input."""
+    """The next line of standard input, without its line ending; None at the end of the input."""
     chat.state = _State.READING
     line = sys.stdin.buffer.readline()
     chat.state = _State.ANSWERING
@@ -106,7 +108,7 @@ def _read_typed(chat: "_Conversation") -> str | None:
             chat.state = _State.READING
             return input("> ")
         finally:
-            # In the main thread, as signal handlers are: each interrupt comes before this or after it.
+            # Runs in the main thread, like signal handlers, so no interrupt comes in between.
             chat.state = _State.ANSWERING
 
     while True:
@@ -120,12 +122,12 @@ def _read_typed(chat: "_Conversation") -> str | None:
 
 
 class _Conversation:
-    """What was said, and how it goes on.
+    """A conversation.
 
     Attributes:
-        messages: All of it but the system's.
-        system: What the answers are to heed.
-        state: Set by whoever reads the lines, and by an interrupt.
+        messages: The messages, without the system message.
+        system: The system message.
+        state: Set by the readers of lines, and by an interrupt.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class _Conversation:
         *,
         stats: bool,
     ):
-        """A conversation that has not begun; ``limit`` is the tokens that it may have."""
+        """An empty conversation of at most ``limit`` tokens."""
         self.messages: list[dict[str, str]] = []
         self.system = system
         self._llm, self._params, self._settings = llm, params, settings
@@ -147,11 +149,11 @@ class _Conversation:
         self._stream: Stream | None = None
         self.state = _State.READING
 
-    def take(self, line: str) -> bool:
-        """Does what a line says, which may be a message; returns whether the conversation goes on.
+    def process(self, line: str) -> bool:
+        """Runs a command or answers a message; returns whether the conversation continues.
 
         Raises:
-            ValueError: It is an unknown command, or cannot be answered; nothing was said then.
+            ValueError: The command is unknown, or the message cannot be answered; it is then forgotten.
         """
         word, _, rest = line.strip().partition(" ")
         if not word.startswith("/") or word.startswith("//"):
@@ -170,10 +172,10 @@ class _Conversation:
         return word != "/exit"
 
     def interrupt(self, _: int) -> None:
-        """Stops the answer, from any thread.
+        """Stops the answer; may be called from any thread.
 
         Raises:
-            KeyboardInterrupt: There is no answer to stop, or it is being stopped already.
+            KeyboardInterrupt: There is no answer, or it is being stopped already.
         """
         if self.state is not _State.ANSWERING:
             raise KeyboardInterrupt
@@ -182,10 +184,10 @@ class _Conversation:
             stream.close()
 
     def _say(self, text: str) -> None:
-        """Prints the answer to a message as it comes; what was begun counts as said, if it was stopped."""
-        asked = {"role": "user", "content": text}
+        """Streams the answer to a message; a stopped answer stays in the conversation as far as it came."""
+        message = {"role": "user", "content": text}
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        [chat] = read_chats([*system, *self.messages, asked])
+        [chat] = read_chats([*system, *self.messages, message])
         ids = encode_chat(self._llm.target, chat, self._settings).ids
         if (room := self._limit - len(ids)) < 1:
             raise ValueError(f"the conversation is {len(ids)} tokens of {self._limit}: /clear forgets it")
@@ -193,10 +195,10 @@ class _Conversation:
         params = replace(self._params, max_tokens=room if most is None else min(most, room))
         answer = self._answer(ids.tolist(), params, self._hints or {"text": text})
         if answer is not None:
-            self.messages += [asked, {"role": "assistant", "content": answer}]
+            self.messages += [message, {"role": "assistant", "content": answer}]
 
     def _answer(self, ids: list[int], params: SamplingParams, hints: dict[str, str]) -> str | None:
-        """Prints an answer, and returns it; None if it was stopped before it began."""
+        """Streams an answer, and returns it; None if it was stopped before its first token."""
         pieces, completion, started = [], None, time.perf_counter()
         try:
             with self._llm.stream(ids, params, routing=hints) as stream:
@@ -208,7 +210,7 @@ class _Conversation:
                     pieces.append(piece)
                 completion = stream.completion
         except KeyboardInterrupt:
-            pass  # of a program in the main thread: in any other the stream was closed
+            pass  # raised only if the program runs in the main thread; otherwise the stream was closed
         finally:
             self._stream = None
         print(flush=True)

@@ -1,4 +1,4 @@
-"""The command ``jetspec-jax``: generate text, chat, see trees, look at checkpoints, and serve."""
+"""The command ``jetspec-jax``: generates text, chats, shows trees, describes checkpoints, and serves."""
 
 import contextlib
 import os
@@ -36,19 +36,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parser().parse_args(argv)
         join_as_told(arguments)
-        with contextlib.nullcontext() if alone() else _one_voice():
+        with contextlib.nullcontext() if alone() else _output_of_first_process():
             code = arguments.run(arguments)
-        print(end="", flush=True)  # a reader that left is noticed here, not while Python ends
+        print(end="", flush=True)  # raises BrokenPipeError here, and not while Python shuts down
     except BrokenPipeError:
         _discard_output()
-        return 141  # the reader left, as `head` does
+        return 141  # the reader has closed the pipe, as `head` does
     except KeyboardInterrupt:
         return 130
     except (ValueError, TypeError, OSError, RuntimeError, ImportError, MemoryError) as error:
-        # Code 1 is a failed check, so no other failure may have it.
-        said = printable(str(error)) or type(error).__name__
-        print(f"jetspec-jax: {said}", file=errors)
-        leave(said, 2)
+        # Code 1 means a failed check, so other failures have code 2.
+        message = printable(str(error)) or type(error).__name__
+        print(f"jetspec-jax: {message}", file=errors)
+        leave(message, 2)
         return 2
     return code
 
@@ -67,10 +67,10 @@ def _parser() -> Parser:
 
 
 @contextlib.contextmanager
-def _one_voice() -> Iterator[None]:
-    """Of several processes the first prints; errors, which each has of its own, are not said in here.
+def _output_of_first_process() -> Iterator[None]:
+    """Lets only the first of several processes print. Errors are printed by each process, outside of this.
 
-    Libraries that connect devices print past Python: what they say is no output of this command.
+    Libraries that connect devices write to file descriptor 1 directly, so it is redirected to standard error.
     """
     sys.stdout.flush()
     with contextlib.ExitStack() as stack:
@@ -86,6 +86,6 @@ def _one_voice() -> Iterator[None]:
 
 
 def _discard_output() -> None:
-    """Sends what is left of the output nowhere: Python would try once more, and complain, when it ends."""
+    """Discards unwritten output: Python would try to write it at exit, and print an error."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

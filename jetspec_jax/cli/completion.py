@@ -1,4 +1,4 @@
-"""Completion of the command in a shell, as a script that the shell reads."""
+"""Shell completion of the command, as a script for the shell."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 from jetspec_jax.cli.options import GROUPS
 from jetspec_jax.cli.server_options import SERVING
 
-# What stands for a value in the help says what a shell offers for it.
+# Values with these names in the help are completed with files or folders.
 _FILES, _FOLDERS = ("FILE",), ("PATH_OR_ID", "MODEL", "DIR|auto|off")
 
 
@@ -34,11 +34,11 @@ class _PrintCompletion(argparse.Action):
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The script for a shell.
+    """The completion script of a shell.
 
     Raises:
-        ImportError: shtab, which writes it, is not installed.
-        ValueError: It knows no such shell.
+        ImportError: shtab is not installed.
+        ValueError: shtab does not support the shell.
     """
     try:
         import shtab
@@ -48,7 +48,7 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
         raise ValueError(f"completion is for {', '.join(shtab.SUPPORTED_SHELLS)}, not {shell!r}")
     words = {option.dest: option.words for group in (*GROUPS, *SERVING) for option in group.options}
     for action in _actions(parser):
-        values: Any = action  # it takes the attribute that shtab reads
+        values: Any = action  # shtab reads an attribute that argparse does not declare
         if action.metavar in _FILES:
             values.complete = shtab.FILE
         elif action.metavar in _FOLDERS:
@@ -59,9 +59,9 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Those of a parser and of all its commands."""
+    """The actions of a parser and of all its commands."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):
-            for own in action.choices.values():
-                yield from _actions(own)
+            for subparser in action.choices.values():
+                yield from _actions(subparser)

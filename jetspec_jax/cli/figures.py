@@ -1,4 +1,4 @@
-"""What a run took, in one line."""
+"""Statistics of a run in one line."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ def token_count(completions: Sequence[Completion]) -> int:
 
 
 def figures(completions: Sequence[Completion], seconds: float, *, warm: bool | None = None) -> str:
-    """Tokens, rounds and speed of completions that took so long together.
+    """Tokens, rounds and speed of a run, in one line.
 
     Args:
-        completions: At least one.
-        seconds: For all of them.
-        warm: Whether everything was compiled before; None if that is not known.
+        completions: The run's completions, at least one.
+        seconds: The duration of the run.
+        warm: Whether all programs were compiled before; None if unknown.
     """
     count, rounds = token_count(completions), sum(completion.rounds for completion in completions)
     committed = sum(sum(completion.accept_lengths) for completion in completions)

@@ -1,4 +1,4 @@
-"""``jetspec-jax generate``: completes prompts, and compares what came out with plain decoding."""
+"""``jetspec-jax generate``: completes prompts, and compares completions with plain decoding."""
 
 import argparse
 import itertools
@@ -30,19 +30,19 @@ def add_generate_command(commands: Any) -> None:
     parser.set_defaults(run=_generate)
     add_decoding_options(parser)
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object for each completion instead of the text"
+        "--json", action="store_true", help="print a JSON object per completion instead of the text"
     )
     parser.add_argument("--check", action="store_true", help="compare with plain decoding, token by token")
-    parser.add_argument("--stats", action="store_true", help="print figures of the run to standard error")
+    parser.add_argument("--stats", action="store_true", help="print statistics of the run to standard error")
 
 
-class _Asked(NamedTuple):
-    """One completion that was asked for.
+class _Request(NamedTuple):
+    """A requested completion.
 
     Attributes:
-        name: What a heading calls it.
-        ids: Its prompt.
-        params: Its own, with its own seed.
+        name: The name in a heading.
+        ids: The prompt's token ids.
+        params: The sampling parameters, with the completion's seed.
     """
 
     name: str
@@ -51,12 +51,12 @@ class _Asked(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """What came of all that was asked for.
+    """A run over all requests.
 
     Attributes:
-        completions: In order.
-        seconds: For all of them.
-        warm: Whether everything was compiled before.
+        completions: The completions in the requests' order.
+        seconds: The duration of the run.
+        warm: Whether all programs were compiled before.
     """
 
     completions: list[Completion]
@@ -70,18 +70,18 @@ class _Run(NamedTuple):
 
     @property
     def speed(self) -> float:
-        """Tokens of all completions in a second."""
+        """Tokens per second over all completions."""
         return token_count(self.completions) / self.seconds
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    """Completes prompts; the text of a single completion appears as it is accepted."""
+    """Completes prompts; a single completion is streamed."""
     prompts, params = read_prompts(arguments), sampling_params(arguments)
     llm = load_llm(arguments)
     ids = [encode(llm, prompt, arguments) for prompt in prompts]
     hints = [routing_hints(arguments, prompt) for prompt in prompts]
-    asked = list(_each(prompts, ids, params))
-    alone = len(asked) == 1 and llm.target.tokenizer is not None
+    requests = list(_each(prompts, ids, params))
+    alone = len(requests) == 1 and llm.target.tokenizer is not None
     streamed = alone and not arguments.json
 
     def run(llm: LLM, *, timed: bool, shown: bool) -> _Run:
@@ -95,46 +95,47 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     found = run(llm, timed=arguments.json or arguments.stats, shown=True)
     if arguments.json:
-        for own, completion in zip(asked, found.completions, strict=True):
-            print(json.dumps({"prompt": own.name, **_report(completion, found), "seed": own.params.seed}))
+        for request, completion in zip(requests, found.completions, strict=True):
+            seed = {"seed": request.params.seed}
+            print(json.dumps({"prompt": request.name, **_report(completion, found), **seed}))
     elif not streamed:
-        print(on_screen("\n".join(_texts(asked, found.completions))))
+        print(on_screen("\n".join(_texts(requests, found.completions))))
     if arguments.stats:
         print(found.figures, file=sys.stderr)
     if not arguments.check:
         return 0
-    # Whatever the first has said of the compilation cache holds for the process.
+    # The first `LLM` has set the process's compilation cache, and "off" does not change it.
     plain_llm = LLM(llm.target, implementation=arguments.implementation, compilation_cache="off")
     plain = run(plain_llm, timed=arguments.stats, shown=False)
     if arguments.stats:
         print(f"plain decoding: {plain.figures}", file=sys.stderr)
         print(f"{found.speed / plain.speed:.2f} times as fast as plain decoding", file=sys.stderr)
-    return max(map(_check, itertools.repeat(llm), asked, found.completions, plain.completions))
+    return max(map(_check, itertools.repeat(llm), requests, found.completions, plain.completions))
 
 
-def _each(prompts: list[GivenPrompt], ids: list[list[int]], params: SamplingParams) -> Iterator[_Asked]:
-    """The completions of all prompts, in the order in which they come."""
-    for prompt, own in zip(prompts, ids, strict=True):
+def _each(prompts: list[GivenPrompt], ids: list[list[int]], params: SamplingParams) -> Iterator[_Request]:
+    """The requests of all prompts, in the order of their completions."""
+    for prompt, tokens in zip(prompts, ids, strict=True):
         for number, child in enumerate(params.each(), start=1):
             several = f", {number} of {params.n}" if params.n > 1 else ""
-            yield _Asked(f"{prompt.name}{several}", own, child)
+            yield _Request(f"{prompt.name}{several}", tokens, child)
 
 
 def _warm_up(
     llm: LLM, ids: list[list[int]], params: SamplingParams, hints: list[Hints], *, alone: bool
 ) -> bool:
-    """Compiles before the clock runs, so that the figures are those of decoding; False if that needs more."""
+    """Compiles before the run is timed; returns whether that covers all programs of the run."""
     if alone:
-        # Begun once, which compiles for a long prompt too.
-        with llm.stream(ids[0], params, routing=hints[0]) as begun:
-            next(begun, None)
+        # Starting the stream once compiles the programs of long prompts, too.
+        with llm.stream(ids[0], params, routing=hints[0]) as stream:
+            next(stream, None)
         return True
     llm.warm_up(len(ids) * params.n, params)
     return params.max_tokens is not None and max(map(len, ids)) + params.max_tokens <= DEFAULT_CAPACITY
 
 
 def _stream(llm: LLM, ids: list[int], params: SamplingParams, hints: Hints, *, shown: bool) -> Completion:
-    """Decodes one prompt, and prints the text as it comes if it is shown."""
+    """Decodes one prompt, and streams the text to the output if ``shown``."""
     stream = llm.stream(ids, params, routing=hints)
     for piece in stream:
         if shown:
@@ -145,17 +146,17 @@ def _stream(llm: LLM, ids: list[int], params: SamplingParams, hints: Hints, *, s
     return stream.completion
 
 
-def _texts(asked: list[_Asked], completions: list[Completion]) -> Iterator[str]:
-    """What is printed of several completions; token ids where the target has no tokenizer."""
-    for own, completion in zip(asked, completions, strict=True):
-        if len(asked) > 1:
-            yield f"==> {own.name} <=="
+def _texts(requests: list[_Request], completions: list[Completion]) -> Iterator[str]:
+    """The printed texts of completions; token ids if the target has no tokenizer."""
+    for request, completion in zip(requests, completions, strict=True):
+        if len(requests) > 1:
+            yield f"==> {request.name} <=="
         yield ",".join(map(str, completion.token_ids)) if completion.text is None else completion.text
 
 
-def _check(llm: LLM, asked: _Asked, completion: Completion, plain: Completion) -> int:
-    """Compares with plain decoding of the same seed; exit code 1 and the first difference if there is one."""
-    _, ids, params = asked
+def _check(llm: LLM, request: _Request, completion: Completion, plain: Completion) -> int:
+    """Compares with plain decoding; for a difference prints the first one and returns exit code 1."""
+    _, ids, params = request
     with waiting("looking at the first difference"):
         difference = first_divergence(llm.target, ids, params, completion.token_ids, plain.token_ids)
     if difference is None:
@@ -163,14 +164,14 @@ def _check(llm: LLM, asked: _Asked, completion: Completion, plain: Completion) -
         return 0
     detokenizer = detokenizer_of(llm.target.tokenizer)
 
-    def name(token: int | None) -> str:
+    def described(token: int | None) -> str:
         if token is None:
             return "nothing"
         return f"{token} ({detokenizer.token_text(token)!r})" if detokenizer else str(token)
 
     print(
-        f"check failed: token {difference.position} is {name(difference.token)}, plain decoding's is "
-        f"{name(difference.expected)}; the two likeliest are {difference.gap:.1e} apart there"
+        f"check failed: token {difference.position} is {described(difference.token)}, plain decoding's is "
+        f"{described(difference.expected)}; the two likeliest are {difference.gap:.1e} apart there"
         f"{', a near-tie' if difference.is_tie else ''} (seed {params.seed})",
         file=sys.stderr,
     )
@@ -180,8 +181,8 @@ def _check(llm: LLM, asked: _Asked, completion: Completion, plain: Completion) -
 
 
 def _report(completion: Completion, run: _Run) -> dict[str, object]:
-    """A completion as JSON values; the times are those of the whole run."""
-    told = {"logprobs": completion.logprobs, "prompt_logprobs": completion.prompt_logprobs}
+    """A completion as JSON values, with the times of the whole run."""
+    logprobs = {"logprobs": completion.logprobs, "prompt_logprobs": completion.prompt_logprobs}
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,
@@ -192,10 +193,10 @@ def _report(completion: Completion, run: _Run) -> dict[str, object]:
         "mean_acceptance_length": completion.mean_acceptance_length,
         "seconds": run.seconds,
         "tokens_per_second": run.speed,
-        **{name: [_described(own) for own in rows] for name, rows in told.items() if rows is not None},
+        **{name: [_values(row) for row in rows] for name, rows in logprobs.items() if rows is not None},
     }
 
 
-def _described(row: dict[int, Logprob] | None) -> dict[int, dict[str, object]] | None:
-    """What is told of a place in a text, as JSON values."""
-    return None if row is None else {token: asdict(own) for token, own in row.items()}
+def _values(row: dict[int, Logprob] | None) -> dict[int, dict[str, object]] | None:
+    """The log-probabilities at one position, as JSON values."""
+    return None if row is None else {token: asdict(logprob) for token, logprob in row.items()}

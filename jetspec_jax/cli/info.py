@@ -1,4 +1,4 @@
-"""``jetspec-jax info``: what a checkpoint is."""
+"""``jetspec-jax info``: describes a checkpoint."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from jetspec_jax.checkpoint.pairs import PAIR_NAMES, pair_of
 from jetspec_jax.cli.options import add_ignore_option, add_target_option
 from jetspec_jax.inspect.describe import describe
 
-# Numbers that people read in a larger unit.
+# Keys of byte counts, which are also printed in a larger unit.
 BYTES = ("file_bytes", "weight_bytes", "cache_bytes", "state_bytes")
 
 
@@ -20,13 +20,15 @@ def add_info_command(commands: Any) -> None:
     parser.add_argument(
         "path", nargs="?", metavar="PATH_OR_ID", help=f"folder, GGUF file or hub id, or {PAIR_NAMES}"
     )
-    add_target_option(parser, "the target that a draft head should fit; alone, what is described")
+    add_target_option(
+        parser, "target that the draft head is checked against; without PATH_OR_ID, the described checkpoint"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_ignore_option(parser)
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    """Describes a target or a draft head: shapes, bytes, and whether a head fits a target."""
+    """Describes a target or a draft head: shapes, bytes, and whether the head fits the target."""
     path, target, ignored = arguments.path, arguments.target, arguments.ignore_config_key
     if path is None:
         path, target = target, None
@@ -45,7 +47,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _table(report: dict[str, Any]) -> str:
-    """Two columns, byte counts in a unit that people read."""
+    """The report in two columns, with byte counts also in KiB or MiB."""
     shown = {}
     for key, value in report.items():
         if key == "fit_problem" or (key == "unused_tensors" and not value):

@@ -1,6 +1,6 @@
-"""The options of the commands in one table: each names the Python argument that it sets.
+"""The commands' options, in tables: each option names the Python argument that it sets.
 
-An option that is not given is not passed on, so defaults are Python's and stand there alone.
+Options that are not given are not passed on, so all defaults are those of the Python functions.
 """
 
 import argparse
@@ -32,22 +32,14 @@ from pallas_kernels.tree_attention import implementations
 
 
 def comma_separated(text: str) -> list[int]:
-    """The integers of a list such as ``1,2,3``.
-
-    Raises:
-        argparse.ArgumentTypeError: It is no such list.
-    """
+    """Parses integers like ``1,2,3``; raises argparse.ArgumentTypeError for another form."""
     if not re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", text):
         raise argparse.ArgumentTypeError(f"expected token ids as in 1,2,3, not {text!r}")
     return [int(number) for number in text.split(",")]
 
 
 def token_biases(text: str) -> dict[int, float]:
-    """The biases of a list such as ``5=-1.5,7=2``.
-
-    Raises:
-        argparse.ArgumentTypeError: It is no such list.
-    """
+    """Parses biases like ``5=-1.5,7=2``; raises argparse.ArgumentTypeError for another form."""
     try:
         pairs = [part.split("=") for part in text.split(",")]
         return {int(token): float(bias) for token, bias in pairs}
@@ -56,15 +48,11 @@ def token_biases(text: str) -> dict[int, float]:
 
 
 class Open:
-    """Python's None on a command line, where nothing given stands for nothing said."""
+    """The value None given on a command line, as opposed to an option that is not given."""
 
 
 def integer_or_none(text: str) -> int | type[Open]:
-    """An integer, or the word ``none``.
-
-    Raises:
-        argparse.ArgumentTypeError: It is neither.
-    """
+    """Parses an integer or the word ``none``; raises argparse.ArgumentTypeError for anything else."""
     if text == "none":
         return Open
     try:
@@ -74,11 +62,7 @@ def integer_or_none(text: str) -> int | type[Open]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """The mapping of a JSON object.
-
-    Raises:
-        argparse.ArgumentTypeError: It is no JSON object.
-    """
+    """Parses a JSON object; raises argparse.ArgumentTypeError for anything else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -89,7 +73,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 class OneOfSeveralNames(argparse.Action):
-    """Stores the value of an option that has several names, or a place too, and takes only one of these."""
+    """Stores the value of an option with several names, or with a positional form; only one may be given."""
 
     def __call__(
         self,
@@ -98,11 +82,7 @@ class OneOfSeveralNames(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        """Stores it.
-
-        Raises:
-            argparse.ArgumentError: It has another value already.
-        """
+        """Stores the value; raises argparse.ArgumentError if another value was given before."""
         before = getattr(namespace, self.dest, None)
         if before not in (None, values, parser.get_default(self.dest)):
             raise argparse.ArgumentError(self, f"expected one of {before!r} and {values!r}, not both")
@@ -111,20 +91,20 @@ class OneOfSeveralNames(argparse.Action):
 
 @dataclass(frozen=True)
 class Option:
-    """One option.
+    """An option.
 
     Attributes:
         field: The Python argument.
-        help: What it does; the default is added where Python has one that can be shown.
-        type: Makes a value of its text.
-        flag: Its name where that is not the field's.
-        other_names: More names that the help shows.
-        former_names: Names that are taken all the same, and that the help does not show.
-        metavar: What stands for its value in the help.
-        recurs: Whether it may be given several times, for a list of values.
-        words: Values that a shell may offer.
-        unset: What happens without it, where Python's default is None and the help should say so.
-        is_flag: Whether it takes no value, where Python's default does not say so.
+        help: The help text; a default of Python's is added if it can be shown.
+        type: Parses the value.
+        flag: The option's name if it differs from the field's.
+        other_names: Further names in the help.
+        former_names: Former names, accepted but not in the help.
+        metavar: The value's name in the help.
+        recurs: Whether the option may be repeated, for a list of values.
+        words: Values for a shell's completion.
+        unset: The default in the help if Python's default is None.
+        is_flag: Whether the option has no value, if Python's default does not tell.
     """
 
     field: str
@@ -141,22 +121,22 @@ class Option:
 
     @property
     def name(self) -> str:
-        """As it is typed."""
+        """The option as typed."""
         return self.flag or f"--{self.field.replace('_', '-')}"
 
     @property
     def dest(self) -> str:
-        """Its attribute among the parsed arguments: its name, or its field where it has several names."""
+        """The attribute of the parsed arguments: the option's name, or its field if it has several names."""
         return self.field if self.other_names else self.name.lstrip("-").replace("-", "_")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Options that belong together.
+    """A group of options.
 
     Attributes:
-        title: Above them in the help.
-        python: What takes their values as arguments; None for those of the command line alone.
+        title: The title in the help.
+        python: The function that takes the values as arguments; None for options of the command line only.
         options: The options.
     """
 
@@ -170,9 +150,9 @@ class Group:
         """Adds the options to a command.
 
         Args:
-            parser: Of the command.
-            only: Fields of those to add; None adds all.
-            **defaults: By field, for commands that have their own.
+            parser: The command's parser.
+            only: The fields of the options to add; None adds all.
+            **defaults: The command's defaults by field, where they differ from Python's.
         """
         section = parser.add_argument_group(self.title)
         known = {} if self.python is None else inspect.signature(self.python).parameters
@@ -188,17 +168,18 @@ class Group:
                 settings |= {"type": option.type, "metavar": option.metavar}
                 once = OneOfSeveralNames if option.other_names else "store"
                 settings["action"] = "append" if option.recurs else once
-                shown = next(own for own in (default, usual, option.unset) if own not in (None, ...))
+                shown = next(value for value in (default, usual, option.unset) if value not in (None, ...))
                 if shown not in ("", (), []):
                     settings["help"] += f" (default: {shown})"
             added = section.add_argument(option.name, *option.other_names, **settings)
             accept_formerly(parser, added, *option.former_names)
 
     def given(self, arguments: argparse.Namespace) -> dict[str, Any]:
-        """The values that were given, by field."""
+        """The given values by field."""
         values = {option.field: getattr(arguments, option.dest, None) for option in self.options}
-        said = {field: value for field, value in values.items() if value is not None}
-        return {field: None if value is Open else value for field, value in said.items()}
+        return {
+            field: None if value is Open else value for field, value in values.items() if value is not None
+        }
 
 
 SAMPLING = Group(
@@ -210,24 +191,29 @@ SAMPLING = Group(
         Option("top_p", "keep the likeliest tokens up to this probability", float, metavar="P"),
         Option("min_p", "keep tokens at least P times as likely as the likeliest", float, metavar="P"),
         Option("seed", "seed of the sampling noise", int, unset="drawn"),
-        Option("max_tokens", "most tokens; none goes on to the context's end", integer_or_none, metavar="N"),
+        Option("max_tokens", "most tokens; none means up to the context's end", integer_or_none, metavar="N"),
         Option("n", "completions of each prompt", int, flag="-n", metavar="N"),
-        Option("stop", "string that ends the text; may recur", metavar="TEXT", recurs=True),
-        Option("stop_token_ids", "tokens that end the output, as in 1,2,3", comma_separated, metavar="IDS"),
+        Option("stop", "string that ends the text; repeatable", metavar="TEXT", recurs=True),
+        Option("stop_token_ids", "tokens that end the output, like 1,2,3", comma_separated, metavar="IDS"),
         Option("ignore_eos", "do not stop at the target's end-of-sequence tokens"),
-        Option("include_stop_str_in_output", "keep in the text what stopped it"),
+        Option("include_stop_str_in_output", "keep the stop string in the text"),
         Option("skip_special_tokens", "write special tokens too", flag="--no-skip-special-tokens"),
-        Option("presence_penalty", "of tokens that the output has, -2 to 2", float, metavar="P"),
-        Option("frequency_penalty", "of tokens for each time that the output has them", float, metavar="P"),
-        Option("repetition_penalty", "of tokens in prompt or output; 1 is none", float, metavar="P"),
-        Option("min_tokens", "tokens before which nothing ends the output", int, metavar="N"),
-        Option("logit_bias", "added to logits, as in 5=-1.5,7=2", token_biases, metavar="ID=BIAS,..."),
-        Option("bad_words", "word that the output must not have; may recur", metavar="TEXT", recurs=True),
+        Option("presence_penalty", "penalty of tokens in the output, -2 to 2", float, metavar="P"),
         Option(
-            "allowed_token_ids", "the only tokens to choose from, as in 1,2,3", comma_separated, metavar="IDS"
+            "frequency_penalty", "penalty of tokens for each occurrence in the output", float, metavar="P"
         ),
-        Option("logprobs", "with --json: likeliest tokens to tell with each token, 0..20", int, metavar="K"),
-        Option("prompt_logprobs", "likewise with each token of the prompt", int, metavar="K"),
+        Option("repetition_penalty", "penalty of tokens in prompt or output; 1 is none", float, metavar="P"),
+        Option("min_tokens", "least tokens before the output may end", int, metavar="N"),
+        Option("logit_bias", "biases added to logits, like 5=-1.5,7=2", token_biases, metavar="ID=BIAS,..."),
+        Option("bad_words", "word that the output must not contain; repeatable", metavar="TEXT", recurs=True),
+        Option("allowed_token_ids", "the only allowed tokens, like 1,2,3", comma_separated, metavar="IDS"),
+        Option(
+            "logprobs",
+            "with --json: number of likeliest tokens reported with each token, 0..20",
+            int,
+            metavar="K",
+        ),
+        Option("prompt_logprobs", "the same for each token of the prompt", int, metavar="K"),
     ),
 )
 
@@ -237,10 +223,10 @@ STRUCTURED = Group(
     (
         Option("json", "JSON of this schema", Path, flag="--json-schema", metavar="FILE"),
         Option("regex", "text that this regular expression matches", metavar="REGEX"),
-        Option("choice", "one of some texts; may recur", metavar="TEXT", recurs=True),
+        Option("choice", "one of several texts; repeatable", metavar="TEXT", recurs=True),
         Option("grammar", "text of this grammar, in Lark's form or in GBNF", Path, metavar="FILE"),
         Option("json_object", "any JSON object"),
-        Option("disable_any_whitespace", "of JSON: without spaces and line breaks between its parts"),
+        Option("disable_any_whitespace", "JSON without spaces and line breaks between its parts"),
     ),
 )
 
@@ -258,7 +244,7 @@ MODELS = Group(
         ),
         Option(
             "draft_head",
-            "likewise of its draft head",
+            "folder or hub id of its draft head",
             metavar="PATH_OR_ID",
             unset="a pair's own; else plain decoding",
         ),
@@ -272,15 +258,15 @@ MODELS = Group(
         Option("width", "most children of a node", int, metavar="N", unset="all candidates"),
         Option(
             "candidates",
-            "tokens of a draft row that are looked at",
+            "candidates per draft row",
             int,
             metavar="N",
             unset="the algorithm's",
         ),
-        Option("depth", "largest depth of a tree", int, metavar="N", unset="all that the head drafts"),
+        Option("depth", "largest depth of a tree", int, metavar="N", unset="the head's draft depth"),
         Option(
             "algorithm",
-            f"how trees are built: {', '.join(algorithm_names())}",
+            f"algorithm that builds trees: {', '.join(algorithm_names())}",
             metavar="NAME",
             unset=f"{DEFAULT_ALGORITHM}; of a server on a GPU auto",
             words=algorithm_names(),
@@ -288,7 +274,7 @@ MODELS = Group(
         Option("dtype", f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}", metavar="TYPE", words=DTYPES),
         Option(
             "capacity",
-            "tokens of prompt and output that a slot holds",
+            "tokens per slot, prompt and output together",
             int,
             flag="--max-model-len",
             former_names=("--capacity",),
@@ -297,7 +283,7 @@ MODELS = Group(
         ),
         Option(
             "max_slots",
-            "most prompts that decode at the same time, with each copy",
+            "most prompts that decode at once, per copy",
             int,
             flag="--max-num-seqs",
             former_names=("--max-slots",),
@@ -320,47 +306,47 @@ MODELS = Group(
         ),
         Option(
             "data_parallel_size",
-            "copies of the models, each on devices of its own",
+            "copies of the models, each on other devices",
             int,
             former_names=("--data-parallel",),
             metavar="N",
         ),
         Option(
             "implementation",
-            f"of tree attention: {' or '.join(implementations())}",
+            f"implementation of tree attention: {' or '.join(implementations())}",
             metavar="NAME",
             unset="the best",
             words=implementations(),
         ),
         Option(
             "ignore_config_keys",
-            "unknown key of a config.json that has no effect; not for keys that are understood; may recur",
+            "unknown key of a config.json to ignore, if it has no effect; repeatable",
             flag=IGNORE_OPTION,
             metavar="KEY",
             recurs=True,
         ),
-        Option("allow_nonfinite", "read weights that are NaN or infinite all the same"),
+        Option("allow_nonfinite", "allow weights that are NaN or infinite"),
         Option(
             "tokenizer",
-            "folder, GGUF file or hub id whose tokenizer to use",
+            "folder, GGUF file or hub id of the tokenizer",
             metavar="PATH_OR_ID",
             unset="the target's",
         ),
         Option(
             "chat_template",
-            "file or Jinja text of a chat template; what has braces is a text",
+            "file or Jinja text of a chat template; a value with braces is a text",
             metavar="FILE_OR_TEXT",
             unset="the tokenizer's",
         ),
         Option(
             "compilation_cache",
-            "where compiled programs are kept; auto is the user's cache folder, on a GPU",
+            "folder for compiled programs; auto is the user's cache folder, on a GPU",
             metavar="DIR|auto|off",
         ),
     ),
 )
 
-#: Those of the models that say how many devices decode; copies last.
+#: The model options that set numbers of devices, with copies last.
 PARALLEL = ("tensor_parallel_size", "expert_parallel_size", "data_parallel_size")
 
 ALGORITHM = Group(
@@ -369,37 +355,39 @@ ALGORITHM = Group(
     (
         Option(
             "options",
-            "option of the algorithm, its value in JSON, as beta=2.0; may recur",
+            "option of the algorithm, its value in JSON, like beta=2.0; repeatable",
             flag="--algorithm-option",
             metavar="NAME=VALUE",
             recurs=True,
         ),
-        Option("profile", "JSON table of measured acceptance, for its algorithms", Path, metavar="FILE"),
+        Option(
+            "profile", "JSON table of measured acceptance, for algorithms that read one", Path, metavar="FILE"
+        ),
     ),
 )
 
 ROUTING = Group(
-    "what the tree algorithm is told",
+    "hints for the tree algorithm",
     None,
     (
-        Option("task", "what is asked for: math, code, chat, reasoning, ...", metavar="WORD"),
-        Option("mode", "how it is answered: reasoning, cot, ...", metavar="WORD"),
+        Option("task", "the prompt's task: math, code, chat, reasoning, ...", metavar="WORD"),
+        Option("mode", "the answer's mode: reasoning, cot, ...", metavar="WORD"),
     ),
 )
 
 PROMPT = Group(
-    "the prompt, which is standard input where no option gives one",
+    "the prompt (default: standard input)",
     None,
     (
         Option(
             "prompt_file",
-            "text file with one prompt, or JSON lines (.jsonl) with one in each; may recur",
+            "text file with one prompt, or JSON lines (.jsonl) with one per line; repeatable",
             Path,
             metavar="FILE",
             recurs=True,
         ),
-        Option("token_ids", "token ids of the prompt, as in 1,2,3", comma_separated, metavar="IDS"),
-        Option("chat", "take the prompt for what a user says, and answer it", is_flag=True),
+        Option("token_ids", "token ids of the prompt, like 1,2,3", comma_separated, metavar="IDS"),
+        Option("chat", "answer the prompt as a user's message", is_flag=True),
     ),
 )
 
@@ -409,43 +397,45 @@ CHAT = Group(
     (
         Option(
             "chat_template_kwargs",
-            "told to the chat template, as '{\"enable_thinking\": false}'",
+            "arguments of the chat template, like '{\"enable_thinking\": false}'",
             json_object,
             metavar="JSON",
         ),
         Option(
             "add_generation_prompt",
-            "leave out what begins an answer: a last message of the assistant is continued",
+            "omit the start of an answer: continue a last message of the assistant",
             flag="--no-add-generation-prompt",
             is_flag=True,
         ),
         Option(
             "continue_final_message",
-            "continue the last message, an assistant's, which then has no end mark",
+            "continue the last message, which must be the assistant's, without its end mark",
             is_flag=True,
         ),
     ),
 )
 
 
-#: One of several processes, each started by a command line that is the same but for its number.
+#: One of several processes, which are started by the same command line, each with its number.
 PROCESSES = Group(
-    "several processes, which share the models; all are given the same command",
+    "several processes that share the models, all started by the same command",
     join_processes,
     (
-        Option("coordinator", "where they meet: an address of the first process", metavar="HOST:PORT"),
-        Option("processes", "how many there are", int, metavar="N"),
-        Option("process", "which of them this is, from 0", int, metavar="I"),
-        Option("distributed", "take all that from a cluster that JAX knows, as Slurm's", is_flag=True),
+        Option(
+            "coordinator", "address of the first process, at which all processes connect", metavar="HOST:PORT"
+        ),
+        Option("processes", "number of processes", int, metavar="N"),
+        Option("process", "number of this process, from 0", int, metavar="I"),
+        Option("distributed", "read these from a cluster that JAX supports, like Slurm's", is_flag=True),
     ),
 )
 
-#: What a command that decodes is told.
+#: The options of commands that decode.
 GROUPS = (PROMPT, CHAT, SAMPLING, STRUCTURED, MODELS, ALGORITHM, ROUTING, PROCESSES)
 
 
 def join_as_told(arguments: argparse.Namespace) -> None:
-    """Meets the other processes of a command, if it has any; before anything uses devices.
+    """Connects to the command's other processes, if there are any. Must run before devices are used.
 
     Raises:
         ValueError: The options do not go together.
@@ -465,7 +455,7 @@ def join_as_told(arguments: argparse.Namespace) -> None:
 
 
 def add_target_option(parser: argparse.ArgumentParser, help: str, **settings: Any) -> None:
-    """Adds the option that names a target, to commands for which it means something of their own."""
+    """Adds the option that names a target, with the command's own help text."""
     [target] = (option for option in MODELS.options if option.field == "target")
     names = target.name, *target.other_names
     given = {"dest": target.dest, "metavar": target.metavar, "action": OneOfSeveralNames}
@@ -473,32 +463,32 @@ def add_target_option(parser: argparse.ArgumentParser, help: str, **settings: An
 
 
 def add_target_place(parser: argparse.ArgumentParser) -> None:
-    """Lets the target also be named by the first word of a command that has the option for it."""
+    """Adds the target as a positional argument, in addition to its option."""
     parser.add_argument(
         "target",
         nargs="?",
         metavar="MODEL",
         action=OneOfSeveralNames,
-        default=argparse.SUPPRESS,  # which leaves the option's value alone
-        help="the target, as --model names it",
+        default=argparse.SUPPRESS,  # keeps the option's value
+        help="the target, like --model",
     )
 
 
 def add_ignore_option(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that every command has which reads the config of a checkpoint."""
+    """Adds the option of commands that read a checkpoint's config."""
     MODELS.add(parser, ["ignore_config_keys"], ignore_config_keys=[])
 
 
 def parallel_sizes(arguments: argparse.Namespace) -> dict[str, int]:
-    """The sizes of the options `PARALLEL` that were given, for `jetspec_jax.device.groups.meshes_for`."""
+    """The given values of `PARALLEL`, for `jetspec_jax.device.groups.meshes_for`."""
     return {field: value for field, value in MODELS.given(arguments).items() if field in PARALLEL}
 
 
 def parallel_mesh(arguments: argparse.Namespace) -> Mesh | None:
-    """The mesh of a command that has the options `PARALLEL` but for copies; says how many devices it leaves.
+    """The mesh of a command with the options `PARALLEL` without copies; reports unused devices.
 
     Returns:
-        A mesh, also of one device, where an option is given, and None where none is.
+        A mesh if an option is given, also for one device; else None.
 
     Raises:
         ValueError: A size is below 1, or there are too few devices.
@@ -514,19 +504,19 @@ def parallel_mesh(arguments: argparse.Namespace) -> Mesh | None:
 
 
 def add_allow_option(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that every command has which reads weights for a person to look at."""
+    """Adds the option of commands that read weights to inspect them."""
     MODELS.add(parser, ["allow_nonfinite"], allow_nonfinite=False)
 
 
 def parse_option(text: str, form: str = "NAME=VALUE") -> tuple[str, Any]:
-    """Name and value of an ``--algorithm-option``.
+    """The name and the value of an ``--algorithm-option``.
 
     Args:
-        text: What was given.
-        form: What errors say it must look like.
+        text: The option's text.
+        form: The expected form in errors.
 
     Raises:
-        ValueError: It has no name, or its value is no JSON.
+        ValueError: The name is missing, or the value is no JSON.
     """
     name, _, value = text.partition("=")
     try:

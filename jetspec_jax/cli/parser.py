@@ -1,4 +1,4 @@
-"""The parser of every command line: options have their full names alone, and an error is one sentence."""
+"""The parser of all command lines: options have no abbreviations, and an error is one line."""
 
 import argparse
 import difflib
@@ -10,23 +10,23 @@ from typing import Any, NoReturn
 from jetspec_jax.arguments import printable
 from jetspec_jax.vllm_names import ENGINE, SERVE, SHORT_OPTIONS
 
-# What looks like an option and is no negative number, nor a text of several words.
+# A word that looks like an option, and is neither a negative number nor a text of several words.
 _OPTION = re.compile(r"--?[^\W\d_][\w-]*")
-# An argument of `LLM` in a sentence of `vllm_names`; those of other calls stand within parentheses.
+# An argument of `LLM` in a sentence of `vllm_names`; arguments of other calls are in parentheses.
 _ARGUMENT = re.compile(r"(?<![(\w])(\w+)=…")
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes no abbreviations, which could turn an option that is missing here into another one."""
+    """A parser without abbreviations, with which an unknown option could be taken for another one."""
 
     def __init__(self, *arguments: Any, **settings: Any):
-        """As argparse's, which also makes the parsers of commands by it."""
+        """See argparse, which also makes the parsers of subcommands by this."""
         super().__init__(*arguments, allow_abbrev=False, **settings)
 
     def parse_known_args(self, args: Iterable[str] | None = None, *rest: Any, **named: Any) -> Any:
-        """As argparse's, but an unknown option is an error that names what there is instead.
+        """Like argparse's, but the error of an unknown option names the option to use instead.
 
-        It comes before errors about what is missing, which may be what the unknown option was meant for.
+        It comes before errors about missing options: a missing one may be the unknown one, misspelt.
         """
         words = sys.argv[1:] if args is None else list(args)
         if unknown := self._unknown_option(words):
@@ -38,30 +38,30 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {printable(message)}; see {self.prog} --help\n")
 
     def _unknown_option(self, words: Sequence[str]) -> str | None:
-        """The first word that is an option of this parser's part of a command line, and not known."""
+        """The first unknown option among the words that this parser reads."""
         known = self._option_string_actions
         for word in words:
             name = word.partition("=")[0]
             if word == "--" or (self._subparsers is not None and not word.startswith("-")):
-                return None  # the rest are texts, or the words of a command
+                return None  # the rest are positional arguments, or belong to a subcommand
             short = word[:2] if not word.startswith("--") else name
             if _OPTION.fullmatch(name) and name not in known and short not in known:
                 return name
         return None
 
     def _instead(self, name: str) -> str:
-        """What to do without an option: vLLM's have an answer; else an option is spelled alike."""
+        """What to use instead of an unknown option: the equivalent of vLLM's option, or the nearest name."""
         name = SHORT_OPTIONS.get(name, name)
         field = name.lstrip("-").replace("-", "_").removeprefix("no_")
         if answer := ENGINE.get(field) or SERVE.get(field):
             return f"; {_ARGUMENT.sub(_as_option, answer)}"
         known = self._option_string_actions
-        longer = sorted((own for own in known if own.startswith(name)), key=len)
+        longer = sorted((option for option in known if option.startswith(name)), key=len)
         near = longer or difflib.get_close_matches(name, known)
         if not near:
             return ""
-        # Two letters that changed places are a likelier slip than one too many.
-        found = max(near, key=lambda own: sorted(own) == sorted(name))
+        # Two swapped letters are a likelier typing error than an additional one.
+        found = max(near, key=lambda option: sorted(option) == sorted(name))
         shown = known[found].option_strings
         return f"; the nearest is {found if found in shown else shown[0]}"
 
@@ -71,11 +71,11 @@ def _as_option(argument: re.Match[str]) -> str:
 
 
 def accept_formerly(parser: argparse.ArgumentParser, option: argparse.Action, *names: str) -> None:
-    """Takes former names of an option, which neither the help nor a shell's completion shows.
+    """Accepts former names of an option, which neither the help nor a shell's completion shows.
 
     Args:
-        parser: That has the option.
-        option: What ``add_argument`` returned.
-        *names: As they are typed.
+        parser: The option's parser.
+        option: The result of ``add_argument``.
+        *names: The former names.
     """
     parser._option_string_actions.update(dict.fromkeys(names, option))

@@ -1,4 +1,4 @@
-"""The command as a process of its own, which an interrupt ends at once, whatever it is doing."""
+"""Runs the command as a process that an interrupt ends at once."""
 
 import os
 import queue
@@ -9,54 +9,55 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-# What the main thread is asked to do while it waits; None ends its waiting. None without a command.
-_asked: "queue.SimpleQueue[Callable[[], object] | None] | None" = None
+# Functions to call in the main thread, which waits for them; None ends the wait. Without a command it is
+# None.
+_calls: "queue.SimpleQueue[Callable[[], object] | None] | None" = None
 
 
 def in_main_thread(function: Callable[[], Any]) -> Any:
-    """What a function returns in the main thread; what it raises there, as on an interrupt, is raised here.
+    """Calls a function in the main thread; returns its result, or raises its error, also an interrupt.
 
-    Only there an interrupted ``input`` leaves the terminal as it was.
+    Only in the main thread an interrupted ``input`` restores the terminal.
     """
-    if _asked is None:
+    if _calls is None:
         return function()
     answer: Future[Any] = Future()
 
-    def answered() -> None:
+    def call() -> None:
         try:
             result = function()
         except BaseException as error:
             answer.set_exception(error)
-        else:  # an interrupt from here on is not the function's
+        else:  # a later interrupt is not the function's
             answer.set_result(result)
 
-    _asked.put(answered)
+    _calls.put(call)
     return answer.result()
 
 
-def hear(told: Callable[[int], object], *signals: signal.Signals) -> None:
-    """Has a command hear of signals itself, where it runs in a process of its own.
+def on_signals(handler: Callable[[int], object], *signals: signal.Signals) -> None:
+    """Handles signals, if the command runs as a process of its own.
 
     Args:
-        told: Called in the main thread with the signal's number; must be quick. A KeyboardInterrupt that it
-            raises is one.
-        *signals: Which; interrupts and SIGTERM if none is named.
+        handler: Called in the main thread with the signal's number; must be quick. If it raises
+            KeyboardInterrupt, the process ends as on an interrupt.
+        *signals: The signals; by default SIGINT and SIGTERM.
     """
 
     def install() -> None:
         for number in signals or (signal.SIGINT, signal.SIGTERM):
-            # Who was started with a signal ignored goes on so.
+            # A signal that the process was started with as ignored stays ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, lambda own, _: told(own))
+                signal.signal(number, lambda received, _: handler(received))
 
-    if _asked is not None:
+    if _calls is not None:
         in_main_thread(install)
 
 
 def run_program(main: Callable[[], int], message: str = "jetspec-jax: interrupted") -> int:
-    """Runs a main program as `run_interruptibly` does; also from its end on an interrupt has code 130.
+    """Like `run_interruptibly`; an interrupt after the program's end also has code 130.
 
-    For the last call of a process: Python no longer raises interrupts afterwards.
+    Must be the last call of a process: Python no longer raises interrupts afterwards.
     """
     try:
         return run_interruptibly(main, message)
@@ -68,46 +69,46 @@ def run_program(main: Callable[[], int], message: str = "jetspec-jax: interrupte
 def run_interruptibly(main: Callable[[], int], message: str = "jetspec-jax: interrupted") -> int:
     """Runs a main program in a thread, and waits for it; an interrupt ends the process with code 130.
 
-    Other processes that share the work are told of it.
+    Other processes that share the work are notified.
 
-    Python looks for signals only between its own steps and in the main thread, which a compiler may keep for
-    minutes; other libraries' callbacks swallow what is raised in them; and Python must not take itself down
-    while a compiler runs. So the main thread waits, does what it is asked `in_main_thread`, and the process
-    ends there and then.
+    Python handles signals only in the main thread and between bytecodes, and a compiler may block the main
+    thread for minutes. Callbacks of other libraries swallow exceptions. And Python must not shut down while a
+    compiler runs. So the main thread only waits and makes the calls of `in_main_thread`, and an interrupt
+    ends the process without a shutdown.
 
     Args:
-        main: Returns the exit code; what it raises is raised here.
-        message: A line for standard error, said on an interrupt.
+        main: Returns the exit code; its errors are raised here.
+        message: Printed to standard error on an interrupt.
     """
-    global _asked
+    global _calls
     outcome: Future[int] = Future()
-    _asked = asked = queue.SimpleQueue()
+    _calls = calls = queue.SimpleQueue()
 
     def work() -> None:
         try:
             outcome.set_result(main())
         except BaseException as error:
             outcome.set_exception(error)
-        asked.put(None)
+        calls.put(None)
 
     try:
-        # Not waited for when Python ends, as other threads are: `outcome` is.
+        # A daemon: Python does not wait for this thread at exit. The main thread waits for `outcome`.
         threading.Thread(target=work, name="jetspec-jax", daemon=True).start()
-        while (wanted := asked.get()) is not None:
-            wanted()
+        while (call := calls.get()) is not None:
+            call()
         return outcome.result()
     except KeyboardInterrupt:
         try:
             os.write(2, f"\n{message}\n".encode())
-            _tell_others()
+            _notify_others()
         finally:  # also on a second interrupt
             os._exit(130)
     finally:
-        _asked = None
+        _calls = None
 
 
-def _tell_others() -> None:
-    # Nothing is imported here: the thread that works may be importing it.
+def _notify_others() -> None:
+    # Without an import: the working thread may hold the import lock.
     joining = sys.modules.get("jetspec_jax.device.joining")
-    if (tell := getattr(joining, "tell_of_interrupt", None)) is not None:
-        tell()
+    if (notify := getattr(joining, "tell_of_interrupt", None)) is not None:
+        notify()

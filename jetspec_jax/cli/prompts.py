@@ -1,4 +1,4 @@
-"""The prompts of a command line: words, standard input, files, or token ids."""
+"""The prompts of a command line: arguments, standard input, files, or token ids."""
 
 import argparse
 import json
@@ -18,12 +18,12 @@ _LINE = 'a line is a string, or an object with "prompt", "text", "prompt_token_i
 
 @dataclass(frozen=True)
 class GivenPrompt:
-    """A prompt as it was given: one of its three forms.
+    """A prompt in one of three forms.
 
     Attributes:
-        name: What a heading calls it.
+        name: The name in a heading.
         text: A text to continue.
-        token_ids: A prompt that is encoded already.
+        token_ids: The token ids of a text to continue.
         messages: A conversation to answer.
     """
 
@@ -33,19 +33,19 @@ class GivenPrompt:
     messages: Chat | None = None
 
     @property
-    def last_words(self) -> str | None:
-        """Its text, or what was said last; None of token ids."""
+    def last_text(self) -> str | None:
+        """The text, or the text of the last message; None for token ids."""
         if self.messages is None:
             return self.text
-        said = self.messages[-1].get("content")
-        return said if isinstance(said, str) else None
+        content = self.messages[-1].get("content")
+        return content if isinstance(content, str) else None
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[GivenPrompt]:
-    """The prompts that the arguments name; standard input if they name none.
+    """Reads the prompts of a command line, by default from standard input.
 
     Raises:
-        ValueError: They name several, or what was read is no prompt.
+        ValueError: Prompts are given in several ways, or an input is no prompt.
         OSError: A file cannot be read.
     """
     given = {
@@ -79,7 +79,7 @@ def encode(llm: LLM, prompt: GivenPrompt, arguments: argparse.Namespace) -> list
 
     Raises:
         TypeError: A message is of a wrong type.
-        ValueError: The target has no tokenizer or no chat template, or the template refuses the conversation.
+        ValueError: The target has no tokenizer or chat template, or the template refuses the conversation.
     """
     with naming("" if prompt.name == "prompt" else prompt.name):
         if prompt.messages is not None:
@@ -93,10 +93,10 @@ def encode(llm: LLM, prompt: GivenPrompt, arguments: argparse.Namespace) -> list
 
 
 def routing_hints(arguments: argparse.Namespace, prompt: GivenPrompt) -> Hints:
-    """What the tree algorithms are told of a prompt: the words of the command line, else its own."""
-    said = {key: value for key in ("task", "mode") if (value := getattr(arguments, key)) is not None}
-    own = prompt.last_words
-    return said or ({} if own is None else {"text": own})
+    """The hints for tree algorithms: those of the command line, else the prompt's last text."""
+    given = {key: value for key in ("task", "mode") if (value := getattr(arguments, key)) is not None}
+    text = prompt.last_text
+    return given or ({} if text is None else {"text": text})
 
 
 def _read_file(path: Path) -> Iterator[GivenPrompt]:
@@ -104,7 +104,7 @@ def _read_file(path: Path) -> Iterator[GivenPrompt]:
     if path.suffix != ".jsonl":
         yield GivenPrompt(str(path), text)
         return
-    # Only these end a line: a JSON string may hold what `splitlines` would split at.
+    # Not `splitlines`: a JSON string may contain other characters at which that splits.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             yield _parse_line(line, f"{path}:{number}")
@@ -120,13 +120,15 @@ def _parse_line(line: str, where: str) -> GivenPrompt:
             return GivenPrompt(where, text)
         case [("prompt_token_ids", [*ids])] if all(type(token) is int for token in ids):
             return GivenPrompt(where, token_ids=ids)
-        case [("messages", [*messages])] if messages and all(isinstance(own, dict) for own in messages):
+        case [("messages", [*messages])] if messages and all(
+            isinstance(message, dict) for message in messages
+        ):
             return GivenPrompt(where, messages=messages)
     raise ValueError(f"{where}: {_LINE}")
 
 
 def decode_utf8(content: bytes, where: str) -> str:
-    """Strictly: Python's own reading would smuggle invalid bytes through."""
+    """Decodes UTF-8; raises ValueError for invalid bytes, which reading in text mode would let pass."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -135,7 +137,7 @@ def decode_utf8(content: bytes, where: str) -> str:
 
 def _as_chat(prompt: GivenPrompt) -> GivenPrompt:
     if prompt.token_ids is not None:
-        raise ValueError("--chat needs words; token ids are a prompt already")
+        raise ValueError("--chat needs a text: it cannot be used with token ids")
     if prompt.messages is not None:
         return prompt
     return GivenPrompt(prompt.name, messages=[{"role": "user", "content": prompt.text}])

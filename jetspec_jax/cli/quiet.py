@@ -1,4 +1,4 @@
-"""Standard error is for what the command has to say: other libraries report errors there, not notices."""
+"""Keeps other libraries' notices and warnings off standard error."""
 
 import logging
 import os
@@ -8,12 +8,12 @@ from typing import Any
 
 from jetspec_jax.arguments import printable
 
-# Read by the libraries themselves, when they are imported or first log; what a user has set is left alone.
+# The libraries read these when they are imported or first log. Values set by the user are kept.
 _LEVELS = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_VERBOSITY": "error"}
 
 
 class _ToStderr(logging.Handler):
-    """Says on standard error what this package logs."""
+    """Prints this package's log to standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(f"jetspec-jax: {printable(record.getMessage())}", file=sys.stderr)
@@ -23,17 +23,17 @@ _TO_STDERR = _ToStderr()
 
 
 def show_own_log() -> None:
-    """Has this package's log on standard error, under the command's name; a second call changes nothing."""
-    own = logging.getLogger("jetspec_jax")
-    own.addHandler(_TO_STDERR)
-    own.setLevel(logging.WARNING)  # whatever the level of other libraries
+    """Prints this package's log to standard error with the command's name; idempotent."""
+    logger = logging.getLogger("jetspec_jax")
+    logger.addHandler(_TO_STDERR)
+    logger.setLevel(logging.WARNING)  # independent of the root logger's level
 
 
 def _of_python(found: Any) -> None:
-    """Shows an error that nobody can catch, unless it names no Python object.
+    """Prints an error that cannot be caught, except those without a Python object.
 
-    Errors without one come from the threads of C++ libraries. Orbax begins several writes at once and raises
-    the first error; the other writes end later, when nothing waits for them any more.
+    Errors without an object come from threads of C++ libraries. Orbax starts several writes at once and
+    raises the first error; the errors of other writes come later, when nothing waits for them.
     """
     if found.object is not None or found.err_msg is not None:
         sys.__unraisablehook__(found)
@@ -45,17 +45,17 @@ def keep_libraries_quiet(*silent: str) -> None:
     ``python -W default`` brings Python's warnings back.
 
     Args:
-        *silent: Loggers whose errors are hidden too, as they are raised as well.
+        *silent: Loggers whose errors are hidden too, because they are also raised.
     """
     for name, level in _LEVELS.items():
         os.environ.setdefault(name, level)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
     logging.getLogger().setLevel(logging.ERROR)
-    # Orbax logs to absl, with a traceback and from several threads, what it raises as well.
+    # Orbax logs its errors to absl, with tracebacks from several threads, and raises them too.
     for name in ("absl", *silent):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     sys.unraisablehook = _of_python
-    own = logging.getLogger("jetspec_jax")
-    own.setLevel(logging.WARNING)  # which the root logger no longer gives it
-    own.propagate = False
+    logger = logging.getLogger("jetspec_jax")
+    logger.setLevel(logging.WARNING)  # no longer inherited from the root logger
+    logger.propagate = False

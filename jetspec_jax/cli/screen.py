@@ -1,4 +1,4 @@
-"""A model's text on standard output."""
+"""Prints a model's text safely."""
 
 import sys
 
@@ -6,9 +6,8 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0
 
 
 def on_screen(text: str) -> str:
-    """Text as standard output gets it: where that is a terminal, characters that control one are escaped.
+    """Text for standard output; control characters are escaped if it is a terminal.
 
-    A model may write, or repeat from a prompt, what moves the cursor or hides lines. Files
-    and pipes get the text as it is.
+    A model may write characters that move the cursor or hide lines. Files and pipes get the text unchanged.
     """
     return text.translate(_CONTROLS) if sys.stdout.isatty() else text

@@ -1,4 +1,4 @@
-"""The options of ``jetspec-jax serve`` beside those of models and trees."""
+"""The options of ``jetspec-jax serve``, in addition to those of models and trees."""
 
 from dataclasses import replace
 
@@ -13,48 +13,82 @@ SERVER = Group(
     ServeSettings,
     (
         Option("host", "address to listen on", metavar="ADDRESS"),
-        Option("port", "port to listen on; 0 is any that is free", int, metavar="N"),
-        Option("api_key", "key that requests must have; may recur", metavar="KEY", recurs=True),
+        Option("port", "port to listen on; 0 is any free port", int, metavar="N"),
+        Option("api_key", "key that requests must have; repeatable", metavar="KEY", recurs=True),
         Option(
-            "served_model_name", "name of the model; may recur", metavar="NAME", recurs=True, unset="MODEL"
+            "served_model_name", "name of the model; repeatable", metavar="NAME", recurs=True, unset="MODEL"
         ),
-        Option("uvicorn_log_level", "of uvicorn's own log", metavar="LEVEL", words=LOG_LEVELS),
+        Option("uvicorn_log_level", "level of uvicorn's log", metavar="LEVEL", words=LOG_LEVELS),
+        Option("disable_access_log", "do not log each request", flag="--disable-uvicorn-access-log"),
         Option(
-            "disable_access_log", "no line in the log for each request", flag="--disable-uvicorn-access-log"
+            "allowed_origins",
+            "origins of web pages that may send requests, or *; repeatable",
+            metavar="ORIGIN",
+            recurs=True,
         ),
-        Option("allowed_origins", "web pages that may ask, or *; may recur", metavar="ORIGIN", recurs=True),
-        Option("allowed_methods", "methods that they may use; may recur", metavar="METHOD", recurs=True),
-        Option("allowed_headers", "headers that they may send; may recur", metavar="HEADER", recurs=True),
-        Option("allow_credentials", "they may send cookies"),
-        Option("root_path", "what a proxy takes off the front of paths", metavar="PATH"),
+        Option(
+            "allowed_methods", "methods that web pages may use; repeatable", metavar="METHOD", recurs=True
+        ),
+        Option(
+            "allowed_headers", "headers that web pages may send; repeatable", metavar="HEADER", recurs=True
+        ),
+        Option("allow_credentials", "allow web pages to send cookies"),
+        Option("root_path", "path prefix that a proxy removes", metavar="PATH"),
         Option(
             "tool_call_parser",
-            f"how calls of tools look in the text: {', '.join(TOOL_CALLS)}",
+            f"format of tool calls in the text: {', '.join(TOOL_CALLS)}",
             metavar="NAME",
             words=TOOL_CALLS,
         ),
         Option(
             "reasoning_parser",
-            f"how reasoning looks in the text: {', '.join(REASONING)}",
+            f"format of reasoning in the text: {', '.join(REASONING)}",
             metavar="NAME",
             words=tuple(REASONING),
         ),
-        Option("scheduling_policy", f"{' or '.join(POLICIES)}", metavar="NAME", words=POLICIES),
-        Option("warm_up", f"compiled at the start: {', '.join(WARM_UPS)}", metavar="WHAT", words=WARM_UPS),
-        Option("max_body_bytes", "of a request", int, metavar="N"),
-        Option("max_prompt_tokens", "of a prompt", int, metavar="N", unset="the context's"),
-        Option("max_completions", "of a request: prompts times n", int, metavar="N"),
-        Option("max_grammar_bytes", "of a schema, a grammar, or a regular expression", int, metavar="N"),
-        Option("max_grammar_seconds", "of a processor, to compile one of these", float, metavar="SECONDS"),
-        Option("max_requests_per_key", "that run or wait at once", int, metavar="N", unset="no bound"),
-        Option("request_timeout", "seconds that a request has", float, metavar="SECONDS", unset="no bound"),
-        Option("body_timeout", "for headers, and again for the body", float, metavar="SECONDS"),
-        Option("send_timeout", "that a client may read nothing", float, metavar="SECONDS"),
-        Option("drain_seconds", "for running requests, once told to stop", float, metavar="SECONDS"),
+        Option(
+            "scheduling_policy",
+            f"order of the waiting queue: {' or '.join(POLICIES)}",
+            metavar="NAME",
+            words=POLICIES,
+        ),
+        Option(
+            "warm_up",
+            f"programs compiled at the start: {', '.join(WARM_UPS)}",
+            metavar="WHAT",
+            words=WARM_UPS,
+        ),
+        Option("max_body_bytes", "most bytes of a request's body", int, metavar="N"),
+        Option("max_prompt_tokens", "most tokens of a prompt", int, metavar="N", unset="the context's"),
+        Option("max_completions", "most completions of a request: prompts times n", int, metavar="N"),
+        Option(
+            "max_grammar_bytes", "most bytes of a schema, a grammar or a regular expression", int, metavar="N"
+        ),
+        Option(
+            "max_grammar_seconds", "most processor seconds to compile one of these", float, metavar="SECONDS"
+        ),
+        Option(
+            "max_requests_per_key",
+            "most running and waiting requests per API key",
+            int,
+            metavar="N",
+            unset="no bound",
+        ),
+        Option("request_timeout", "most seconds of a request", float, metavar="SECONDS", unset="no bound"),
+        Option(
+            "body_timeout",
+            "most seconds to receive the headers, and again the body",
+            float,
+            metavar="SECONDS",
+        ),
+        Option("send_timeout", "most seconds in which a client reads nothing", float, metavar="SECONDS"),
+        Option(
+            "drain_seconds", "seconds for running requests after a signal to stop", float, metavar="SECONDS"
+        ),
     ),
 )
 
-# As `LLM` has them, with other defaults.
+# Options of `LLM` with other defaults.
 _MODELS = {option.field: option for option in MODELS.options}
 ENGINE = Group(
     "the engine",
@@ -62,13 +96,13 @@ ENGINE = Group(
     (
         replace(
             _MODELS["max_slots"],
-            help="requests that decode at once, with each copy",
-            unset="what memory has room for, up to 256; 8 on a CPU",
+            help="requests that decode at once, per copy",
+            unset="as many as fit into memory, up to 256; 8 on a CPU",
         ),
         replace(_MODELS["capacity"], help="tokens of prompt and output", unset=str(DEFAULT_CAPACITY)),
-        Option("max_waiting", "requests that may wait for a slot, with each copy", int, metavar="N"),
+        Option("max_waiting", "longest waiting queue, per copy", int, metavar="N"),
     ),
 )
 
-#: What the server's command is told beside models and trees.
+#: The options of the server's command.
 SERVING = (SERVER, ENGINE)

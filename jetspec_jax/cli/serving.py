@@ -5,15 +5,15 @@ from typing import Any
 
 from jetspec_jax.async_llm import AsyncLLM
 from jetspec_jax.cli.options import ALGORITHM, MODELS, PROCESSES, add_target_place
-from jetspec_jax.cli.process import hear
+from jetspec_jax.cli.process import on_signals
 from jetspec_jax.cli.server_options import ENGINE, SERVER
 from jetspec_jax.cli.settings import model_arguments
 from jetspec_jax.demo import DEMO
 from jetspec_jax.device.processes import is_first
 from jetspec_jax.serve.settings import ServeSettings
 
-# Those of the models that have a default of the server's.
-_OTHERWISE = {option.field for option in ENGINE.options}
+# Model options with the server's defaults.
+_OF_ENGINE = {option.field for option in ENGINE.options}
 
 
 def add_serve_command(commands: Any) -> None:
@@ -23,7 +23,7 @@ def add_serve_command(commands: Any) -> None:
     add_target_place(parser)
     SERVER.add(parser)
     ENGINE.add(parser)
-    MODELS.add(parser, [option.field for option in MODELS.options if option.field not in _OTHERWISE])
+    MODELS.add(parser, [option.field for option in MODELS.options if option.field not in _OF_ENGINE])
     ALGORITHM.add(parser)
     PROCESSES.add(parser)
 
@@ -31,7 +31,7 @@ def add_serve_command(commands: Any) -> None:
 def _serve(arguments: argparse.Namespace) -> int:
     """Serves completions and chats over HTTP, with OpenAI's API and vLLM's additions.
 
-    Of several processes that share the models the first one serves, and the others end when it has ended.
+    If several processes share the models, the first one serves, and the others end with it.
     """
     settings = ServeSettings(**SERVER.given(arguments))
     try:
@@ -40,7 +40,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         raise ImportError(f'the server needs {error.name}: pip install "jetspec-jax[serve]"') from error
     given = model_arguments(arguments) | ENGINE.given(arguments)
     stopping = Stopping(follows=not is_first())
-    hear(stopping)
+    on_signals(stopping)
     if not is_first():
         AsyncLLM(**given).follow()
         return 0

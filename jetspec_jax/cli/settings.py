@@ -1,4 +1,4 @@
-"""What is made of the options that all commands share which decode: parameters, algorithm, models."""
+"""Makes sampling parameters, the tree algorithm and models from the options of commands that decode."""
 
 import argparse
 import math
@@ -29,8 +29,8 @@ def add_decoding_options(parser: argparse.ArgumentParser, **defaults: Any) -> No
     """Adds the prompt and the options for sampling, models and trees.
 
     Args:
-        parser: Of the command.
-        **defaults: By the name of the Python argument, where they are not Python's.
+        parser: The command's parser.
+        **defaults: The command's defaults by Python argument, where they differ from Python's.
     """
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue")
     for group in GROUPS:
@@ -38,13 +38,13 @@ def add_decoding_options(parser: argparse.ArgumentParser, **defaults: Any) -> No
 
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
-    """How requests are sampled, with a seed in any case."""
+    """The sampling parameters, always with a seed."""
     given = {"seed": agreed(draw_seed(), "a seed"), **SAMPLING.given(arguments)}
     return SamplingParams(**given, structured_outputs=_form(arguments))
 
 
 def _form(arguments: argparse.Namespace) -> StructuredOutputsParams | None:
-    """The form that outputs must have, which may stand in a file; None if the arguments name none."""
+    """The structured output, read from a file if the option names one; None without such an option."""
     given = STRUCTURED.given(arguments)
     if schema := given.get("json"):
         given["json"] = read_json(schema)
@@ -54,28 +54,28 @@ def _form(arguments: argparse.Namespace) -> StructuredOutputsParams | None:
 
 
 def load_llm(arguments: argparse.Namespace) -> LLM:
-    """Loads the models; says so if there is no draft head among them."""
+    """Loads the models; prints a notice if there is no draft head."""
     given = model_arguments(arguments)
     if jax.process_count() > 1 and math.prod(parallel_sizes(arguments).values()) == 1:
         raise ValueError(
-            f"{jax.process_count()} processes share the models: say into how many parts by "
+            f"{jax.process_count()} processes share the models: set the number of shards by "
             "--tensor-parallel-size or --expert-parallel-size"
         )
     llm = LLM(**given)
     if llm.draft_head is None:
-        print("jetspec-jax: no --draft-head for this target: decoding plainly", file=sys.stderr)
+        print("jetspec-jax: no --draft-head for this target: plain decoding", file=sys.stderr)
     return llm
 
 
 def model_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the arguments say of models and trees, for `LLM`."""
+    """The given options of models and trees, as arguments of `LLM`."""
     given = MODELS.given(arguments)
     algorithm = _algorithm(arguments)
     return given if algorithm is None else given | {"algorithm": algorithm}
 
 
 def _algorithm(arguments: argparse.Namespace) -> Algorithm | None:
-    """The tree algorithm that the arguments name, with its options; None if they say nothing of it."""
+    """The tree algorithm with its options; None if no option of it is given."""
     name, parts = arguments.algorithm, ALGORITHM.given(arguments)
     if name is None and not parts:
         return None

@@ -1,4 +1,4 @@
-"""``jetspec-jax tree``: decodes a prompt, draws the tree of a round, and writes all rounds as a page."""
+"""``jetspec-jax tree``: decodes a prompt, draws the tree of a round, and writes a page of all rounds."""
 
 import argparse
 import codecs
@@ -29,19 +29,19 @@ from jetspec_jax.view.page import write_page
 from jetspec_jax.view.terminal import ASCII, UNICODE, Signs, draw_round, headline
 from jetspec_jax.view.tokens import cut, pieces, token_label, visible
 
-# Decimals of log-probabilities in a page: no eye sees more, and a page of 256 tokens stays small.
+# Decimals of log-probabilities in a page: more are not visible, and would make the page larger.
 _PAGE_DIGITS = 3
-# Characters that are shown of the text before a round.
+# The most characters that are printed of the text before a round.
 _TAIL = 48
 
 
 def add_tree_command(commands: Any) -> None:
     """Adds the command to the subparsers of ``jetspec-jax``."""
     parser = commands.add_parser("tree", help="see the trees of a generation", description=_tree.__doc__)
-    # Without a budget a CPU decodes plainly, and there would be nothing to see.
+    # Without a budget a CPU uses plain decoding, which has no trees to show.
     add_decoding_options(parser, max_tokens=64, budget=DEFAULT_BUDGET)
     parser.set_defaults(run=_tree)
-    parser.add_argument("--round", type=int, metavar="K", help="the round to draw (default: 1, the first)")
+    parser.add_argument("--round", type=int, metavar="K", help="number of the round to draw (default: 1)")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page that steps through all rounds"
     )
@@ -51,7 +51,7 @@ def add_tree_command(commands: Any) -> None:
 
 
 def _tree(arguments: argparse.Namespace) -> int:
-    """Draws one round's tree, its scores and its accepted path; --html writes a page of all rounds."""
+    """Draws a round's tree with its scores and its accepted path; --html writes a page of all rounds."""
     if arguments.round is not None and arguments.round < 1:
         raise ValueError(f"--round counts from 1, not {arguments.round}")
     page = arguments.html if is_first() else None
@@ -62,7 +62,7 @@ def _tree(arguments: argparse.Namespace) -> int:
         raise ValueError(f"tree takes one prompt, not {len(prompts)}")
     if (arguments.data_parallel_size or 1) > 1:
         raise ValueError(
-            f"--data-parallel-size {arguments.data_parallel_size}: one prompt has a use for one copy alone"
+            f"--data-parallel-size {arguments.data_parallel_size}: one prompt can only use one copy"
         )
     llm = load_llm(arguments)
     run = _trace(llm, prompts[0], params, arguments)
@@ -82,7 +82,7 @@ def _tree(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Run:
-    """A generation that has been traced."""
+    """A traced generation."""
 
     llm: LLM
     prompt: list[int]
@@ -91,13 +91,13 @@ class _Run:
     settings: dict[str, Any]
 
     def data(self, rounds: list[RoundTrace], **digits: int) -> dict[str, Any]:
-        """Some of its rounds as JSON values."""
+        """Some rounds as JSON values."""
         tokenizer = self.llm.target.tokenizer
         return trace_data(self.prompt, rounds, self.completion, tokenizer, self.settings, **digits)
 
 
 def _trace(llm: LLM, prompt: GivenPrompt, params: SamplingParams, arguments: argparse.Namespace) -> _Run:
-    """Decodes to the end, with a progress bar on a terminal if it takes a while."""
+    """Decodes to the end, with a progress bar on a terminal if it takes more than two seconds."""
     ids, tree = encode(llm, prompt, arguments), llm.settings
     traced = trace_rounds(
         llm.target,
@@ -109,29 +109,28 @@ def _trace(llm: LLM, prompt: GivenPrompt, params: SamplingParams, arguments: arg
         implementation=arguments.implementation,
     )
     rounds = []
-    wanted = {"total": params.max_tokens, "unit": " tokens"}
-    with tqdm(**wanted, delay=2, disable=unseen(), leave=False) as bar:
-        for one in traced:
-            rounds.append(one)
-            bar.update(len(one.committed))
+    with tqdm(total=params.max_tokens, unit=" tokens", delay=2, disable=unseen(), leave=False) as bar:
+        for traced_round in traced:
+            rounds.append(traced_round)
+            bar.update(len(traced_round.committed))
     assert traced.completion is not None, "all rounds are done"
     return _Run(llm, ids, rounds, traced.completion, _settings(tree, params, arguments))
 
 
 def _settings(tree: TreeSettings, params: SamplingParams, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the rounds came from, as JSON values; None for what has no part in it."""
-    said = {name: str(value) for name in ("draft_head", "profile") if (value := getattr(arguments, name))}
+    """The settings of the rounds as JSON values; None for those without influence."""
+    paths = {name: str(value) for name in ("draft_head", "profile") if (value := getattr(arguments, name))}
     sampling: dict[str, Any] = dict.fromkeys(option.field for option in SAMPLING.options)
     sampling |= SAMPLING.given(arguments)
     return {
         "target": str(arguments.target or DEMO),
-        "draft_head": said.get("draft_head"),
+        "draft_head": paths.get("draft_head"),
         "budget": tree.budget,
         **tree.breadth._asdict(),
         "depth": tree.depth,
         "algorithm": name_of(algorithm_of(tree.algorithm)) if tree.budget > 1 else None,
         "algorithm_option": ", ".join(arguments.algorithm_option or ()) or None,
-        "profile": said.get("profile"),
+        "profile": paths.get("profile"),
         "task": arguments.task,
         "mode": arguments.mode,
         **sampling,
@@ -141,23 +140,23 @@ def _settings(tree: TreeSettings, params: SamplingParams, arguments: argparse.Na
 
 
 def _draw(run: _Run, number: int) -> None:
-    """Prints one round: what came before, the tree, and what was committed."""
+    """Prints a round: the text before it, the tree, and the committed text."""
     signs = UNICODE if _prints_unicode() else ASCII
     ascii_only = signs is ASCII
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    tokenizer, one = run.llm.target.tokenizer, run.rounds[number - 1]
+    tokenizer, drawn = run.llm.target.tokenizer, run.rounds[number - 1]
     texts = pieces(tokenizer, [*run.prompt, *run.completion.token_ids])
-    first = one.start + 1
-    print(headline(one, number, len(run.rounds), run.settings["budget"]))
-    before = "".join(texts[: one.start])
+    first = drawn.start + 1
+    print(headline(drawn, number, len(run.rounds), run.settings["budget"]))
+    before = "".join(texts[: drawn.start])
     print(cut(f"behind  {_tail(before, signs, width)}", width, signs.ellipsis))
 
     def label(token: int) -> str:
         return token_label(tokenizer, token, ascii_only=ascii_only)
 
-    for line in draw_round(one, label, signs=signs, width=width, colour=sys.stdout.isatty()):
+    for line in draw_round(drawn, label, signs=signs, width=width, colour=sys.stdout.isatty()):
         print(line)
-    added = visible("".join(texts[first : first + len(one.committed)]), ascii_only=ascii_only)
+    added = visible("".join(texts[first : first + len(drawn.committed)]), ascii_only=ascii_only)
     print(cut(f"commits {added}", width, signs.ellipsis))
 
 
@@ -169,5 +168,5 @@ def _tail(text: str, signs: Signs, width: int | None) -> str:
 
 
 def _prints_unicode() -> bool:
-    """Whether all characters can be printed: those of some code pages are not enough."""
+    """Whether the output's encoding has all characters, unlike some code pages."""
     return codecs.lookup(sys.stdout.encoding or "ascii").name.startswith("utf")

@@ -166,7 +166,7 @@ class TestInterrupts:
                     conversation.interrupt(signal.SIGINT)
 
         monkeypatch.setattr(chatting, "print", print_and_stop, raising=False)
-        assert conversation.take("def f(x):")
+        assert conversation.process("def f(x):")
         assert taken == [None]
         [_, answer] = conversation.messages
         assert answer["role"] == "assistant"
@@ -177,12 +177,12 @@ class TestInterrupts:
             raise KeyboardInterrupt
 
         monkeypatch.setattr(conversation._llm, "stream", interrupted)
-        assert conversation.take("def f(x):")
+        assert conversation.process("def f(x):")
         assert conversation.messages == []
 
     def test_before_the_first_token_it_stops_the_answer_too(self, conversation, capsys):
         conversation.interrupt(signal.SIGINT)
-        assert conversation.take("def f(x):")
+        assert conversation.process("def f(x):")
         assert conversation.messages == []
         assert capsys.readouterr() == ("\n", "jetspec-jax: stopped\n")
 

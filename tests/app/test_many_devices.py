@@ -264,7 +264,7 @@ class TestCommands:
         assert committed[:24] == expected[0]
         code, _, err = self.run(capsys, folders, "tree", *words, "--data-parallel-size", "2")
         assert code == 2
-        assert "--data-parallel-size 2: one prompt has a use for one copy alone" in err
+        assert "--data-parallel-size 2: one prompt can only use one copy" in err
 
     def test_sizes_that_cannot_be(self, folders, capsys):
         code, _, err = self.run(

@@ -81,7 +81,7 @@ class Shell:
         self._patch, self._capsys, self._stopping = monkeypatch, capsys, []
         self.port, self._thread, self._code = 0, None, []
         # In a process of its own, signals call it.
-        monkeypatch.setattr(serving, "hear", lambda stopping, *_: self._stopping.append(stopping))
+        monkeypatch.setattr(serving, "on_signals", lambda stopping, *_: self._stopping.append(stopping))
 
     def run(self, call):
         """Runs a call to its end; of a server, until it listens."""
