@@ -1,7 +1,7 @@
-"""Whether devices that share a model agree on what steers its decoding, bit for bit.
+"""Checks that devices that share a model have the same bits in all arrays that steer decoding.
 
-Each device of a mesh computes trees, choices and counts for itself. Where one has another bit than the others
-it takes another path, silently or for ever. So it can be looked at after every launch.
+Each device of a mesh computes trees, choices and counts itself. A device with a different bit would follow
+another path, with wrong tokens or a hang. So the arrays can be compared after every launch.
 """
 
 from collections.abc import Callable
@@ -17,23 +17,16 @@ from jetspec_jax.engine.runner import Decode, Runner
 
 
 def steering(runner: Runner) -> Any:
-    """All arrays that must be equal on all devices after a launch: the state but for its stores, and records.
+    """The arrays that must be equal on all devices after a launch: the state without stores, and the records.
 
-    Stores hold what is made of sums over devices, which may be rounded in another order on each.
+    Stores depend on sums over devices, which each device may round in another order.
     """
     flight = runner.in_flight
     return split(runner.state)[1], None if flight is None else flight.records
 
 
 def unequal(tree: Any) -> list[str]:
-    """Those arrays of a pytree that are not whole on every device of this process, or not of the same bits.
-
-    Args:
-        tree: Arrays on devices.
-
-    Returns:
-        Their paths.
-    """
+    """The paths of a pytree's arrays that are not replicated on this process's devices with the same bits."""
     return [
         jax.tree_util.keystr(path)
         for path, array in jax.tree_util.tree_leaves_with_path(tree)
@@ -46,21 +39,21 @@ def _alike(array: jax.Array) -> bool:
     return len(parts) == 1
 
 
-#: Between two looks.
+#: The most rounds between two comparisons.
 FEW_ROUNDS = 8
 
 
 class WatchedEngine(Engine):
-    """An engine that shows after every launch, of few rounds, what must be equal on all devices."""
+    """An engine with few rounds per launch, which passes on what must be equal on all devices."""
 
     def __init__(self, plan: EnginePlan, weights: DecodeWeights, look: Callable[[Any], None]):
-        """As an `Engine`, and what is called with what `steering` gives."""
+        """See `Engine`; ``look`` is called with `steering` after every launch."""
         self.look = look
         super().__init__(plan, weights)
 
     def launch(
         self, most_rounds: int | None = None, decode: Decode | None = None, *, timed: bool = True
     ) -> None:
-        """As an `Engine`'s; not timed, as looking waits for the devices."""
+        """See `Engine`; never timed, because ``look`` waits for the devices."""
         super().launch(min(most_rounds or FEW_ROUNDS, FEW_ROUNDS), decode, timed=False)
         self.look(steering(self.runner))

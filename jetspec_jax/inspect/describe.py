@@ -1,6 +1,6 @@
-"""What a checkpoint is: kind, shapes, bytes, and whether a draft head fits a target.
+"""Describes a checkpoint: kind, shapes, bytes, and whether a draft head fits a target.
 
-Of the weights only the files' headers are read, or fetched from the hub.
+Only the headers of weight files are read, or fetched from the hub.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -111,9 +111,9 @@ def _model(raw: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
         "recurrent_layers": config.num_layers - len(attention),
         "hidden_size": config.hidden_size,
         "intermediate_size": of_layers(layer.mlp_size for layer in layers),
-        "experts": of_layers(own.count if own else 0 for own in experts),
-        "experts_per_token": of_layers(own.routing.top_k if own else 0 for own in experts),
-        "expert_size": of_layers(own.size if own else 0 for own in experts),
+        "experts": of_layers(layer.count if layer else 0 for layer in experts),
+        "experts_per_token": of_layers(layer.routing.top_k if layer else 0 for layer in experts),
+        "expert_size": of_layers(layer.size if layer else 0 for layer in experts),
         "heads": of_layers(layer.num_heads for layer in attention),
         "kv_heads": of_layers(layer.num_kv_heads for layer in attention),
         "head_dim": of_layers(layer.head_dim for layer in attention),

@@ -1,8 +1,8 @@
-"""Where two decodings of one request part, and how firm the choice was there.
+"""Finds the first difference between two decodings of a request, and the gap of the choice there.
 
 *Lossless* means that every committed token is the choice of a target forward over exactly its prefix. A row
-computed among others may round differently from one computed alone, so a near-tie can flip. How far the token
-is behind the best one, in perturbed logits, tells such a tie from a mistake.
+computed among others may round differently from a row computed alone, so a near-tie can flip. The distance of
+the token from the best one, in perturbed logits, separates such a tie from a mistake.
 """
 
 import math
@@ -29,15 +29,15 @@ from jetspec_jax.sampling.slots import Sampling
 from jetspec_jax.tree import NO_PARENT
 from pallas_kernels.quantized import FP8
 
-#: In float32 a difference at a larger gap than this is a mistake; below it is a tie, to be listed. Targets
-#: with recurrent layers have a bound of their own at each token, `tie_gap_at`.
+#: In float32 a difference with a larger gap is a mistake; with a smaller gap it is a tie, and is listed. For
+#: targets with recurrent layers the bound depends on the token, see `tie_gap_at`.
 TIE_GAP = 1e-4
-#: What reports call a tie.
+#: The definition of a tie in reports.
 TIE_RULE = (
     f"within {TIE_GAP:.0e} of the best, or behind recurrent layers within what rounding amounts to there"
 )
-# Random changes of the weights that a token's own bound is made of, and how many root mean squares of their
-# effect it is: a normal deviate is larger once in 16,000 times.
+# The number of random changes of the weights for a token's bound, and the bound in root mean squares of their
+# effect: a normal deviate exceeds it once in 16,000 times.
 _DRAWS, _DEVIATIONS = 8, 4
 
 
@@ -46,13 +46,13 @@ class Divergence:
     """The first difference between two decodings of a request.
 
     Attributes:
-        position: Index among the generated tokens.
-        token: The token in question there; None if it ended before.
-        expected: Plain decoding's token there; None if it ended before.
-        gap: Between the two largest perturbed logits of plain decoding there.
-        behind: How far the lesser of the two tokens' perturbed logits is below the largest; None if one of
-            them is no choice at all, because its output ended before or a filter takes it out.
-        tie_gap: Below this rounding in float32 explains ``behind``.
+        position: The index among the generated tokens.
+        token: The token at the position; None if the output ends before it.
+        expected: Plain decoding's token; None if its output ends before the position.
+        gap: The difference of plain decoding's two largest perturbed logits.
+        behind: The distance of the lesser of the two tokens' perturbed logits from the largest; None if one
+            is no choice, because its output ends before the position or a filter removes the token.
+        tie_gap: The bound below which rounding in float32 explains ``behind``.
     """
 
     position: int
@@ -80,19 +80,19 @@ def first_divergence(
     Args:
         target: The target.
         prompt: The request's prompt.
-        params: Its settings; a sampled request needs its seed here.
-        tokens: What was generated.
-        expected: What plain decoding generated.
+        params: The request's parameters; a sampled request needs its seed.
+        tokens: The generated tokens.
+        expected: Plain decoding's tokens.
     """
     if list(tokens) == list(expected):
         return None
     both = min(len(tokens), len(expected))
     position = next((i for i in range(both) if tokens[i] != expected[i]), both)
     row = perturbed_logits(target, prompt, expected[:position], params)
-    token, other = (own[position] if position < len(own) else None for own in (tokens, expected))
+    token, other = (output[position] if position < len(output) else None for output in (tokens, expected))
     behind, tie_gap = None, TIE_GAP
     if token is not None and other is not None:
-        lesser = min(token, other, key=lambda own: row[own])
+        lesser = min(token, other, key=lambda choice: row[choice])
         behind = float(row.max() - row[lesser]) if np.isfinite(row[lesser]) else None
         if behind is not None and behind >= TIE_GAP:
             tie_gap = tie_gap_at(target, prompt, expected[:position], params, int(row.argmax()), lesser)
@@ -108,22 +108,22 @@ def tie_gap_at(
     best: int,
     lesser: int,
 ) -> float:
-    """How far rounding in float32 may move two tokens' perturbed logits after a prefix, at least `TIE_GAP`.
+    """The bound on float32 rounding in the difference of two tokens' perturbed logits, at least `TIE_GAP`.
 
-    A target without recurrent layers has `TIE_GAP`. Behind a recurrence, a norm divides what a token reads
-    from the state by its length. Where the state has nearly decayed, or the query is nearly orthogonal to it,
-    that length is small beside the terms that were summed, and the norm magnifies their rounding, by up to
-    1 / sqrt(eps) = 1,000. No program of float32 can avoid it, and it depends on the token. So it is measured
-    there. The computed product of n terms is the exact one of weights that are off by up to sqrt(n) roundings
+    Without recurrent layers the bound is `TIE_GAP`. After a recurrence a norm divides the token's output by
+    its length. If the state has nearly decayed, or the query is nearly orthogonal to it, that length is small
+    compared with the summed terms, and the norm magnifies their rounding by up to 1 / sqrt(eps) = 1,000. No
+    float32 program can avoid this, and it depends on the token, so the bound is measured for the token. A
+    computed product of n terms is the exact product of weights that are off by up to sqrt(n) roundings
     (Higham and Mary, SIAM J. Sci. Comput. 41, 2019): all weights are changed by that much, with random signs.
 
     Args:
-        target: The target; only float32 is judged, so that weights of another type have `TIE_GAP`.
+        target: The target; for other types than float32 the bound is `TIE_GAP`.
         prompt: The request's prompt.
-        output: What was generated before.
-        params: The request's settings.
+        output: The tokens generated before.
+        params: The request's parameters.
         best: A token.
-        lesser: Another one.
+        lesser: Another token.
     """
     if target.dtype != jnp.float32 or not any(layer.recurrence for layer in target.config.layers):
         return TIE_GAP
@@ -135,7 +135,7 @@ def tie_gap_at(
     size = np.float32(target.config.hidden_size**0.5 * np.finfo(np.float32).eps / 2)
     here, rng = apart(target.weights), np.random.default_rng(0)
     draws = [apart(_changed(target.weights, _signs(target.weights, rng), size)) for _ in range(_DRAWS)]
-    # Where a change takes one of the two out of a filter, nothing is learnt of their distance.
+    # A change with which a filter removes one of the two tokens gives no distance.
     changes = [draw - here for draw in draws if np.isfinite(draw)]
     return max(TIE_GAP, _DEVIATIONS * float(np.sqrt(np.mean(np.square(changes))))) if changes else TIE_GAP
 
@@ -149,14 +149,16 @@ def _signs(weights: Weights, rng: np.random.Generator) -> Any:
 
 @jax.jit
 def _changed(weights: Weights, signs: Any, size: Float32[Array, ""]) -> Weights:
-    """Weights that are each larger or smaller by a factor of 1 + size, as their signs say."""
+    """Weights times 1 + size or 1 - size, according to the product of their signs."""
 
     def change(leaf: Array, signs: Sequence[Array]) -> Array:
-        if leaf.dtype == FP8:  # whose scales are changed
+        if leaf.dtype == FP8:  # its scales are changed instead
             return leaf
         axes = range(leaf.ndim)
-        own = (jnp.expand_dims(sign, [*axes[:axis], *axes[axis + 1 :]]) for axis, sign in enumerate(signs))
-        return leaf * (1 + size * math.prod(own, start=jnp.ones(())))
+        factors = (
+            jnp.expand_dims(sign, [*axes[:axis], *axes[axis + 1 :]]) for axis, sign in enumerate(signs)
+        )
+        return leaf * (1 + size * math.prod(factors, start=jnp.ones(())))
 
     return jax.tree.map(change, weights, signs)
 
@@ -164,13 +166,13 @@ def _changed(weights: Weights, signs: Any, size: Float32[Array, ""]) -> Weights:
 def perturbed_logits(
     target: Target, prompt: Sequence[int], output: Sequence[int], params: SamplingParams
 ) -> Float32[np.ndarray, "V"]:
-    """What the token after prompt and output is the argmax of: adjusted, scaled, filtered and noisy logits.
+    """The adjusted, scaled, filtered and noisy logits, whose argmax is the token after prompt and output.
 
-    With top-k, top-p or min-p a token at the filter's edge can also come or go by rounding, which the gap
-    between the two largest does not show.
+    With top-k, top-p or min-p rounding can also decide whether a token passes the filter. The gap between the
+    two largest logits does not show this.
 
     Raises:
-        ValueError: A sampled request has no seed, so its noise is not known.
+        ValueError: A sampled request has no seed, so its noise is unknown.
     """
     if params.temperature > 0 and params.seed is None:
         raise ValueError("the gap of a sampled choice needs the request's seed")
@@ -184,7 +186,7 @@ def perturbed_logits(
         bad_words=words,
         words=room_for(words),
     )
-    sampling, own = jax.tree.map(lambda x: np.asarray(x)[None], (Sampling.of(params), adjustments))
+    sampling, batched = jax.tree.map(lambda x: np.asarray(x)[None], (Sampling.of(params), adjustments))
     position = np.array([len(prompt) + len(output)], np.int32)
     logits = next_token_logits(target, [*prompt, *output])
     matcher = matcher_for(target, params, stop_ids_of(target, params))
@@ -192,14 +194,14 @@ def perturbed_logits(
         matcher.advance(output)
         root = matcher.masks_of_tree(np.zeros(1, np.int32), np.full(1, NO_PARENT, np.int32), 1)
         logits = only_allowed(logits, jnp.asarray(root[None]))
-    return np.asarray(_perturbed(logits, position, sampling, own))[0, 0]
+    return np.asarray(_perturbed(logits, position, sampling, batched))[0, 0]
 
 
 @jax.jit
 def _perturbed(
-    logits: Float[Array, "1 1 V"], position: Int[Array, "1"], sampling: Sampling, own: Adjustments
+    logits: Float[Array, "1 1 V"], position: Int[Array, "1"], sampling: Sampling, adjustments: Adjustments
 ) -> Float32[Array, "1 1 V"]:
-    """One program for all prefixes and settings: there may be thousands to look at."""
+    """One program for all prefixes and settings, of which there may be thousands."""
     depths = jnp.zeros((1, 1), jnp.int32)
-    adjusted = adjust(logits, jnp.zeros((1, 1, 0), jnp.int32), depths, own)
+    adjusted = adjust(logits, jnp.zeros((1, 1, 0), jnp.int32), depths, adjustments)
     return perturb(adjusted, depths, position, sampling, max_depth=0)

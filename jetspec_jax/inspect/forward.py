@@ -1,6 +1,6 @@
-"""Forward passes to look into: logits of a sequence, of a token tree, and of the draft head.
+"""Forward passes for inspection: logits of a sequence, of a token tree, and of the draft head.
 
-They run the very modules, stores and proposer that decoding runs, so what they show is what decoding sees.
+They run the same modules, stores and proposer as decoding.
 """
 
 import functools
@@ -43,7 +43,7 @@ def logits(target: Target, token_ids: TokenIds) -> Float[Array, "B T V"]:
         token_ids: ``[B, T]``, at least one token each.
 
     Raises:
-        TypeError: Something is of a wrong type.
+        TypeError: An argument has a wrong type.
         ValueError: The ids are misshapen or out of range.
     """
     check_models(target, None)
@@ -51,10 +51,10 @@ def logits(target: Target, token_ids: TokenIds) -> Float[Array, "B T V"]:
 
 
 def next_token_logits(target: Target, token_ids: Sequence[int]) -> Float[Array, "1 1 V"]:
-    """float32 logits of the token after one sequence; lengths share programs by powers of two.
+    """float32 logits of the token after a sequence; one program serves all lengths up to a power of two.
 
     Raises:
-        TypeError: Something is of a wrong type.
+        TypeError: An argument has a wrong type.
         ValueError: The ids are misshapen or out of range.
     """
     ids = _ids(target, [list(token_ids)], "token_ids", least=1)
@@ -69,10 +69,10 @@ def tree_logits(target: Target, prefix_ids: TokenIds, tree: TokenTree) -> Float[
     Args:
         target: The target.
         prefix_ids: ``[B, S]``, without the anchor; S may be 0.
-        tree: Trees whose node 0 is the anchor. Rows of padding nodes have no meaning.
+        tree: Trees whose node 0 is the anchor. Ignore the rows of padding nodes.
 
     Raises:
-        TypeError: Something is of a wrong type.
+        TypeError: An argument has a wrong type.
         ValueError: The ids are misshapen or out of range.
     """
     check_models(target, None)
@@ -92,11 +92,11 @@ def draft_logits(target: Target, draft_head: Head, token_ids: TokenIds) -> Float
 
     Args:
         target: The target.
-        draft_head: A head made for it.
-        token_ids: ``[B, T]``; the last token is the anchor, all before it the context.
+        draft_head: A head for the target.
+        token_ids: ``[B, T]``; the last token is the anchor, all others are the context.
 
     Raises:
-        TypeError: Something is of a wrong type.
+        TypeError: An argument has a wrong type.
         ValueError: The head does not fit, or the ids are misshapen or out of range.
     """
     check_models(target, None)
@@ -108,7 +108,7 @@ def draft_logits(target: Target, draft_head: Head, token_ids: TokenIds) -> Float
     return _draft_logits(*models, target.weights, draft_head.weights, ids)
 
 
-# A program of whole sequences: the target's config and its mesh are static.
+# The target's config and its mesh are static.
 _jit = functools.partial(jax.jit, static_argnums=(0, 1))
 
 
@@ -129,7 +129,7 @@ def _last_logits(
 ) -> Float[Array, "1 1 V"]:
     def run(weights: Weights, ids: Int[Array, "1 T"], count: Int[Array, ""]) -> Float[Array, "1 1 V"]:
         target = bind(config, weights)
-        # What follows the last token is padding, which a causal row does not see.
+        # The last token does not attend to the padding behind it.
         hidden = _forward(target, ids).hidden
         return target.logits(jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1, axis=1))
 
@@ -142,8 +142,8 @@ def _tree_logits(
 ) -> Float[Array, "B N V"]:
     def run(weights: Weights, prefix: Int[Array, "B S"], tree: TokenTree) -> Float[Array, "B N V"]:
         target = bind(config, weights)
-        own = own_part(config, mesh)
-        stores, slots = _one_page_each(own, prefix, target.embed_tokens[...].dtype)
+        local = own_part(config, mesh)
+        stores, slots = _one_page_each(local, prefix, target.embed_tokens[...].dtype)
         if prefix.shape[1]:
             stash = _forward(target, prefix).stash
             count = jnp.full(prefix.shape[:1], prefix.shape[1], jnp.int32)
@@ -169,8 +169,8 @@ def _draft_logits(
     def run(weights: Weights, ids: Int[Array, "B T"], head_weights: Weights) -> Float[Array, "B D V"]:
         target = bind(config, weights)
         context, head = ids[:, :-1], proposer.config
-        own = own_part(head.layers, mesh if mesh and is_split(head, mesh) else None)
-        state, slots = _one_page_each(own, ids, target.embed_tokens[...].dtype)
+        local = own_part(head.layers, mesh if mesh and is_split(head, mesh) else None)
+        state, slots = _one_page_each(local, ids, target.embed_tokens[...].dtype)
         if context.shape[1]:
             taps = _forward(target, context, taps=proposer.taps).taps
             count = jnp.full(context.shape[:1], context.shape[1], jnp.int32)
@@ -185,13 +185,13 @@ def _draft_logits(
 def _together(
     config: ModelConfig, mesh: Mesh | None, run: Callable[..., Array], *last: Any
 ) -> Callable[..., Float[Array, "B N V"]]:
-    """A function of the target's weights and whole arrays on all devices; its logits are put together.
+    """Runs a function of the target's weights and replicated arrays on all devices, and joins its logits.
 
     Args:
         config: The target.
-        mesh: The devices; without them the function as it is.
-        run: What each device runs.
-        *last: Specs of the last arguments, where those are not whole.
+        mesh: The devices; None returns ``run`` itself.
+        run: The function that each device runs.
+        *last: Specs of the last arguments if they are not replicated.
     """
     if mesh is None:
         return run
@@ -201,7 +201,7 @@ def _together(
         specs = parameter_specs(config, mesh), *whole, *last
         logits = everywhere(mesh, run, specs, PartitionSpec(None, None, shards.ALL))(weights, *others)
         logits = logits[:, :, : config.vocab_size]
-        if spans(mesh):  # each process wants to see them all
+        if spans(mesh):  # each process needs all logits
             logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, WHOLE))
         return logits
 
@@ -209,28 +209,28 @@ def _together(
 
 
 def _forward(target: Transformer, ids: Int[Array, "B T"], *, taps: tuple[int, ...] = ()) -> ForwardOutput:
-    """The target over whole sequences with nothing committed before them."""
+    """The target's forward over whole sequences, without committed tokens."""
     block = Block.chain(ids)
     return target(ids, block.depths, attend_over(None, None, block), taps=taps)
 
 
 def _one_page_each(config: ModelConfig, ids: Int[Array, "B T"], dtype: jnp.dtype) -> tuple[Any, Slots]:
-    """Empty stores and slots in which each sequence has one page that holds all of it."""
+    """Empty stores and slots with one page per sequence, large enough for the sequence."""
     batch, length = ids.shape
     slots = Slots.of(jnp.arange(batch, dtype=jnp.int32)[:, None], jnp.zeros(batch, jnp.int32))
     return empty_stores(config, batch, max(length, 1), dtype, slots), slots
 
 
 def _ids(target: Target, ids: TokenIds, name: str, *, least: int) -> Int[np.ndarray, "B T"]:
-    """Token ids as an array of the host, checked, and equal in all processes that share the target."""
+    """Checks token ids, also that they are equal in all processes that share the target."""
     if isinstance(ids, str) or not (isinstance(ids, Sequence) or np.ndim(ids)):
         raise TypeError(f"{name} must be rows of token ids, [B, T], not {shown(ids)}")
     given: Any = ids
     rows = [check_ids(row, f"{name}[{number}]", target.config.vocab_size) for number, row in enumerate(given)]
     lengths = sorted({len(row) for row in rows})
     if len(lengths) != 1:
-        said = f"not of {', '.join(map(str, lengths))} tokens" if rows else "and there is none"
-        raise ValueError(f"{name} must be rows of one length, {said}")
+        problem = f"not of {', '.join(map(str, lengths))} tokens" if rows else "and there is none"
+        raise ValueError(f"{name} must be rows of one length, {problem}")
     if lengths[0] < least:
         raise ValueError(f"{name} must have at least {least} token in each row")
     found = np.stack(rows)

@@ -1,1 +1,1 @@
-"""Trees for people: one round in the terminal, a whole generation as a page (``jetspec-jax tree``)."""
+"""Draws trees: one round in the terminal, or a whole generation as a page (``jetspec-jax tree``)."""

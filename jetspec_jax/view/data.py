@@ -1,4 +1,4 @@
-"""A traced generation as one JSON object: what ``--json`` prints, and what the page draws."""
+"""A traced generation as a JSON object, which ``--json`` prints and the page draws."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,17 +25,17 @@ def trace_data(
 ) -> dict[str, Any]:
     """A generation and its rounds as JSON values.
 
-    The fields of a round are those of `RoundTrace` without the candidates; ``ranks`` says which candidate of
-    its row each node is (0 is the best), and is -1 for the anchor. ``pieces`` is the text of the prompt and
-    the output token by token, ``labels`` the text of every token of the trees on one line.
+    The fields of a round are those of `RoundTrace` without the candidates. ``ranks`` is each node's rank
+    among the candidates of its row (0 is the best), and -1 for the anchor. ``pieces`` has the text of each
+    token of the prompt and the output, ``labels`` the text of every token of the trees on one line.
 
     Args:
         prompt: The prompt's tokens.
         rounds: The rounds, all or some.
         completion: The whole completion.
         tokenizer: A transformers tokenizer, or None.
-        settings: What else is to be known of the run.
-        digits: Decimals that log-probabilities are rounded to.
+        settings: The settings of the run.
+        digits: Decimals of log-probabilities.
     """
     return {
         "settings": dict(settings),
@@ -46,41 +46,41 @@ def trace_data(
         "mean_acceptance_length": completion.mean_acceptance_length,
         "pieces": pieces(tokenizer, [*prompt, *completion.token_ids]),
         "labels": labels_of(rounds, tokenizer),
-        "rounds": [round_data(one, digits) for one in rounds],
+        "rounds": [round_data(trace, digits) for trace in rounds],
     }
 
 
 def labels_of(rounds: Sequence[RoundTrace], tokenizer: Any) -> dict[str, str]:
-    """The text of every token of some rounds' trees, on one line, by the token's id."""
-    used = {int(token) for one in rounds for token in (*one.tokens, *one.choices)}
+    """The text on one line of every token of the rounds' trees, by the token's id."""
+    used = {int(token) for trace in rounds for token in (*trace.tokens, *trace.choices)}
     return {str(token): token_label(tokenizer, token) for token in sorted(used)}
 
 
-def round_data(one: RoundTrace, digits: int) -> dict[str, Any]:
-    """A round as JSON values, its log-probabilities with so many decimals."""
+def round_data(trace: RoundTrace, digits: int) -> dict[str, Any]:
+    """A round as JSON values, with ``digits`` decimals of log-probabilities."""
 
     def rounded(values: np.ndarray) -> list[float | None]:
-        # JSON has no infinity either: null is a token without probability.
+        # JSON has no infinity: null stands for a probability of 0.
         return [round(value, digits) if math.isfinite(value) else None for value in values.tolist()]
 
     return {
-        "start": one.start,
-        "tokens": one.tokens.tolist(),
-        "parents": one.parents.tolist(),
-        "ranks": _ranks(one),
-        "scores": rounded(one.scores),
-        "target_log_probs": rounded(one.target_log_probs),
-        "choices": one.choices.tolist(),
-        "path": one.path.tolist(),
-        "committed": one.committed.tolist(),
+        "start": trace.start,
+        "tokens": trace.tokens.tolist(),
+        "parents": trace.parents.tolist(),
+        "ranks": _ranks(trace),
+        "scores": rounded(trace.scores),
+        "target_log_probs": rounded(trace.target_log_probs),
+        "choices": trace.choices.tolist(),
+        "path": trace.path.tolist(),
+        "committed": trace.committed.tolist(),
     }
 
 
-def _ranks(one: RoundTrace) -> list[int]:
-    """Which of its row's candidates each node is."""
-    if len(one.tokens) == 1:
+def _ranks(trace: RoundTrace) -> list[int]:
+    """The rank of each node among the candidates of its row."""
+    if len(trace.tokens) == 1:
         return [NO_RANK]
-    same = one.candidate_tokens[one.depths - 1] == one.tokens[:, None]
+    same = trace.candidate_tokens[trace.depths - 1] == trace.tokens[:, None]
     ranks = same.argmax(axis=1)
     ranks[ROOT_INDEX] = NO_RANK
     return ranks.tolist()

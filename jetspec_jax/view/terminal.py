@@ -21,7 +21,7 @@ _FIGURES = "{:>8}{:>8}{:>8}  "
 
 
 class Signs(NamedTuple):
-    """What trees are drawn with: lines of two columns, and a mark for each kind of node."""
+    """The characters of a drawing: branches of two columns, and a mark per kind of node."""
 
     branch: str = "├─"
     last: str = "└─"
@@ -35,47 +35,47 @@ class Signs(NamedTuple):
 UNICODE = Signs()
 ASCII = Signs("|-", "`-", "| ", "*", "o", "+", "...")
 
-# Of a terminal: bold green, bold cyan, faint.
+# A terminal's bold green, bold cyan and faint.
 _COLOURS = {"accepted": "\033[1;32m", "bonus": "\033[1;36m", "rejected": "\033[2m"}
 _PLAIN = "\033[0m"
 
 
 def draw_round(
-    one: RoundTrace,
+    trace: RoundTrace,
     label: Callable[[int], str],
     *,
     signs: Signs = UNICODE,
     width: int | None = None,
     colour: bool = False,
 ) -> list[str]:
-    """The lines of a round's tree: per node its score, its probabilities, and its place in the tree.
+    """The lines of a round's tree, one per node: its score, its probabilities, and its place in the tree.
 
-    The columns are the cumulative draft log-probability, and the probability of the token after its parent
-    under the draft head and under the target. The bonus is drawn where the accepted path ends.
+    The columns are the cumulative draft log-probability, and the token's probability after its parent under
+    the draft head and under the target. The bonus token is drawn at the end of the accepted path.
 
     Args:
-        one: The round.
+        trace: The round.
         label: A token's text on one line.
-        signs: What lines and marks are made of.
-        width: Columns of the terminal; longer lines are cut. None cuts none.
-        colour: Whether to colour the lines by what became of their nodes.
+        signs: The characters of the drawing.
+        width: Columns of the terminal, at which lines are cut; None cuts no line.
+        colour: Whether to colour lines: accepted, rejected or bonus.
     """
     lines: list[tuple[str, str]] = [("", _FIGURES.format("score", "draft", "target").rstrip())]
-    on_path = set(one.path.tolist())
-    children: dict[int, list[int]] = {node: [] for node in range(len(one.tokens))}
-    for node in range(1, len(one.tokens)):
-        children[int(one.parents[node])].append(node)
+    on_path = set(trace.path.tolist())
+    children: dict[int, list[int]] = {node: [] for node in range(len(trace.tokens))}
+    for node in range(1, len(trace.tokens)):
+        children[int(trace.parents[node])].append(node)
 
     def add(node: int, lead: str, below: str) -> None:
         kind = "accepted" if node in on_path else "rejected"
         mark = signs.accepted if node in on_path else signs.rejected
-        lines.append((kind, f"{_figures(one, node)}{lead}{mark} {label(int(one.tokens[node]))}"))
-        places = [None, *children[node]] if node == one.path[-1] else children[node]
+        lines.append((kind, f"{_figures(trace, node)}{lead}{mark} {label(int(trace.tokens[node]))}"))
+        places = [None, *children[node]] if node == trace.path[-1] else children[node]
         for child in places:
             is_last = child is places[-1]
             line = signs.last if is_last else signs.branch
             if child is None:
-                text = f"{below}{line}{signs.bonus} {label(int(one.committed[-1]))}  (bonus)"
+                text = f"{below}{line}{signs.bonus} {label(int(trace.committed[-1]))}  (bonus)"
                 lines.append(("bonus", _FIGURES.format("", "", "") + text))
             else:
                 add(child, below + line, below + ("  " if is_last else signs.bar))
@@ -85,21 +85,23 @@ def draw_round(
     return [f"{_COLOURS[kind]}{line}{_PLAIN}" if colour and kind else line for kind, line in shown]
 
 
-def headline(one: RoundTrace, number: int, rounds: int, budget: int) -> str:
-    """What a round did, in one line."""
-    nodes, accepted = len(one.tokens), len(one.path) - 1
+def headline(trace: RoundTrace, number: int, rounds: int, budget: int) -> str:
+    """A summary of the round in one line."""
+    nodes, accepted = len(trace.tokens), len(trace.path) - 1
     return (
         f"round {number} of {rounds}: a tree of {nodes} node{'s' * (nodes != 1)} (budget {budget}), "
         f"{accepted} accepted, and the bonus"
     )
 
 
-def _figures(one: RoundTrace, node: int) -> str:
-    parent = one.parents[node]
+def _figures(trace: RoundTrace, node: int) -> str:
+    parent = trace.parents[node]
     if parent == NO_PARENT:
         return _FIGURES.format("0.00", "", "")
-    draft = one.scores[node] - one.scores[parent]
-    return _FIGURES.format(f"{one.scores[node]:.2f}", _percent(draft), _percent(one.target_log_probs[node]))
+    draft = trace.scores[node] - trace.scores[parent]
+    return _FIGURES.format(
+        f"{trace.scores[node]:.2f}", _percent(draft), _percent(trace.target_log_probs[node])
+    )
 
 
 def _percent(log_prob: np.floating) -> str:
