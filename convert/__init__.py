@@ -7,14 +7,13 @@ parameters in the pytree of this library, in chunks that a mesh of devices reads
     orbax.json        format, version, kind ("target" or "draft head"), the library's version
     weights/          an Orbax checkpoint (zarr3 in OCDBT) of the parameters
 
-Both directions keep every bit: names, shapes, types and values. What a conversion leaves out is what no
-parameter is made of, and it is listed: towers for images, heads that predict further tokens, a
-``lm_head.weight`` that a target with tied embeddings stores all the same, the ``rotary_emb.inv_freq`` buffers
-of older exporters, and files that are neither configs, weights nor the tokenizer's. So a folder that was
-converted there and back holds exactly the tensors of the key tables, in their first form and under their
-first prefix: experts that were fused may be written one by one, and what was MXFP4 is bfloat16.
-Weights in FP8 stay FP8. The library's functions are `to_orbax`, `to_huggingface`, `to_fp8`, which quantises,
-and `verify`; `convert.orbax_io` reads and writes the Orbax folders.
+Both directions keep every bit: names, shapes, types and values. A conversion leaves out tensors without a
+parameter, and lists them: image towers, heads that predict further tokens, a ``lm_head.weight`` stored beside
+tied embeddings, and the ``rotary_emb.inv_freq`` buffers of older exporters. It also leaves out files that are
+neither configs, weights nor the tokenizer's. So a folder converted there and back has exactly the tensors of
+the key tables, in their first form and with their first prefix: fused experts may be written one by one, and
+MXFP4 becomes bfloat16. Weights in FP8 stay FP8. The library's functions are `to_orbax`, `to_huggingface`,
+`to_fp8`, which quantises, and `verify`; `convert.orbax_io` reads and writes the Orbax folders.
 """
 
 import importlib
@@ -44,7 +43,7 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A name of `__all__`, imported when it is first used: the command answers an interrupt meanwhile."""
+    """Imports a name of `__all__` when it is first used, so that the command can answer interrupts early."""
     if name not in __all__:
         raise AttributeError(f"module 'convert' has no attribute {name!r}")
     place = _PLACES.get(name, "conversion")

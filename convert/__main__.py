@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> int:
-    """Runs the command as the whole program of this process; returns its exit code."""
+    """Runs the command as the process's program; returns its exit code."""
     try:
         from jetspec_jax.cli.process import run_program
 

@@ -14,14 +14,14 @@ from jetspec_jax.checkpoint.writing import MAX_SHARD_BYTES
 from jetspec_jax.cli.options import add_allow_option, add_ignore_option, add_target_option
 from jetspec_jax.cli.parser import Parser
 
-# Names that are shown of the tensors left out for one reason; the rest are counted.
+# The most names printed of tensors left out for one reason; the rest are counted.
 MAX_NAMES = 3
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Converts; returns the exit code: 1 where --verify finds a difference, 2 for every error."""
+    """Converts; returns the exit code: 1 if --verify finds a difference, 2 for an error."""
     arguments = _parser().parse_args(argv)
     try:
         return _run(arguments)
@@ -36,31 +36,33 @@ def _parser() -> Parser:
     parser = Parser(
         prog="python -m convert",
         description="Converts a target or a draft head between Hugging Face safetensors and Orbax, and a "
-        "target in GGUF to Hugging Face safetensors. The direction follows from what SOURCE is. Every "
-        "parameter keeps its bits, those in FP8 too; others that are quantised are widened to float32, "
-        "unless --dtype says otherwise.",
+        "target in GGUF to Hugging Face safetensors. SOURCE decides the direction. Parameters keep their "
+        "bits, also in FP8; other quantised parameters are widened to float32, unless --dtype names "
+        "another type.",
     )
     parser.add_argument(
         "source", metavar="SOURCE", help="Hugging Face folder, hub id, Orbax folder or GGUF file"
     )
-    parser.add_argument("destination", metavar="DESTINATION", help="folder to write; it must not exist")
+    parser.add_argument("destination", metavar="DESTINATION", help="folder to write, which must not exist")
     parser.add_argument(
         "--quantize",
         choices=["fp8"],
-        help="make a Hugging Face folder in FP8, in blocks of 128 x 128, of any SOURCE that is not quantised",
+        help="quantise SOURCE to a Hugging Face folder in FP8, in blocks of 128 x 128",
     )
-    parser.add_argument("--verify", action="store_true", help="read both again and compare bits and outputs")
-    add_target_option(parser, "with --verify of a draft head: the target to draft for")
+    parser.add_argument(
+        "--verify", action="store_true", help="read both checkpoints again, and compare bits and outputs"
+    )
+    add_target_option(parser, "with --verify: the target of the draft head")
     parser.add_argument(
         "--dtype",
         default=STORED,
         choices=[STORED, *map(str, FILE_DTYPES.values())],
-        help="type of all parameters (default: stored, each as it is); config.json is copied as it is",
+        help="type of all parameters (default: stored, which keeps each type); config.json does not change",
     )
     parser.add_argument(
         "--max-shard-size",
         metavar="SIZE",
-        help=f"largest safetensors file, as in 500MB or 5GB (default: {MAX_SHARD_BYTES // 10**9}GB)",
+        help=f"largest safetensors file, like 500MB or 5GB (default: {MAX_SHARD_BYTES // 10**9}GB)",
     )
     add_ignore_option(parser)
     add_allow_option(parser)
@@ -73,7 +75,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return locate(place, ignore_config_keys=ignored, allow_nonfinite=nonfinite)
 
     destination, target = arguments.destination, None
-    # All that can be said before the weights are read is said now.
+    # Checks everything that can be checked before weights are read.
     shard_bytes = None if arguments.max_shard_size is None else parse_size(arguments.max_shard_size)
     checkpoint = found(arguments.source)
     if arguments.target is not None:
@@ -111,11 +113,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def parse_size(text: str) -> int:
-    """Bytes from a size such as ``500MB`` or ``5GB``, in powers of 1,000.
-
-    Raises:
-        ValueError: It is no such size, or 0.
-    """
+    """Parses a size like ``500MB`` or ``5GB``, in powers of 1,000; raises ValueError for others and for 0."""
     match = re.fullmatch(r"(\d+)\s*([KMGT]?B|)", text.strip().upper())
     if match is None or not int(match[1]):
         raise ValueError(f"a size is a number of bytes, or one with KB, MB, GB or TB, not {text!r}")

@@ -1,6 +1,6 @@
-"""The two conversions. Neither needs a device, nor memory for the weights: parameters pass one by one.
+"""The two conversions. They need no device, and convert one parameter at a time.
 
-What is held is a parameter, and of safetensors that are written a file's tensors.
+Memory holds one parameter, and for written safetensors the tensors of one file.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,23 +19,22 @@ from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES
 from jetspec_jax.checkpoint.unread import Unread
 from jetspec_jax.checkpoint.writing import MAX_SHARD_BYTES, save_checkpoint
 
-#: The word for leaving each parameter in the type that it is stored in.
+#: The word for keeping each parameter's stored type.
 STORED = "stored"
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did.
+    """The result of a conversion.
 
     Attributes:
         kind: "target" or "draft head".
-        source: The folder that was read.
-        destination: The folder that was written.
-        layout: What was written: "orbax" or "huggingface".
-        parameters: Number of arrays in the weights.
-        nbytes: Their bytes.
-        left_out: Names of stored tensors that were not converted, because no parameter is made of them, by
-            what they are.
+        source: The source folder.
+        destination: The written folder.
+        layout: The written layout: "orbax" or "huggingface".
+        parameters: The number of arrays in the weights.
+        nbytes: The bytes of the weights.
+        left_out: Names of stored tensors without a parameter, which were not converted, by their reason.
     """
 
     kind: str
@@ -51,20 +50,20 @@ def to_orbax(source: str | Path | Checkpoint, destination: str | Path, *, dtype:
     """Converts a Hugging Face checkpoint, a target or a draft head, to an Orbax folder.
 
     Args:
-        source: A folder or a hub id; or what `locate` found, which may have ignored unknown config keys or
-            allowed values that are not finite.
-        destination: The folder to write; it must not exist.
-        dtype: "stored", or the type to give to all parameters. ``config.json`` stays as it is in any case,
-            but for MXFP4, which is widened and so no longer named there.
+        source: A folder, a hub id, or a result of `locate`, which may ignore unknown config keys and allow
+            values that are not finite.
+        destination: The folder to write, which must not exist.
+        dtype: "stored", or the type of all parameters. ``config.json`` does not change, except that MXFP4
+            is removed from it, because it is widened.
 
     Raises:
         FileExistsError: The destination exists.
         FileNotFoundError: The source cannot be found or fetched.
-        CheckpointError: Its tensors are not its config's, or a file is damaged, or values are not finite, as
-            they are stored or in the type that is named.
-        ValueError: It is no Hugging Face checkpoint, or those of one parameter are of different types and
-            none is named.
-        OSError: The destination cannot be written; nothing is left of it.
+        CheckpointError: The tensors do not fit the config, a file is damaged, or values are not finite in the
+            stored or the requested type.
+        ValueError: The source is no Hugging Face checkpoint, or the tensors of one parameter have different
+            types and ``dtype`` is "stored".
+        OSError: The destination cannot be written; no part of it is left.
     """
     refuse_existing(Path(destination))
     checkpoint = _source(source, "huggingface")
@@ -85,19 +84,19 @@ def to_huggingface(
     """Converts an Orbax folder or a GGUF file to a Hugging Face checkpoint in the published layout.
 
     Args:
-        source: An Orbax folder or a GGUF file, or what `locate` found.
-        destination: The folder to write; it must not exist.
-        dtype: As for `to_orbax`.
-        max_shard_bytes: Tensors of more bytes than this go into several files and an index.
+        source: An Orbax folder or a GGUF file, or a result of `locate`.
+        destination: The folder to write, which must not exist.
+        dtype: See `to_orbax`.
+        max_shard_bytes: The largest file; more bytes are split into several files with an index.
 
     Raises:
         FileExistsError: The destination exists.
-        FileNotFoundError: There is no such folder.
-        CheckpointError: As for `read_orbax_weights` and `read_weights`; or a value is not finite in the type
-            that is named.
-        ValueError: It is neither; or tensors of a GGUF file that make up one parameter are of different types
-            and none is named.
-        OSError: The destination cannot be written; nothing is left of it.
+        FileNotFoundError: The source is missing.
+        CheckpointError: See `read_orbax_weights` and `read_weights`; or a value is not finite in the
+            requested type.
+        ValueError: The source has another layout, or the tensors of one parameter of a GGUF file have
+            different types and ``dtype`` is "stored".
+        OSError: The destination cannot be written; no part of it is left.
     """
     refuse_existing(Path(destination))
     checkpoint = _source(source, "orbax", "gguf")
@@ -116,11 +115,7 @@ def to_huggingface(
 
 
 def parse_dtype(dtype: str) -> Any:
-    """The type that a user's word stands for; None for "stored".
-
-    Raises:
-        ValueError: The word is none of those known.
-    """
+    """Parses the name of a type; None for "stored". Raises ValueError for an unknown name."""
     words = {str(known): known for known in FILE_DTYPES.values()}
     if dtype != STORED and dtype not in words:
         raise ValueError(f"dtype must be one of {', '.join([STORED, *words])}, not {dtype!r}")
@@ -142,7 +137,7 @@ def conversion_of(
     arrays: Collection[Unread],
     left_out: Mapping[str, Sequence[str]] | None = None,
 ) -> Conversion:
-    """What to report of a conversion that is done."""
+    """Describes a finished conversion."""
     return Conversion(
         kind=checkpoint.kind,
         source=checkpoint.folder,

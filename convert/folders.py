@@ -1,4 +1,4 @@
-"""What a checkpoint is: a Hugging Face folder, an Orbax one or a GGUF file; a target's or a draft head's."""
+"""Finds checkpoints: targets and draft heads in Hugging Face folders, Orbax folders and GGUF files."""
 
 import functools
 import json
@@ -32,27 +32,27 @@ from jetspec_jax.models.mxfp4 import without_mxfp4
 
 Layout = Literal["huggingface", "orbax", "gguf"]
 
-#: What people call the layouts.
+#: The layouts' names in messages.
 LAYOUTS: dict[Layout, str] = {
     "huggingface": "a Hugging Face folder",
     "orbax": "an Orbax folder",
     "gguf": "a GGUF file",
 }
 
-#: Weights that are read here only to say why they are not.
+#: Files of pickled weights, recognised only for the error message.
 PICKLED = ("*.bin", "*.pt", "*.pth")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose config is known to be valid; its weights are not looked at yet.
+    """A checkpoint with a valid config; its weights have not been read.
 
     Attributes:
-        folder: Where it is: a folder, or a GGUF file.
-        layout: How its weights are stored.
-        raw: Its ``config.json``, or what the metadata of a GGUF file make one hold.
-        config: What that says.
-        allow_nonfinite: Whether its weights may be NaN or infinite.
+        folder: The folder, or the GGUF file.
+        layout: The layout of the weights.
+        raw: The content of ``config.json``, made from the metadata for a GGUF file.
+        config: The parsed config.
+        allow_nonfinite: Whether weights may be NaN or infinite.
     """
 
     folder: Path
@@ -63,23 +63,28 @@ class Checkpoint:
 
     @property
     def kind(self) -> str:
-        """What it is: "target" or "draft head"."""
+        """The kind: "target" or "draft head"."""
         return "draft head" if isinstance(self.config, DraftHeadConfig) else "target"
 
     def opened(self, dtype: np.dtype | None = None) -> dict[ParameterPath, Unread]:
-        """The parameters, by their paths: none is read before it is needed, and none is kept.
+        """The parameters by path; each is read when it is needed, and not kept.
 
         Args:
-            dtype: The type of all of them, as far as `dtype_of` lets it; None leaves each as it is stored.
+            dtype: The type of all parameters that `dtype_of` allows to change; None keeps the stored types.
 
         Raises:
-            CheckpointError: As for `read_weights` and `read_orbax_weights`; of values, when they are read.
+            CheckpointError: See `read_weights` and `read_orbax_weights`; errors of values come when they are
+                read.
         """
         read = open_orbax if self.layout == "orbax" else open_parameters
         parameters: Parameters = read(self.folder, self.config, dtype, allow_nonfinite=self.allow_nonfinite)
         return {
-            own.path: Unread(own.shape, parameters.dtypes[own.path], functools.partial(parameters.read, own))
-            for own in expected_parameters(self.config)
+            parameter.path: Unread(
+                parameter.shape,
+                parameters.dtypes[parameter.path],
+                functools.partial(parameters.read, parameter),
+            )
+            for parameter in expected_parameters(self.config)
         }
 
 
@@ -92,13 +97,13 @@ def locate(
     """Finds a checkpoint: a folder of either layout, a GGUF file, or a hub id, whose files are fetched.
 
     Args:
-        path_or_id: The folder, the file or the hub id; what has been found already is returned as it is.
-        ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for.
-        allow_nonfinite: Whether weights may be NaN or infinite, which is refused when they are read.
+        path_or_id: The folder, the file or the hub id; a `Checkpoint` is returned unchanged.
+        ignore_config_keys: Unknown keys of ``config.json`` to ignore.
+        allow_nonfinite: Whether weights may be NaN or infinite; if not, reading them raises an error.
 
     Raises:
-        FileNotFoundError: There is no such folder and no such hub id.
-        CheckpointError: The folder is neither layout or both, or its config is not a supported one.
+        FileNotFoundError: There is neither such a folder nor such a hub id.
+        CheckpointError: The folder has no known layout, or its config is not supported.
     """
     if isinstance(path_or_id, Checkpoint):
         return path_or_id
@@ -114,12 +119,12 @@ def locate(
 
 
 def kept_files(folder: Path) -> dict[str, bytes]:
-    """The files beside the weights that a conversion keeps, by name: configs and what the tokenizer needs."""
+    """The files beside the weights that a conversion keeps, by name: configs and the tokenizer's files."""
     names = {path.relative_to(folder).as_posix(): path for path in small_files(folder)}
     return {
         name: path.read_bytes()
         for name, path in names.items()
-        # An index belongs to the weights as they were stored.
+        # An index describes the source's weight files only.
         if not name.endswith(".index.json") and name != MANIFEST
     }
 
@@ -127,8 +132,8 @@ def kept_files(folder: Path) -> dict[str, bytes]:
 def converted_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     """The files that a conversion writes beside the weights, by name.
 
-    They are those of `kept_files`, byte for byte, but for a ``config.json`` of weights in MXFP4: they are
-    widened, so that has to go from it. Of a GGUF file they are made of its metadata.
+    They are those of `kept_files`, byte for byte, except that MXFP4 is removed from a ``config.json``,
+    because the weights are widened. For a GGUF file they are made from its metadata.
     """
     if checkpoint.layout == "gguf":
         return _files_of_gguf(checkpoint)
@@ -140,7 +145,7 @@ def converted_files(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 def _files_of_gguf(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """The config of a GGUF file, its tokenizer as transformers saves it, and the tokens that end a text."""
+    """A GGUF file's config, its tokenizer in transformers' format, and its end-of-sequence tokens."""
     tokenizer, vocab_size = load_tokenizer(checkpoint.folder), checkpoint.raw["vocab_size"]
     ends = {"eos_token_id": list(read_eos_token_ids(checkpoint.folder, tokenizer, vocab_size))}
     files = {"config.json": _json(checkpoint.raw), "generation_config.json": _json(ends)}

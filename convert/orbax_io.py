@@ -1,7 +1,7 @@
-"""Orbax folders: the parameters as chunks that each device of a mesh reads its part of.
+"""Writes and reads Orbax folders, whose chunks allow each device of a mesh to read only its shards.
 
 Storage is zarr3 in OCDBT, compressed, in chunks of at most `CHUNK_BYTES` that split a parameter's longest
-axis. Arrays are written and read one by one, so that either needs little memory besides the weights.
+axis. Arrays are written and read one at a time, which needs little memory besides the weights.
 """
 
 import json
@@ -24,18 +24,17 @@ CHUNK_BYTES = 4 * 2**20
 
 
 def write_orbax(folder: str | Path, kind: str, config_files: Mapping[str, bytes], weights: Weights) -> None:
-    """Writes an Orbax folder, whole or not at all.
+    """Writes an Orbax folder atomically.
 
     Args:
-        folder: Where to; it must not exist yet.
+        folder: The folder, which must not exist.
         kind: "target" or "draft head".
         config_files: ``config.json`` and the tokenizer's files.
-        weights: The parameters, as NumPy arrays or what stands in their place, such as
-            `Unread`: each is made when it is written.
+        weights: The parameters as NumPy arrays, or as `Unread` arrays, which are read when they are written.
 
     Raises:
         FileExistsError: The folder exists.
-        CheckpointError: A parameter that is made when it is written cannot be.
+        CheckpointError: A parameter cannot be read.
         OSError: The disk is full, or cannot be written.
     """
     manifest = {"format": FORMAT, "version": VERSION, "kind": kind, "jetspec_jax": __version__}
@@ -51,7 +50,7 @@ def write_orbax(folder: str | Path, kind: str, config_files: Mapping[str, bytes]
         try:
             with quiet():
                 checkpointer.save((partial / WEIGHTS).absolute(), args=arguments)
-        except CheckpointError:  # of what is read meanwhile
+        except CheckpointError:  # of a parameter that is read while it is written
             raise
         except (ValueError, RuntimeError) as error:  # how Orbax's storage library reports a failed write
             raise OSError(f"{folder} cannot be written: {first_line(error)}") from error
@@ -59,15 +58,15 @@ def write_orbax(folder: str | Path, kind: str, config_files: Mapping[str, bytes]
 
 
 def read_orbax(folder: str | Path | Checkpoint) -> Weights:
-    """Reads the parameters of an Orbax folder into NumPy arrays, each in the type that it is stored in.
+    """Reads the parameters of an Orbax folder into NumPy arrays of their stored types.
 
     Args:
-        folder: What `write_orbax` wrote, or what `locate` found it to be.
+        folder: A folder written by `write_orbax`, or a result of `locate`.
 
     Raises:
-        FileNotFoundError: There is no such folder.
-        CheckpointError: It is a Hugging Face folder, no whole Orbax folder, or one of another version, or its
-            parameters are not its config's (all that differ are listed), or not finite, or cannot be read.
+        FileNotFoundError: The folder is missing.
+        CheckpointError: The folder is a Hugging Face folder, incomplete, or of another version; or its
+            parameters do not fit its config (all differences are listed), are not finite, or cannot be read.
     """
     checkpoint = locate(folder)
     if checkpoint.layout != "orbax":

@@ -1,9 +1,8 @@
-"""What a model computes with given weights, of inputs that are always the same.
+"""Computes a model's outputs from given weights and fixed inputs.
 
-A target's logits of random tokens; a draft head's draft logits with a target, or without one its hidden
-states of random slots after random taps. In float32, whatever the weights are stored in, and layer by layer:
-a program of the whole model would hold all weights in float32 at once, and a target may be larger than the
-memory.
+The outputs are a target's logits of random tokens, a draft head's draft logits with a target, or a head's
+hidden states of random slots after random taps. They are computed in float32 and layer by layer: a program of
+the whole model would hold all weights in float32, and a target may be larger than the memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,32 +25,32 @@ from jetspec_jax.models import Transformer, Weights, abstract, bind
 from jetspec_jax.models.layers import KV, History, Mix
 from jetspec_jax.models.transformer import ForwardOutput
 
-# Tokens of the sequence that outputs are computed of; less where the model takes less.
+# Tokens of the input sequence; fewer if the model's context is shorter.
 TOKENS = 32
 
 
 def _on_device(weights: Weights) -> Weights:
-    """Makes JAX's arrays one by one of what may be unread, so that memory holds only one of them twice."""
+    """Converts weights, read or unread, to JAX arrays one at a time: memory holds only one of them twice."""
     return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), weights)
 
 
 def outputs_of(checkpoint: Checkpoint, target: Checkpoint | None) -> Callable[[Weights], np.ndarray]:
-    """What is computed with weights of a checkpoint, as a function of the weights, which may be unread.
+    """The outputs as a function of the weights, which may be unread.
 
     Args:
-        checkpoint: Whose config the weights have.
-        target: For a draft head, the target to draft for, if there is one.
+        checkpoint: The checkpoint, whose config decides the outputs.
+        target: A draft head's target, or None.
     """
     config = checkpoint.config
     if not isinstance(config, DraftHeadConfig):
         return lambda weights: _logits(config, weights)
     if target is None:
         return lambda weights: _hidden_states(config, weights)
-    assert isinstance(target.config, ModelConfig)  # check_target has seen to it
+    assert isinstance(target.config, ModelConfig)  # see check_target
     tokens = fixed_tokens(target.config)
     module = in_float32(target.config, nnx.traversals.unflatten_mapping(target.opened()))
     taps = forward(module, tokens, config.tap_layers).taps
-    # The anchor comes after the tapped tokens; any token will do.
+    # The anchor follows the tapped tokens; it may be any token.
     return lambda weights: _draft_logits(config, weights, module, taps, tokens[:, 0])
 
 
@@ -68,14 +67,14 @@ def _draft_logits(
     taps: Float[Array, "1 T F"],
     anchor: Int[Array, "1"],
 ) -> np.ndarray:
-    """Draft logits after tapped tokens, as decoding gets them."""
+    """Draft logits after tapped tokens, computed as in decoding."""
     proposer, weights = DraftHeadProposer(config), _on_device(weights)
     context, slots = _context(config, weights, taps)
     return np.asarray(proposer.propose(weights, context, target, anchor, slots))
 
 
 def _hidden_states(config: DraftHeadConfig, weights: Weights) -> np.ndarray:
-    """A head's final hidden states of random draft slots after a context of random taps."""
+    """A head's final hidden states for random draft slots after random taps."""
     rng = np.random.default_rng(0)
     size = config.layers.hidden_size
     taps = rng.standard_normal((1, TOKENS, len(config.tap_layers) * size), np.float32)
@@ -90,7 +89,7 @@ def _hidden_states(config: DraftHeadConfig, weights: Weights) -> np.ndarray:
 def _context(
     config: DraftHeadConfig, weights: Weights, taps: Float[Array, "1 T F"]
 ) -> tuple[tuple[Store, ...], Slots]:
-    """The head's stores of one sequence of tapped tokens, in one page."""
+    """The head's stores for one sequence of tapped tokens, in one page."""
     tokens = taps.shape[1]
     empty = empty_stores(config.layers, 1, tokens, taps.dtype)
     slots = Slots.of(jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
@@ -100,12 +99,12 @@ def _context(
 
 
 def in_float32(config: ModelConfig, weights: Weights) -> Transformer:
-    """A target that computes in float32, whatever its weights are: modules follow the embedding's type.
+    """A target that computes in float32 with weights of any type: modules use the embedding's type.
 
-    float16 would overflow in some models, and bfloat16 would hide small differences and is slow on CPUs.
-    Layers that are unread are read when they run.
+    float16 would overflow in some models; bfloat16 would hide small differences, and is slow on CPUs. Unread
+    layers are read when they run.
     """
-    ends = _on_device({name: own for name, own in weights.items() if name != "layers"})
+    ends = _on_device({name: tensor for name, tensor in weights.items() if name != "layers"})
     ends["embed_tokens"] = ends["embed_tokens"].astype(jnp.float32)
     module = abstract(config)
     layers = _Layers(module.layers, weights["layers"])
@@ -118,7 +117,7 @@ def in_float32(config: ModelConfig, weights: Weights) -> Transformer:
 
 
 class _Layers:
-    """A target's layers, each bound to its weights when it is asked for, and kept by whoever asks alone."""
+    """A target's layers; each is bound to its weights on access, and not kept."""
 
     def __init__(self, layers: Sequence[nnx.Module], weights: Mapping[int, Weights]):
         self._layers, self._weights = layers, weights
@@ -133,16 +132,16 @@ class _Layers:
 
 
 def forward(target: Transformer, tokens: Int[Array, "1 T"], taps: tuple[int, ...] = ()) -> ForwardOutput:
-    """A target over one sequence, each layer when the one before it is done."""
+    """A target's forward over one sequence; each layer waits for the layer before."""
     block = Block.chain(tokens)
     return target(tokens, block.depths, _LayerByLayer(attend_over(None, None, block)), taps=taps)
 
 
 @dataclass(frozen=True)
 class _LayerByLayer:
-    """Has each layer of attention begin when the layers before it are done.
+    """Attention that waits for the layers before.
 
-    Python runs ahead of the device, and would have all layers' weights converted to float32 at once.
+    Otherwise Python would run ahead of the device, and convert the weights of all layers to float32 at once.
     """
 
     over_block: Mix
@@ -157,16 +156,16 @@ class _LayerByLayer:
         window: int | None,
         sinks: Float[Array, "H"] | None = None,
     ) -> Float[Array, "B N H E"]:
-        """Attends once the queries are there."""
+        """Attends when the queries are ready."""
         q = jax.block_until_ready(q)
         return self.over_block(layer, q, kv, scale=scale, window=window, sinks=sinks)
 
     def history(self, layer: int) -> History:
-        """Nothing to wait for: of four layers one is of attention."""
+        """Does not wait: at least one layer in four is attention, which waits."""
         return self.over_block.history(layer)
 
 
 def fixed_tokens(config: ModelConfig) -> Int[Array, "1 T"]:
-    """Random token ids, the same ones for every model of a vocabulary."""
+    """Random token ids, equal for all models with the same vocabulary size."""
     count = min(TOKENS, config.max_position_embeddings)
     return jnp.asarray(np.random.default_rng(0).integers(config.vocab_size, size=(1, count)), jnp.int32)

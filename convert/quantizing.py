@@ -1,7 +1,7 @@
-"""A checkpoint in FP8, made of one that is not quantised.
+"""Quantises a checkpoint to FP8.
 
-Blocks of 128 x 128 of each matrix of the layers' products share a scale: the layout that Qwen publishes.
-Embeddings, logits, norms and routers stay as they are. Parameters pass one by one.
+Blocks of 128 x 128 of each matrix in the layers share a scale, in Qwen's published layout. Embeddings,
+logits, norms and routers are not quantised. Parameters are quantised one at a time.
 """
 
 import functools
@@ -36,11 +36,11 @@ BLOCK = 128
 
 @dataclass
 class Rounding:
-    """What quantising has changed, as root mean squares relative to the weights'.
+    """The error of quantisation: the root mean square of the changes relative to the weights'.
 
     Attributes:
-        worst: The matrix that has changed most.
-        worst_relative: By how much.
+        worst: The name of the matrix with the largest error.
+        worst_relative: The error of that matrix.
     """
 
     worst: str = ""
@@ -50,16 +50,16 @@ class Rounding:
 
     @property
     def relative(self) -> float:
-        """Of all quantised weights together."""
+        """The error of all quantised weights together."""
         return math.sqrt(self._changed / max(self._weights, 1e-300))
 
     def add(self, name: str, weights: np.ndarray, rounded: np.ndarray) -> None:
-        """Counts a matrix."""
+        """Adds a matrix."""
         changed = float(np.sum(np.square(rounded - weights, dtype=np.float64)))
         whole = float(np.sum(np.square(weights, dtype=np.float64)))
         self._changed, self._weights = self._changed + changed, self._weights + whole
-        if (own := math.sqrt(changed / max(whole, 1e-300))) >= self.worst_relative:
-            self.worst, self.worst_relative = name, own
+        if (relative := math.sqrt(changed / max(whole, 1e-300))) >= self.worst_relative:
+            self.worst, self.worst_relative = name, relative
 
 
 def to_fp8(
@@ -72,16 +72,17 @@ def to_fp8(
     """Quantises a target or a draft head of any layout, to a Hugging Face folder.
 
     Args:
-        source: What is not quantised, or what `locate` found.
-        destination: The folder to write; it must not exist.
-        dtype: "stored", or the type of all that is not quantised.
-        max_shard_bytes: Tensors of more bytes than this go into several files and an index.
+        source: A checkpoint that is not quantised, or a result of `locate`.
+        destination: The folder to write, which must not exist.
+        dtype: "stored", or the type of the parameters that are not quantised.
+        max_shard_bytes: The largest file; more bytes are split into several files with an index.
 
     Raises:
         FileExistsError: The destination exists.
         FileNotFoundError: The source cannot be found or fetched.
-        CheckpointError: It is quantised already, or its family is not read in FP8, or as for `to_orbax`.
-        OSError: The destination cannot be written; nothing is left of it.
+        CheckpointError: The source is quantised already, or its family is not supported in FP8; see also
+            `to_orbax`.
+        OSError: The destination cannot be written; no part of it is left.
     """
     refuse_existing(Path(destination))
     checkpoint = locate(source)
@@ -92,7 +93,7 @@ def to_fp8(
     given, error = checkpoint.opened(parse_dtype(dtype)), Rounding()
     parameters = {parameter.path: parameter for parameter in expected_parameters(config)}
 
-    @functools.lru_cache(maxsize=1)  # scales and values follow each other
+    @functools.lru_cache(maxsize=1)  # values and scales of a parameter are read one after the other
     def made(path: ParameterPath) -> Mapping[str, np.ndarray]:
         pair = [parameters[(*path, part)] for part in (VALUES, SCALES)]
         arrays = _quantised(np.asarray(given[path]), pair[0], pair[1], error)
@@ -102,8 +103,8 @@ def to_fp8(
         if parameter.path in given:
             return given[parameter.path]
         *path, part = parameter.path
-        own = functools.partial(lambda path, part: made(path)[part], tuple(path), str(part))
-        return Unread(parameter.shape, dtype_of(config, parameter.path, np.dtype(np.float32)), own)
+        read = functools.partial(lambda path, part: made(path)[part], tuple(path), str(part))
+        return Unread(parameter.shape, dtype_of(config, parameter.path, np.dtype(np.float32)), read)
 
     arrays = {path: unread(parameter) for path, parameter in parameters.items()}
     files = {**converted_files(checkpoint), "config.json": json.dumps(raw, indent=2) + "\n"}
@@ -120,7 +121,7 @@ def to_fp8(
 
 
 def _quantised_config(checkpoint: Checkpoint) -> tuple[dict[str, Any], Any]:
-    """The ``config.json`` of the quantised checkpoint, which lists what stays as it is, and what it says."""
+    """The ``config.json`` of the quantised checkpoint, with its unquantised modules, and its parsed form."""
     if checkpoint.raw.get("quantization_config") is not None:
         raise CheckpointError(f"{checkpoint.folder} is quantised already, as its quantization_config says")
     raw = {**checkpoint.raw, "quantization_config": fp8_json(BLOCK)}
@@ -130,7 +131,7 @@ def _quantised_config(checkpoint: Checkpoint) -> tuple[dict[str, Any], Any]:
         with content_of(checkpoint.folder):
             return parse_config(raw, ignore_config_keys=ignored, where=str(checkpoint.folder))
 
-    # Other readers quantise every matrix but an embedding that is not listed.
+    # Other engines expect every matrix to be quantised that is neither listed nor an embedding.
     kept = [
         key.name.removesuffix(".weight")
         for parameter in expected_parameters(parsed())
@@ -146,7 +147,7 @@ def _quantised_config(checkpoint: Checkpoint) -> tuple[dict[str, Any], Any]:
 def _quantised(
     weights: np.ndarray, values: Parameter, scales: Parameter, error: Rounding
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A parameter's values and scales, of its matrices as the file has them."""
+    """A parameter's values and scales, computed from its matrices in the file's layout."""
     made = np.empty(values.shape, FP8), np.empty(scales.shape, np.float32)
     for key, scale in zip(values.forms[0], scales.forms[0], strict=True):
         assert isinstance(scale, ScaleKey)
@@ -154,14 +155,14 @@ def _quantised(
         largest = np.abs(matrix)
         for axis, block in zip((-2, -1), scale.block, strict=True):
             largest = np.maximum.reduceat(largest, np.arange(0, matrix.shape[axis], block), axis=axis)
-        own = largest / np.float32(LARGEST)
-        # Weights as small as that are zeros, which any scale has.
-        own = np.where(own >= np.finfo(np.float32).tiny, own, np.float32(1))
-        spread = own
+        block_scales = largest / np.float32(LARGEST)
+        # A block with a smaller scale is rounded to zeros, for which any scale will do.
+        block_scales = np.where(block_scales >= np.finfo(np.float32).tiny, block_scales, np.float32(1))
+        spread = block_scales
         for axis, block in zip((-2, -1), scale.block, strict=True):
             spread = np.repeat(spread, block, axis=axis).take(range(matrix.shape[axis]), axis=axis)
         rounded = (matrix / spread).astype(FP8)
         error.add(key.name, matrix, rounded.astype(np.float32) * spread)
         key.from_file(made[0], rounded)
-        scale.from_file(made[1], own)
+        scale.from_file(made[1], block_scales)
     return made

@@ -1,7 +1,7 @@
-"""Whether a conversion is right: every bit of the parameters, and what the model computes with them.
+"""Verifies a conversion: compares all bits of the parameters, and the model's outputs.
 
-Both folders are read again from their files, twice: parameters pass by one at a time, then the outputs are
-computed layer by layer. So in memory there is little more than the embedding in float32 and a few layers.
+Both folders are read from their files twice: once to compare one parameter at a time, and once to compute the
+outputs layer by layer. So memory holds little more than the embedding in float32 and a few layers.
 """
 
 from collections.abc import Mapping
@@ -22,27 +22,26 @@ from jetspec_jax.checkpoint.unread import Unread
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
 from jetspec_jax.models import dtype_of
 
-# With a type named, the outputs differ by rounding: in bfloat16, which keeps 8 bits of 24, each weight by at
-# most 1/256, and the outputs of the tests' models by less than a tenth. A tensor that went to the wrong place
-# or has its axes in the wrong order gives outputs that have little to do with the right ones, and the
-# difference of unrelated ones is larger than either. Half the size lies between.
+# With another type, outputs differ by rounding. bfloat16 keeps 8 of 24 bits, which changes each weight by at
+# most 1/256, and the outputs of the tests' models by less than a tenth. A misplaced or transposed tensor
+# gives nearly unrelated outputs, whose difference is larger than the outputs. The bound of one half is in
+# between.
 LARGEST_RELATIVE_DIFFERENCE = 0.5
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What a comparison of two folders found.
+    """The result of a comparison of two folders.
 
     Attributes:
-        parameters: How many parameters were compared.
-        differing: Names of those whose type or bits are not what the conversion should have made of them.
-        differing_files: Config and tokenizer files that are not what the conversion should have made of them:
-            the same, byte for byte, but for a config of weights in MXFP4.
-        compared: What outputs were computed: "logits of 32 tokens", ...
-        largest_difference: Between two values of the outputs.
-        relative_difference: Root mean square of the outputs' difference, over that of the source's outputs.
-        finite: Whether all outputs are finite.
-        same_type: Whether the types were to stay as they are, so that the outputs must be equal.
+        parameters: The number of compared parameters. differing: Names of parameters with a wrong type or
+        wrong bits. differing_files: Config and tokenizer files with wrong content: they must be equal byte
+        for byte, except
+            a config with MXFP4.
+        compared: The compared outputs: "logits of 32 tokens", ... largest_difference: The largest difference
+        of two outputs. relative_difference: The root mean square of the outputs' difference over that of the
+        source's outputs. finite: Whether all outputs are finite. same_type: Whether types were kept, so that
+        the outputs must be equal.
     """
 
     parameters: int
@@ -56,7 +55,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether the conversion is right."""
+        """Whether the conversion is correct."""
         allowed = 0.0 if self.same_type else LARGEST_RELATIVE_DIFFERENCE
         close = self.finite and self.relative_difference <= allowed
         return close and not self.differing and not self.differing_files
@@ -69,22 +68,22 @@ def verify(
     target: str | Path | Checkpoint | None = None,
     dtype: str = STORED,
 ) -> Verification:
-    """Compares a checkpoint with what it was converted to.
+    """Compares a checkpoint with its conversion.
 
-    The parameters must be the source's bit for bit, or, with a type named, the source's rounded to it. The
-    outputs are a target's logits of random tokens; a draft head's draft logits with a target; or, without
-    one, its hidden states of random slots after random taps. They are computed in float32 on the CPU.
+    The parameters must be the source's bit for bit, or the source's rounded to ``dtype``. The outputs are a
+    target's logits of random tokens; a draft head's draft logits with a target; or a head's hidden states of
+    random slots after random taps. They are computed in float32 on the CPU.
 
     Args:
-        source: What was converted: a folder of either layout, a hub id, or what `locate` found.
-        destination: What it was converted to, of the other layout.
-        target: For a draft head, the target to draft for.
-        dtype: As it was given to the conversion.
+        source: The source: a folder of either layout, a hub id, or a result of `locate`.
+        destination: The conversion, in the other layout.
+        target: A draft head's target, or None.
+        dtype: The type given to the conversion.
 
     Raises:
-        FileNotFoundError: One of them cannot be found or fetched.
-        ValueError: One of them is no checkpoint or cannot be read, both have one layout or the configs
-            differ; or ``target`` is given for something that is no head, or does not fit.
+        FileNotFoundError: A checkpoint cannot be found or fetched.
+        ValueError: A checkpoint is invalid, both have the same layout, or their configs differ; or ``target``
+            is given for a target, or does not fit the head.
     """
     before, after = locate(source), locate(destination)
     if before.layout == after.layout:
@@ -93,15 +92,15 @@ def verify(
         raise ValueError(f"{after.folder} has another config than {before.folder}")
     to = parse_dtype(dtype)
     drafted_for = check_target(before, target)
-    # Where types change, tensors that make up one parameter may have had several: float32 holds them all.
+    # If types change, the tensors of one parameter may have different types; float32 represents them all.
     exact = jnp.dtype(jnp.float32) if to is not None and before.layout == "huggingface" else None
-    # The CPU has the memory; a GPU may be smaller than the model.
+    # On the CPU, because a GPU's memory may be smaller than the model.
     ours, theirs = before.opened(exact), after.opened()
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         outputs = outputs_of(before, drafted_for)
         differing = _differing(before.config, ours, theirs, to)
         first, second = (outputs(nnx.traversals.unflatten_mapping(arrays)) for arrays in (ours, theirs))
-    with np.errstate(invalid="ignore"):  # of two infinities; it is reported as not finite
+    with np.errstate(invalid="ignore"):  # a difference of two infinities is reported as not finite
         difference = second.astype(np.float64) - first.astype(np.float64)
     size = np.sqrt(np.mean(np.square(first, dtype=np.float64)))
     return Verification(
@@ -117,15 +116,15 @@ def verify(
 
 
 def check_target(checkpoint: Checkpoint, target: str | Path | Checkpoint | None) -> Checkpoint | None:
-    """The target that a head's outputs are computed with; None without one.
+    """Finds the target for a draft head's outputs, and checks that they fit; None without a target.
 
     Args:
-        checkpoint: The head.
-        target: A folder of either layout, a hub id, or what `locate` found.
+        checkpoint: The draft head.
+        target: A folder of either layout, a hub id, or a result of `locate`.
 
     Raises:
-        FileNotFoundError: It cannot be found or fetched.
-        ValueError: It is no target or the head does not fit it, or the checkpoint is no head.
+        FileNotFoundError: The target cannot be found or fetched.
+        ValueError: ``target`` is no target, does not fit the head, or ``checkpoint`` is no head.
     """
     if target is None:
         return None
@@ -139,7 +138,7 @@ def check_target(checkpoint: Checkpoint, target: str | Path | Checkpoint | None)
 
 
 def differing_files(source: Checkpoint, destination: Checkpoint) -> list[str]:
-    """Config and tokenizer files of the destination that are not what a conversion makes of the source's."""
+    """Config and tokenizer files of the destination that differ from those a conversion writes."""
     before, after = converted_files(source), kept_files(destination.folder)
     return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
@@ -150,7 +149,7 @@ def _differing(
     converted: Mapping[ParameterPath, Unread],
     to: np.dtype | None,
 ) -> list[str]:
-    """Names of the parameters that differ; the source's are rounded before."""
+    """Names of the parameters that differ from the source's, after rounding to ``to``."""
     found = []
     for path in tqdm(source, desc="comparing", unit=" parameters", delay=1, disable=None, leave=False):
         ours, theirs = np.asarray(source[path]), np.asarray(converted[path])
@@ -163,7 +162,7 @@ def _differing(
 
 
 def _bits(value: np.ndarray) -> np.ndarray:
-    """The bytes: as numbers, two zeros would be equal and no NaN would be."""
+    """The bytes: as numbers, 0 and -0 would be equal, and NaNs would not."""
     return np.ascontiguousarray(value).view(np.uint8)
 
 
