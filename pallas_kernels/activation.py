@@ -1,4 +1,4 @@
-"""What a gated feed-forward block makes of its two halves: one formula, and the families' constants."""
+"""The activation of gated feed-forward blocks: one formula with the families' constants."""
 
 import math
 from collections.abc import Callable
@@ -28,11 +28,11 @@ class Activation:
     Shazeer, arXiv 2002.05202.)
 
     Attributes:
-        slope: Of the sigmoid's argument.
-        cubic: Of the gate's third power in that argument.
-        limit: Bound of the gate from above, and of the other half from both sides; None bounds nothing.
-        limits: What of the gate is bounded: the "gate" itself, or what the sigmoid makes of it, "swish".
-        shift: Added to the other half, once it is bounded.
+        slope: Factor of the sigmoid's argument.
+        cubic: Factor of the gate's third power in that argument.
+        limit: Upper bound of the gate, and bound of the other half's magnitude; None bounds nothing.
+        limits: Where the gate is bounded: before the sigmoid ("gate") or after it ("swish").
+        shift: Added to the other half after its bound.
     """
 
     slope: float = 1.0
@@ -42,11 +42,7 @@ class Activation:
     shift: float = 0.0
 
     def __post_init__(self) -> None:
-        """Checks what is limited.
-
-        Raises:
-            ValueError: It is neither the gate nor its swish.
-        """
+        """Raises ValueError if `limits` is unknown."""
         if self.limits not in ("gate", "swish"):
             raise ValueError(f"Activation: limits must be gate or swish, not {self.limits!r}")
 

@@ -1,4 +1,4 @@
-"""What is wrong with a call or a configuration: found before work starts, and reported all at once."""
+"""Checks of calls and configurations, which report all faults at once."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,21 +6,21 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-#: What kernels compute with.
+#: The types of the kernels' inputs.
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
-#: A name, the array that was given under it or None, and the shape and dtype that it must have. The dtype may
-#: also be a kind, such as `jnp.floating`, or a tuple of several of which any will do.
+#: An argument's name, its array or None, and the required shape and dtype. The dtype may also be a kind, such
+#: as `jnp.floating`, or a tuple of alternatives.
 Expected = tuple[str, Array | None, tuple[int, ...], Any]
 
 
 def refuse(what: str, wrong: Sequence[str]) -> None:
-    """Raises a ValueError that lists all that is `wrong` with `what`, unless that is nothing."""
+    """Raises a ValueError that lists the faults of `what`, if there are any."""
     if wrong:
         raise ValueError(f"{what}: {'; '.join(wrong)}")
 
 
 def wrong_arrays(*expected: Expected, empty: bool = True) -> list[str]:
-    """What is wrong with the arrays of a call that were given, which may be `empty` or not."""
+    """The faults of a call's arrays; `empty` arrays may be allowed."""
     wrong = []
     for name, array, shape, dtype in expected:
         if array is None:
@@ -40,12 +40,12 @@ def check_config(config: Any, *, powers: Mapping[str, int], counts: Sequence[str
     """Checks the settings of a kernel.
 
     Args:
-        config: Has them as attributes.
-        powers: Of those that must be a power of two, the least.
-        counts: Those that must be at least 1.
+        config: The object with the settings.
+        powers: The smallest value of each setting that must be a power of two.
+        counts: The settings that must be at least 1.
 
     Raises:
-        ValueError: Naming every setting that is out of its range.
+        ValueError: Settings are out of range; the message names all of them.
     """
     given = {name: getattr(config, name) for name in (*powers, *counts)}
     wrong = [

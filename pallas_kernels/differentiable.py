@@ -1,4 +1,4 @@
-"""Derivatives for kernels, which have none of their own."""
+"""Gives kernels the derivatives of their references."""
 
 import functools
 from collections.abc import Callable
@@ -10,12 +10,12 @@ import jax
 def differentiable(kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
     """`kernel`, with the derivatives of `reference`.
 
-    Only the arguments are kept for the backward pass, which computes `reference` again. Reverse mode alone:
-    `jax.jvp` of the result raises a TypeError.
+    Only the arguments are kept for the backward pass, which computes `reference` again. Only reverse mode is
+    supported: `jax.jvp` of the result raises a TypeError.
 
     Args:
         kernel: takes arrays (or None) by position and static settings by keyword.
-        reference: takes the same and gives the same up to rounding, in what JAX can differentiate.
+        reference: has the same arguments, the same results up to rounding, and derivatives in JAX.
     """
 
     @functools.wraps(kernel)

@@ -1,4 +1,4 @@
-"""How a norm's weight multiplies what was normalised: one formula for every operation with a norm."""
+"""Multiplication with a norm's weight, shared by all operations with a norm."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
@@ -12,15 +12,15 @@ def weighted(
     offset: float | None,
     scale: float = 1.0,
 ) -> Float[Array, "..."]:
-    """The end of a norm: its rows, before they are rounded to their `dtype`, times its weight.
+    """Normalised rows in float32 times the norm's weight, rounded to `dtype`.
 
-    See `rms_norm` for what offset and scale, which are static, mean. The weight broadcasts against `y`.
+    See `rms_norm` for the static offset and scale. The weight broadcasts against `y`.
     """
     if offset is None:
         wide = jnp.promote_types(dtype, weight.dtype)
         return (y.astype(wide) * weight.astype(wide)).astype(dtype)
     weight = weight.astype(jnp.float32)
-    # XLA would compute a sum with zero.
+    # XLA would not remove an addition of zero.
     if offset != 0:
         weight = offset + weight
     if scale != 1:

@@ -1,7 +1,7 @@
-"""Weights in FP8: values with a scale for each block of them, as one record that operations take.
+"""Weights in FP8: a record of values and scales, one scale per block of values.
 
-A block is a box of the weights' axes, and the scales have the weights' axes too, each shorter by the block's
-size along it; the last block of an axis may be partial. Blocks of 128 x 128, and of whole columns::
+A block has a size along each axis of the weights. The scales have the same axes, with one entry per block;
+the last block of an axis may be partial. Examples with blocks of 128 x 128, and of whole columns::
 
     values [300, 512]   block (128, 128)   scales [3, 4]
     values [300, 512]   block (300, 1)     scales [1, 512]
@@ -22,18 +22,18 @@ LARGEST = float(jnp.finfo(FP8).max)
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the scales of values of ``shape``."""
-    return tuple(-(-size // own) for size, own in zip(shape, block, strict=True))
+    return tuple(-(-size // unit) for size, unit in zip(shape, block, strict=True))
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("values", "scales"), meta_fields=("block",))
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """Weights whose values are in FP8; what they stand for is value times scale.
+    """Weights in FP8; a weight is its value times its block's scale.
 
     Attributes:
         values: [*shape], of type `FP8`.
-        scales: One for each block, in float32; see `scale_shape`.
-        block: Values that share a scale, along each axis.
+        scales: A float32 scale per block; see `scale_shape`.
+        block: The block's size along each axis.
     """
 
     values: Array
@@ -45,13 +45,13 @@ class Quantized:
         """Quantises weights: each block's largest magnitude becomes `LARGEST`, the others are rounded."""
         wide = weights.astype(jnp.float32)
         largest = jnp.abs(wide)
-        for axis, (size, own) in enumerate(zip(wide.shape, block, strict=True)):
-            spare = [(0, -size % own if i == axis else 0) for i in range(wide.ndim)]
+        for axis, (size, unit) in enumerate(zip(wide.shape, block, strict=True)):
+            spare = [(0, -size % unit if i == axis else 0) for i in range(wide.ndim)]
             padded = jnp.pad(largest, spare)
-            shape = (*padded.shape[:axis], -1, own, *padded.shape[axis + 1 :])
+            shape = (*padded.shape[:axis], -1, unit, *padded.shape[axis + 1 :])
             largest = jnp.max(padded.reshape(shape), axis=axis + 1)
         scales = largest / LARGEST
-        # Weights as small as that are zeros, which any scale has.
+        # A block with a smaller scale is rounded to zeros, for which any scale will do.
         scales = jnp.where(scales >= jnp.finfo(scales.dtype).tiny, scales, 1)
         return cls((wide / _spread(scales, wide.shape, block)).astype(FP8), scales, block)
 
@@ -61,12 +61,12 @@ class Quantized:
         return self.values.shape
 
     def __getitem__(self, index: Array | int) -> "Quantized":
-        """One entry of the first axis, along which each entry must have scales of its own."""
+        """An entry of the first axis, along which blocks must have size 1."""
         assert self.block[0] == 1, f"entries of blocks of {self.block[0]}"
         return Quantized(_of_bits(_bits(self.values)[index]), self.scales[index], self.block[1:])
 
     def cut(self, axis: int, start: Array | int, count: int) -> "Quantized":
-        """The weights of some blocks of an axis, from ``start`` on; the last block of all may be partial."""
+        """The weights of ``count`` blocks of an axis from ``start`` on; the last block may be partial."""
         unit = self.block[axis]
         size = (
             count * unit if isinstance(start, Array) else min(count * unit, self.shape[axis] - start * unit)
@@ -81,7 +81,7 @@ class Quantized:
         return (self.values.astype(jnp.float32) * scales).astype(dtype)
 
 
-# XLA:CPU moves no FP8: to cut a part out of values it would first widen all of them to float16.
+# XLA:CPU cannot move FP8: to slice values it would first widen all of them to float16.
 def _bits(values: Array) -> Array:
     return jax.lax.bitcast_convert_type(values, jnp.uint8)
 
@@ -93,8 +93,8 @@ def _of_bits(bits: Array) -> Array:
 def _spread(
     scales: Float32[Array, "*cells"], shape: tuple[int, ...], block: tuple[int, ...]
 ) -> Float32[Array, "..."]:
-    """Scales as they multiply values: repeated along each axis, or of size 1 where one holds for all."""
-    for axis, (size, own) in enumerate(zip(shape, block, strict=True)):
-        if scales.shape[axis] > 1 and own > 1:
-            scales = jax.lax.slice_in_dim(jnp.repeat(scales, own, axis=axis), 0, size, axis=axis)
+    """Scales repeated to the values' shape; an axis with one block keeps size 1, and broadcasts."""
+    for axis, (size, unit) in enumerate(zip(shape, block, strict=True)):
+        if scales.shape[axis] > 1 and unit > 1:
+            scales = jax.lax.slice_in_dim(jnp.repeat(scales, unit, axis=axis), 0, size, axis=axis)
     return scales

@@ -1,15 +1,15 @@
-"""Devices that compute one program together, each its part: who they are, and what they tell each other.
+"""Sums and gathers between devices that compute shards of one program.
 
-Inside of a `jax.shard_map` over the axes `ALL` of a mesh each device runs the program on its own parts of
-the arrays. A program that no mesh encloses, or one of a single device, is whole: it has one part, and nothing
-is lowered for these calls.
+Inside of a `jax.shard_map` over the axes `ALL` of a mesh, each device runs the program on its shards of the
+arrays. Outside of a mesh, or on one device, there is one shard, and these calls lower to nothing.
 
-Whatever steers control (a choice, a count, a condition) must be equal on all devices, bit for bit. A sum of
-floats over devices promises no such thing, so it is made of what `gather` gives, in the order of the parts.
+Values that steer control (choices, counts, conditions) must have the same bits on all devices. A sum of
+floats over devices does not guarantee this, so such values are computed from `gather`, in the order of the
+shards.
 
-All devices must come to all sums and gathers in one order. XLA sees to that in a sequence of operations, but
-on CPUs not where some of them are inside of a condition or a loop: those must each be made of what the one
-before has given.
+All devices must run all sums and gathers in the same order. XLA guarantees it for a sequence of operations,
+but on CPUs not for operations inside of conditions and loops: each of those must depend on the result of the
+one before.
 """
 
 import math
@@ -18,30 +18,30 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Num, Shaped
 
-#: Routed experts are split over it by number.
+#: The axis that shards routed experts by number.
 EXPERT = "expert"
-#: Routed experts are split over it by features.
+#: The axis that shards routed experts by features.
 TENSOR = "tensor"
-#: All else is split over both together.
+#: The axes that together shard everything else.
 ALL = (EXPERT, TENSOR)
 
 
 def count(*axes: str) -> int:
-    """Parts along some axes, by default all; 1 in a whole program."""
+    """The number of shards along some axes, by default all; 1 outside of a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[axis] for axis in axes or ALL if axis in mesh.manual_axes)
 
 
 def index(*axes: str) -> Int[Array, ""] | int:
-    """Which part along some axes, by default all, this device computes."""
+    """The index of this device's shard along some axes, by default all."""
     return jax.lax.axis_index(axes or ALL) if count(*axes) > 1 else 0
 
 
 def all_sum(x: Num[Array, "*shape"]) -> Num[Array, "*shape"]:
-    """The sum over all parts, of which only the order of rounding may differ between devices."""
+    """The sum over all shards; devices may round it in different orders."""
     return jax.lax.psum(x, ALL) if count() > 1 else x
 
 
 def gather(x: Shaped[Array, "*shape"]) -> Shaped[Array, "parts *shape"]:
-    """What all parts hold, in their order; the same bits on every device."""
+    """The values of all shards in order; every device gets the same bits."""
     return jax.lax.all_gather(x, ALL) if count() > 1 else jnp.expand_dims(x, 0)

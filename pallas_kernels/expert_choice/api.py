@@ -1,4 +1,4 @@
-"""The operation as a caller sees it: checks and the choice of an implementation.
+"""The public operation: it checks its arguments and chooses an implementation.
 
 Shapes: T tokens, E experts, K experts of a token.
 """
@@ -25,18 +25,16 @@ def expert_choice(
     expert_scale: Float[Array, "E"] | None = None,
     implementation: str | None = None,
 ) -> ExpertChoice:
-    """The experts of every token, the best first, and what their outputs are weighted with.
+    """The experts of every token, the best first, and the weights of their outputs.
 
     See `RouterRule` for the rules. Among equal scores the lower index comes first, as in `jax.lax.top_k`.
-    Logits must not be NaN; rows that hold one get distinct experts, but which is not said. All is computed
-    in float32.
+    Logits must not be NaN; rows with NaN get distinct, but unspecified experts. All is computed in float32.
 
     Args:
-        logits: what the router says.
+        logits: the router's logits.
         routing: the rule.
-        bias: of any floating dtype; added to sigmoid scores where experts are chosen, not where they are
-            weighted.
-        expert_scale: of any floating dtype; what the weight of each expert is multiplied with at the end.
+        bias: of any floating dtype; added to sigmoid scores for the choice, but not for the weights.
+        expert_scale: of any floating dtype; multiplies the final weight of each expert.
         implementation: one of `implementations()`; None picks the best for the case.
 
     Raises:

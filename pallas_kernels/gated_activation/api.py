@@ -1,4 +1,4 @@
-"""The operation as a caller sees it: checks and the choice of an implementation.
+"""The public operation: it checks its arguments and chooses an implementation.
 
 Shapes: F features of the block.
 """

@@ -1,4 +1,4 @@
-"""The operation as a caller sees it: checks and the choice of an implementation.
+"""The public operation: it checks its arguments and chooses an implementation.
 
 Shapes: B sequences, N tokens of a block, K key heads of size D, V value heads of size E, R tokens of a path.
 V is a multiple of K: V / K value heads, side by side, share a key head.
@@ -32,11 +32,11 @@ def gated_delta(
     parents: Int32[Array, "B N"] | None = None,
     implementation: str | None = None,
 ) -> GatedDelta:
-    """What every token of a chain or a tree reads of the state that its own path leads to.
+    """The output of every token of a chain or a tree, read from the state after the token's path.
 
     With S the state after a token's parent, each value head computes `S exp(decay)`, adds `k delta^T` to it,
-    where `delta = beta (v - S^T k)`, and reads `S^T q`. The given state is only read; `advance` makes that
-    after a path. All is computed in float32 whatever the device does by default; float64 stays float64.
+    where `delta = beta (v - S^T k)`, and reads `S^T q`. The given state does not change; `advance` computes
+    the state after a path. Products are in full float32 on every device; float64 stays float64.
 
     Args:
         q: queries, normalised and scaled.

@@ -1,4 +1,4 @@
-"""The operation as a caller sees it: checks and the choice of an implementation.
+"""The public operation: it checks its arguments and chooses an implementation.
 
 Shapes: B sequences, N block rows, R rows to write, P pages.
 """
@@ -30,8 +30,8 @@ def paged_write(
 
     For every b and r, row `nodes[b, r]` of `blocks[i][b]` goes to slot `slots[b, r]` of `pools[i]`, where
     slot s is place `s % page` of page `s // page`. Nothing is written where the slot lies outside
-    [0, P * page) or the node outside [0, N). No two rows of a call may name the same slot. Bits are copied as
-    they are; what no row names keeps its own.
+    [0, P * page) or the node outside [0, N). No two rows of a call may have the same slot. Bits are copied
+    unchanged, and all other slots keep their values.
 
     One block of four rows, the rows 0 and 2 of which go to pages 3 and 1 of size 2:
 
@@ -39,9 +39,9 @@ def paged_write(
         slots  7  2  3     ->   page 1  2 .     page 3  . 0
 
     Args:
-        pools: at least one; row shape and dtype may differ from pool to pool. A jitted caller that donates
-            them, or carries them through a loop, gets them back written in place.
-        blocks: as many, each with the rows of its pool.
+        pools: at least one; row shapes and dtypes may differ. They are written in place if a jitted caller
+            donates them, or carries them through a loop.
+        blocks: one per pool, with the pool's rows.
         implementation: one of `implementations()`; None picks the best for the case.
 
     Raises:
@@ -51,7 +51,7 @@ def paged_write(
     """
     if not pools or len(pools) != len(blocks):
         raise ValueError(
-            f"paged_write: {len(pools)} pools and {len(blocks)} blocks; as many of both, and one"
+            f"paged_write: {len(pools)} pools and {len(blocks)} blocks; there must be one block per pool"
         )
     if pools[0].ndim < 2 or blocks[0].ndim < 2 or nodes.ndim != 2:
         raise ValueError(

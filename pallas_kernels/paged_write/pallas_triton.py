@@ -1,11 +1,11 @@
 """Paged write on Pallas's Triton backend: all pools in one launch, written in place.
 
-What costs time here is launches, not bytes: a round of speculation writes at most 16 rows of 2 KB to each
+Launches cost more time here than bytes: a round of speculation writes at most 16 rows of 2 KB to each
 of 72 pools (Qwen3-8B), 2.4 MB in all. A program copies one row of a few pools:
 
     program (r, b, c)  =  row nodes[b, r] of blocks 8c ... 8c + 7  ->  slot slots[b, r] of their pools
 
-A kernel cannot index its pointers, so the pools are unrolled, and a program branches to its own few.
+A kernel cannot index its pointers, so the pools are unrolled, and a program branches to its pools.
 """
 
 import functools
@@ -18,11 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int32, Shaped
 
-# Pools of one launch. A kernel has 4 KB of parameters, 512 pointers: three for each pool (its block and,
-# though they are the same memory, its input and its output), the two indices, and Triton's own.
+# Pools per launch. A kernel has 4 KB of parameters, which are 512 pointers: three per pool (its block, its
+# input and its output, which are the same memory), the two indices, and those of Triton.
 _POOLS_PER_CALL = 128
-# Pools of one program, whose rows are all on their way before the first is stored: enough to hide the
-# memory's latency, few enough for the registers, and many programs.
+# Pools per program, which loads all rows before it stores the first: enough to hide the memory's latency, few
+# enough for the registers and for many programs.
 _POOLS_PER_PROGRAM = 8
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -56,7 +56,7 @@ def paged_write(
 def _launch(
     pools: Sequence[Array], blocks: Sequence[Array], nodes: Array, slots: Array, *, interpret: bool
 ) -> list[Array]:
-    """One launch, for as many pools as fit."""
+    """One launch."""
     num_slots = pools[0].shape[0] * pools[0].shape[1]
     flat_pools = [pool.reshape(num_slots, -1) for pool in pools]
     flat_blocks = [block.reshape(*block.shape[:2], -1) for block in blocks]
@@ -77,7 +77,7 @@ def _launch(
 
 def _paged_write(count: int, nodes_ref: Any, slots_ref: Any, *refs: Any) -> None:
     """One program: one row of its pools."""
-    blocks, pools = refs[:count], refs[2 * count :]  # between them the pools as inputs, which nobody reads
+    blocks, pools = refs[:count], refs[2 * count :]  # without the pools as inputs, which are not read
     b, r = pl.program_id(1), pl.program_id(0)
     node, slot = plgpu.load(nodes_ref.at[b, r]), plgpu.load(slots_ref.at[b, r])
     wanted = (node >= 0) & (node < blocks[0].shape[1]) & (slot >= 0) & (slot < pools[0].shape[0])
@@ -99,6 +99,6 @@ def _copy(blocks: Sequence[Any], pools: Sequence[Any], b: Array, node: Array, sl
 
 
 def _lanes(size: int) -> tuple[Array, Array | None]:
-    """Indices of a row's elements, and which of them are real where their number is no power of two."""
+    """Indices of a row's elements, padded to a power of two, and a mask if there is padding."""
     lane = jnp.arange(pl.next_power_of_2(size), dtype=jnp.int32)
     return lane, None if lane.shape[0] == size else lane < size

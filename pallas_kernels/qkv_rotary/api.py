@@ -1,4 +1,4 @@
-"""The operation as a caller sees it: checks and the choice of an implementation.
+"""The public operation: it checks its arguments and chooses an implementation.
 
 Shapes: B sequences, N nodes, G key/value heads, R query heads of each, E head size.
 """

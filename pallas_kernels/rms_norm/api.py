@@ -1,4 +1,4 @@
-"""The operation as a caller sees it: checks and the choice of an implementation.
+"""The public operation: it checks its arguments and chooses an implementation.
 
 Shapes: M elements of a row.
 """
@@ -36,21 +36,19 @@ def rms_norm(
         y = total / sqrt(mean(total^2) + eps)                         in float32
         normed = y * weight                                           in the dtype of x
 
-    With a weight of the dtype of `x`, `y` is rounded to it before they are multiplied, as Qwen3's norm does
-    it; with a wider one the product is rounded. As most other norms do that, whatever dtype their weight is
-    stored in, an offset says it too, and no wider copy of the weight is made:
+    If the weight has the dtype of `x`, `y` is rounded before the multiplication, as in Qwen3's norm; with a
+    wider weight the product is rounded. Most other norms round the product for any dtype of the weight. An
+    offset selects this, without a wider copy of the weight:
 
         normed = y * (weight_scale * (weight_offset + weight))        in float32, then the dtype of x
 
     (The norm: Zhang and Sennrich, arXiv 1910.07467.)
 
     Args:
-        x: rows of M elements, in float32, bfloat16 or float16.
-        weight: of any floating dtype.
-        eps: what keeps the division safe; static.
-        delta: of the dtype of `x`; None for nothing to add.
-        weight_offset: what the stored weight lacks, 0.0 for nothing, 1.0 where it is stored less one; static.
-            None multiplies in the wider of the two dtypes.
+        x: rows of M elements, in float32, bfloat16 or float16. weight: of any floating dtype. eps: prevents a
+        division by zero; static. delta: of the dtype of `x`; None for nothing to add. weight_offset: added to
+        the stored weight, 1.0 for weights stored minus one; static. None multiplies in
+            the wider of the two dtypes.
         weight_scale: a factor of the weight; static, and only with an offset.
         implementation: one of `implementations()`; None picks the best for the case.
 

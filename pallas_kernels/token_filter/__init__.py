@@ -1,4 +1,4 @@
-"""The least logit of each row that top-k, top-p and min-p keep."""
+"""The smallest logit of each row that top-k, top-p and min-p keep."""
 
 from pallas_kernels.token_filter.api import implementations, least_kept
 

@@ -1,7 +1,7 @@
-"""The operation as a caller sees it: checks and the choice of an implementation.
+"""The public operation: it checks its arguments and chooses an implementation.
 
-Shapes: B slots, N rows of each, V vocabulary. Where several devices each compute a part of the vocabulary
-(see `shards`), V is a device's own part: all are of one size, and -inf where they are padded.
+Shapes: B slots, N rows per slot, V vocabulary. If the vocabulary is sharded over devices (see `shards`), V is
+a device's shard: all shards have the same size, with padding of -inf.
 """
 
 import jax.numpy as jnp
@@ -26,23 +26,24 @@ def least_kept(
     *,
     implementation: str | None = None,
 ) -> Float32[Array, "B N"]:
-    """The threshold of each row below which top-k, then top-p, then min-p drop its logits.
+    """The threshold of each row below which top-k, then top-p, then min-p drop logits.
 
-    Tokens that tie with the last one kept are kept too, and the likeliest always is. Top-p counts the
-    probabilities of what top-k kept, renormalised; min-p compares with the likeliest. Dividing by a
-    temperature changes no order, so the threshold is one on the logits as they are.
+    Tokens with the same logit as the last one kept are kept too, and the likeliest token is always kept.
+    Top-p sums the renormalised probabilities of the tokens that top-k keeps; min-p compares with the
+    likeliest token. Division by a temperature keeps the order, so the threshold applies to the undivided
+    logits.
 
     Args:
         logits: of any floating type.
-        temperature: a row of a slot at 0 is greedy and filters nothing.
+        temperature: 0 is greedy and filters nothing.
         top_k: 0 keeps all.
         top_p: 1 keeps all.
         min_p: 0 keeps all.
         implementation: one of `implementations()`; None picks the best for the case.
 
     Returns:
-        Thresholds; -inf where nothing is dropped. With sums in float32 a token at the edge of top-p may fall
-        on either side.
+        Thresholds; -inf keeps all tokens. Sums are in float32, so rounding decides about a token at the edge
+        of top-p.
 
     Raises:
         ValueError: an argument is misshapen or of the wrong dtype (all of them are listed), or

@@ -1,7 +1,7 @@
-"""The filters' threshold on Pallas's Triton backend: a program for each row, which reads it a few times.
+"""The filters' threshold on Pallas's Triton backend: a program per row, which reads the row a few times.
 
-A row that filters nothing costs its program a look at its settings. That is why this is a kernel: on XLA a
-condition on the device is read by the host, which empties the GPU's queue in every round.
+A program whose row has no filter only reads its settings. This is the reason for a kernel: XLA reads a
+condition on the host, which drains the GPU's queue in every round.
 """
 
 import functools
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32, Int
 from pallas_kernels import shards
 from pallas_kernels.token_filter.reference import float_at
 
-_CHUNK = 4096  # entries of a row in the registers of a program at a time
+_CHUNK = 4096  # entries of a row that a program holds in registers at once
 _BITS_AT_ONCE = 2
 _FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -139,7 +139,7 @@ def _threshold(
 def _fold(
     logits_ref: Any, b: Array, n: Array, add: Callable[..., tuple[Array, ...]], start: tuple[Array, ...]
 ) -> tuple[Array, ...]:
-    """Folds a row chunk by chunk; what lies after its end is -inf."""
+    """Folds a row chunk by chunk, padded with -inf."""
     vocab = logits_ref.shape[2]
 
     def step(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:

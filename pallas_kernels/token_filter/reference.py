@@ -1,11 +1,10 @@
 """The filters' threshold in plain JAX: the specification, the test oracle and the fallback.
 
-Nothing is sorted: a few readings of the logits find a threshold exactly.
+Nothing is sorted: a few passes over the logits find a threshold exactly.
 
-Where several devices each compute a part of the vocabulary, each reads its own logits, and one gather after
-every reading brings the parts' results together. All devices reduce the same gathered bits by the same
-program, so their thresholds are equal, bit for bit. Padding of -inf weighs nothing in top-p, and top-k counts
-it last.
+If the vocabulary is sharded over devices, each device reads its shard, and a gather after every pass collects
+the shards' results. All devices reduce the same gathered bits by the same program, so their thresholds have
+the same bits. Padding of -inf has no weight in top-p, and comes last in top-k.
 """
 
 from collections.abc import Callable
@@ -16,8 +15,8 @@ from jaxtyping import Array, Float, Float32, Int, Num, Shaped, UInt32
 
 from pallas_kernels import shards
 
-# Bits of a threshold that one reading of the logits finds, from 2**bits - 1 sums. With more of them XLA:GPU
-# stores what they are made of between two kernels.
+# Bits of a threshold that one pass over the logits finds, from 2**bits - 1 sums. With more sums XLA:GPU would
+# store their terms between two kernels.
 _BITS_AT_ONCE = 2
 
 
@@ -40,11 +39,12 @@ def least_kept(
             return jnp.exp((logits.astype(jnp.float32) - highest[:, :, None]) / heat[:, :, None])
 
         def by_top_k() -> Float32[Array, "B N"]:
-            # All tokens are at or above -inf, so to keep as many as there are keeps all.
+            # A count of all tokens keeps all of them, because all are at or above -inf.
             most = shards.count() * logits.shape[-1]
             count = jnp.where(by_k, jnp.minimum(top_k, most), most)[:, None]
             if shards.count() > 1:
-                # A row without any logit has none to drop. So this waits for the highest: see `shards`.
+                # A row of -inf has nothing to drop. The dependence on `highest` orders the gathers: see
+                # `shards`.
                 count = jnp.where(highest > -jnp.inf, count, most)
             return _threshold(logits, lambda: jnp.ones((1, 1, 1), jnp.int32), count)
 
@@ -52,8 +52,8 @@ def least_kept(
             kept = logits.astype(jnp.float32) >= least[:, :, None]
             total = _of_all_parts(jnp.sum, jnp.sum(jnp.where(kept, weigh(), 0), axis=-1))
             found = _threshold(logits, weigh, top_p[:, None] * total)
-            # top_p 1 keeps all, though a float32 sum may reach 1 before the last token: a slot that does not
-            # filter must not lose its tail because another one does. Rounding must not undo top-k either.
+            # With top_p 1 a float32 sum may reach 1 before the last token, so a slot without top-p keeps its
+            # threshold. The maximum prevents that rounding undoes top-k.
             return jnp.where(by_p[:, None], jnp.maximum(found, least), least)
 
         least = jnp.full(logits.shape[:2], -jnp.inf, jnp.float32)
@@ -74,16 +74,16 @@ def _threshold(
 ) -> Float32[Array, "B N"]:
     """The largest number such that the logits at or above it weigh at least ``goal``; -inf if there is none.
 
-    Floats are ordered like the integers their bits make, so a few bits at a time find the number exactly: by
-    8 reductions of 16-bit logits, 16 of float32, and without a sort. Where every logit weighs 1::
+    Floats have the order of the integers with their bits, so a search by a few bits at a time is exact: 8
+    reductions for 16-bit logits, 16 for float32, and no sort. Example with weights of 1::
 
         logits 5. 3. 3. 1.    goal 1 -> 5.    goal 2 -> 3.    goal 3 -> 3.    goal 4 -> 1.
 
     Args:
         logits: The logits.
-        weigh: Makes their weights, none negative. Called where they are summed: weights that came from
-            outside the loop would be stored.
-        goal: What to reach in each row, above 0.
+        weigh: Computes their weights, which must not be negative. It is called where they are summed, because
+            weights computed outside of the loop would be stored.
+        goal: The weight to reach in each row, above 0.
     """
     bits = jnp.finfo(logits.dtype).bits
 
@@ -94,29 +94,29 @@ def _threshold(
             jnp.where(logits >= float_at(rank + n * step, logits.dtype)[:, :, None], weights, 0)
             for n in range(1, 2**_BITS_AT_ONCE)
         ]
-        # Sums apart become one kernel on XLA:GPU, which reads the logits once. One reduction of several
-        # operands has what they are made of stored first.
+        # XLA:GPU fuses separate sums into one kernel, which reads the logits once. For one reduction of
+        # several operands it would store the operands first.
         totals = [jnp.sum(terms, axis=-1) for terms in steps]
         if shards.count() > 1:
             totals = list(_of_all_parts(jnp.sum, jnp.stack(totals)))
         return rank + step * sum((total >= goal).astype(jnp.uint32) for total in totals)
 
-    # The number of turns is static: a GPU's host then has no condition to wait for.
+    # A static number of turns, so that the host does not wait for a condition on a GPU.
     rank = jax.lax.fori_loop(0, bits // _BITS_AT_ONCE, narrow, jnp.zeros(logits.shape[:2], jnp.uint32))
     return float_at(rank, logits.dtype).astype(jnp.float32)
 
 
 def _of_all_parts(
-    reduce: Callable[..., Num[Array, "*shape"]], own: Num[Array, "*shape"]
+    reduce: Callable[..., Num[Array, "*shape"]], local: Num[Array, "*shape"]
 ) -> Num[Array, "*shape"]:
-    """What all parts of the vocabulary found, reduced; the same bits on every device."""
-    return reduce(shards.gather(own), axis=0) if shards.count() > 1 else own
+    """Reduces the results of all shards of the vocabulary; every device gets the same bits."""
+    return reduce(shards.gather(local), axis=0) if shards.count() > 1 else local
 
 
 def float_at(rank: UInt32[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "*shape"]:
-    """The number of this rank in the order of a floating type; what lies beyond the infinities is infinite.
+    """The number of a rank in the order of a floating type; ranks beyond the infinities are clipped.
 
-    The bits of positive numbers are in their order, those of negative ones in the reverse::
+    The bits of positive numbers ascend with the number, those of negative numbers descend::
 
         rank (16 bits)    0x007F    0x407F    0x7FFF    0x8000    0xBF80    0xFF80
         bits              0xFF80    0xBF80    0x8000    0x0000    0x3F80    0x7F80

@@ -1,4 +1,4 @@
-"""The operation as a caller sees it: checks, defaults and the choice of an implementation.
+"""The public operation: it checks its arguments, fills in defaults and chooses an implementation.
 
 Shapes: B sequences, N block rows, H query heads, G key/value heads, E head size, words of 32 rows,
 P pages, T pages per sequence.
@@ -37,8 +37,8 @@ def tree_attention(
     """Attend from a block of N rows to the committed prefix and, through `mask`, to the block.
 
     Row i stands at position `prefix.lengths + depths[i]`. It sees every prefix token and each block
-    row j whose bit j % 32 of `mask[i, j // 32]` is set (itself only if its own bit is), all of them
-    less those that `window` hides. Query head h reads key/value head h // (H // G). Softmax is in
+    row j whose bit j % 32 of `mask[i, j // 32]` is set (also for itself), except those that
+    `window` hides. Query head h reads key/value head h // (H // G). Softmax is in
     float32; products are in the dtype of the inputs with float32 accumulation. A row that sees
     nothing gives zeros, and a key or value that no row sees may be NaN.
 
