@@ -206,7 +206,7 @@ def test_a_target_without_a_head_decodes_plainly_and_says_so(capsys):
     code, out, err = run(capsys, "generate", "--target", str(DEMO_TARGET), "--max-tokens", "4", PROMPT)
     assert code == 0
     assert out.strip()
-    assert "decoding plainly" in err
+    assert ": plain decoding" in err
 
 
 @pytest.mark.parametrize(

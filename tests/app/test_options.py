@@ -227,7 +227,7 @@ class TestPrompts:
         ("words", "complaint"),
         [
             (["text", "--token-ids", "1"], "not PROMPT and --token-ids"),
-            (["--token-ids", "1", "--chat"], "--chat needs words"),
+            (["--token-ids", "1", "--chat"], "--chat needs a text"),
             (["text", "--chat-template-kwargs", "{}"], "give --chat"),
         ],
     )
