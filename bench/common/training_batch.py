@@ -59,15 +59,18 @@ def make_batch(
     else:
         if not 2 <= document_tokens <= window:
             raise ValueError(f"documents must have 2..{window} tokens on average, not {document_tokens}")
-        # More documents than a batch holds, so that its windows are as full as those of a large data set.
+        # More documents than a batch holds, so that packed windows are as full as those of a large data set.
         drawn = rng.lognormal(np.log(document_tokens) - DEVIATION**2 / 2, DEVIATION, 4096)
         lengths, prompt = drawn.round().astype(np.int64).clip(2, window), PROMPT
     if packing:
         packed = pack(lengths, window, 0)
-        chosen = np.linspace(0, len(packed.first) - 2, batch).round().astype(int)
-        windows = [lengths[packed.pieces[packed.first[i] : packed.first[i + 1]]] for i in chosen]
+        windows = np.split(lengths[packed.pieces], packed.first[1:-1])
     else:
-        windows = list(lengths[:batch, None])
+        windows = list(lengths[:, None])
+    # The windows nearest to the mean number of documents, then of tokens: few windows represent the set.
+    counts, sums = np.array([[len(documents), documents.sum()] for documents in windows]).T
+    order = np.lexsort((np.abs(sums - sums.mean()), np.abs(counts - counts.mean())))
+    windows = [windows[i] for i in order[:batch]]
     learn, starts = np.zeros((batch, window), bool), np.zeros((batch, window), np.int32)
     for row, documents in enumerate(windows):
         end = 0

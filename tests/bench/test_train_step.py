@@ -5,6 +5,7 @@ import json
 import pytest
 
 from bench.__main__ import main
+from bench.common.training_batch import make_batch
 from tests.meshes import need_devices
 
 pytestmark = pytest.mark.wide
@@ -69,3 +70,10 @@ def test_meshes_that_do_not_fit_are_refused(refusal):
     assert "for models with experts" in refusal("train", *TINY, "--expert-parallel-size", "2")
     said = refusal("train", "--shape", "tiny", "--batch", "4", "--data-parallel-size", "8")
     assert "a batch of 4 sequences does not divide" in said
+
+
+@pytest.mark.parametrize(("packing", "tokens", "documents"), [(False, 550, 1), (True, 2048, 2048 / 550)])
+def test_two_windows_stand_for_a_set_of_documents(packing, tokens, documents):
+    batch = make_batch(2, 2048, 100, document_tokens=550, packing=packing)
+    assert batch.real / 2 == pytest.approx(tokens, rel=0.1)
+    assert len(batch.lengths) / 2 == pytest.approx(documents, rel=0.1)
