@@ -73,4 +73,4 @@ def test_sums_of_two_devices(tmp_path, capsys):
     for row in report["rows"]:
         assert row["KiB"] == row["rows"] * 32 * 4 / 1024
         assert set(row) == {"rows", "KiB", "loop us", "default us", "one-shot us"}
-    assert "over 2 devices" in capsys.readouterr().out
+    assert "2 x cpu" in capsys.readouterr().out
