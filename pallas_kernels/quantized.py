@@ -60,6 +60,11 @@ class Quantized:
         """The shape of the weights."""
         return self.values.shape
 
+    @property
+    def size(self) -> int:
+        """Number of weights."""
+        return self.values.size
+
     def __getitem__(self, index: Array | int) -> "Quantized":
         """An entry of the first axis, along which blocks must have size 1."""
         assert self.block[0] == 1, f"entries of blocks of {self.block[0]}"

@@ -9,7 +9,6 @@ parameter names its axes where it is made. On a mesh each device has its own par
 heads or features make is `joined` with the others'.
 """
 
-import math
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -109,28 +108,7 @@ def einsum(spec: str, x: Array, w: Array | Quantized, *, wide: bool = False) -> 
         w: The weights; quantised ones stay as they are, and the product has their scales in it.
         wide: Whether the sums stay in float32.
     """
-    if isinstance(w, Quantized):
-        return matmul(spec, x, w, wide=wide)
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    out = jnp.float32 if wide else None
-    alone = _is_multiplied_out(spec, x, w)
-    if alone:
-        x = jnp.concatenate([x, jnp.zeros_like(x)])
-    product = jnp.einsum(spec, x, w.astype(x.dtype), precision=precision, preferred_element_type=out)
-    return product[:1] if alone else product
-
-
-# One row times a matrix of about this many elements: XLA:GPU writes all terms to memory in float32 and then
-# adds them up. Two rows are a product to it, and three times as fast.
-_MULTIPLIED_OUT = range(2_000_000, 10_000_000)
-
-
-def _is_multiplied_out(spec: str, x: Array, w: Array) -> bool:
-    """Whether XLA would write out all the terms of this product."""
-    axes, others = spec.split("->")[0].split(",")
-    terms = math.prod(size for axis, size in zip(axes, x.shape, strict=True) if axis in others)
-    # XLA counts the terms of both sides: of the row, and of the weights.
-    return x.size == terms and w.size + terms in _MULTIPLIED_OUT and jax.default_backend() == "gpu"
+    return matmul(spec, x, w if isinstance(w, Quantized) else w.astype(x.dtype), wide=wide)
 
 
 def joined(terms: Any, own: int, whole: int) -> Any:

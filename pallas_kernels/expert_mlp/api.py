@@ -7,15 +7,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.activation import Activation
-from pallas_kernels.checks import FLOATS, Expected, refuse, wrong_arrays
+from pallas_kernels.checks import FLOATS, refuse, wrong_arrays
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.expert_mlp import pallas_triton, reference
-from pallas_kernels.quantized import FP8, Quantized, scale_shape
+from pallas_kernels.weights import Narrow, expected_weights
 
 
-def _unsupported(x: Array, gate_up: Array | Quantized, down: Array | Quantized, *_: object) -> str | None:
+def _unsupported(x: Array, gate_up: Array | Narrow, down: Array | Narrow, *_: object) -> str | None:
     """Why the Triton kernels cannot do a call."""
-    quantized = isinstance(gate_up, Quantized) or isinstance(down, Quantized)
+    quantized = isinstance(gate_up, Narrow) or isinstance(down, Narrow)
     return "the experts are quantised" if quantized else None
 
 
@@ -25,8 +25,8 @@ implementations = OPERATION.implementations
 
 def expert_mlp(
     x: Float[Array, "T M"],
-    gate_up: Float[Array, "E M 2 I"] | Quantized,
-    down: Float[Array, "E I M"] | Quantized,
+    gate_up: Float[Array, "E M 2 I"] | Narrow,
+    down: Float[Array, "E I M"] | Narrow,
     experts: Int32[Array, "T K"],
     weights: Float32[Array, "T K"],
     *,
@@ -74,8 +74,8 @@ def expert_mlp(
     (tokens, size), (num_experts, features, _), top_k = x.shape, down.shape, experts.shape[1]
     wrong = wrong_arrays(
         ("x", x, x.shape, FLOATS),
-        *_expected("gate_up", gate_up, (num_experts, size, 2, features), x.dtype),
-        *_expected("down", down, (num_experts, features, size), x.dtype),
+        *expected_weights("gate_up", gate_up, (num_experts, size, 2, features), x.dtype),
+        *expected_weights("down", down, (num_experts, features, size), x.dtype),
         ("experts", experts, (tokens, top_k), jnp.int32),
         ("weights", weights, (tokens, top_k), jnp.float32),
         ("gate_up_bias", gate_up_bias, (num_experts, 2, features), jnp.floating),
@@ -84,13 +84,3 @@ def expert_mlp(
     )
     refuse("expert_mlp", wrong)
     return OPERATION.choose(implementation, *arrays)(*arrays, activation=activation)
-
-
-def _expected(
-    name: str, weights: Array | Quantized, shape: tuple[int, ...], dtype: jnp.dtype
-) -> tuple[Expected, ...]:
-    """What the arrays of weights must be."""
-    if not isinstance(weights, Quantized):
-        return ((name, weights, shape, dtype),)
-    scales = scale_shape(weights.shape, weights.block)
-    return (name, weights.values, shape, FP8), (f"{name}'s scales", weights.scales, scales, jnp.floating)

@@ -13,15 +13,15 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from pallas_kernels.activation import Activation
 from pallas_kernels.matmul import matmul
-from pallas_kernels.quantized import Quantized
+from pallas_kernels.weights import Narrow
 
 _LARGEST_BLOCK = 128
 
 
 def expert_mlp(
     x: Float[Array, "T M"],
-    gate_up: Float[Array, "E M 2 I"] | Quantized,
-    down: Float[Array, "E I M"] | Quantized,
+    gate_up: Float[Array, "E M 2 I"] | Narrow,
+    down: Float[Array, "E I M"] | Narrow,
     experts: Int32[Array, "T K"],
     weights: Float32[Array, "T K"],
     gate_up_bias: Float[Array, "E 2 I"] | None,
@@ -41,22 +41,16 @@ def expert_mlp(
     block_rows = min(_LARGEST_BLOCK, 1 << (rows // num_experts).bit_length())
     blocks = -(-counts // block_rows)
     ends = jnp.cumsum(blocks)
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-
-    def product(spec: str, a: Array, b: Array | Quantized) -> Array:
-        if isinstance(b, Quantized):
-            return matmul(spec, a, b, wide=True)
-        return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
 
     def compute(block: Int[Array, ""]) -> tuple[Int[Array, "rows"], Float32[Array, "rows M"]]:
         e = jnp.minimum(jnp.sum(ends <= block), num_experts - 1)
         place = (block - ends[e] + blocks[e]) * block_rows + jnp.arange(block_rows)
         row = order[jnp.where(place < counts[e], starts[e] + place, 0)]
-        gates = product("rm,mgi->rgi", x[row // top_k], gate_up[e])
+        gates = matmul("rm,mgi->rgi", x[row // top_k], gate_up[e], wide=True)
         if gate_up_bias is not None:
             gates += gate_up_bias[e][None].astype(jnp.float32)
         hidden = activation(gates[:, 0], gates[:, 1]).astype(x.dtype)
-        out = product("ri,im->rm", hidden, down[e])
+        out = matmul("ri,im->rm", hidden, down[e], wide=True)
         if down_bias is not None:
             out += down_bias[e][None].astype(jnp.float32)
         return jnp.where(place < counts[e], row, rows), out

@@ -1,4 +1,4 @@
-"""Products of rows with quantised weights."""
+"""Products of rows with weights, quantised or not."""
 
 from pallas_kernels.matmul.api import implementations, matmul
 

@@ -1,44 +1,73 @@
-"""Products with quantised weights in plain JAX: the specification, the test oracle and the fallback.
+"""Products with weights in plain JAX: the specification, the test oracle and the fallback.
 
-The weights are widened for the product alone. XLA:GPU may write the widened ones to memory, one product's at
-a time. XLA:CPU runs ahead and would have those of all products at once, so there they are widened in parts,
-by a loop that it keeps; it copies the values' bits before.
+Quantised weights are widened for the product alone. XLA:GPU may write the widened ones to memory, one
+product's at a time. XLA:CPU runs ahead and would have those of all products at once, so there they are
+widened in parts, by a loop that it keeps; it copies the values' bits before.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.quantized import Quantized, scale_shape
+from pallas_kernels.quantized import scale_shape
+from pallas_kernels.weights import Narrow
 
 # Elements of a part. A program keeps room for one of each product.
 _PART = 2**20
 
 
-def matmul(x: Float[Array, "*rows"], w: Quantized, *, spec: str, wide: bool) -> Float[Array, "*out"]:
-    """See `api.matmul`."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    dtype = jnp.float32 if wide else None
+# One row times a matrix of about this many elements: XLA:GPU writes all terms to memory in float32 and then
+# adds them up. Two rows are a product to it, and three times as fast.
+_MULTIPLIED_OUT = range(2_000_000, 10_000_000)
 
-    def product(w: Quantized) -> Array:
+
+def matmul(
+    x: Float[Array, "*rows"], w: Float[Array, "*weights"] | Narrow, *, spec: str, wide: bool
+) -> Float[Array, "*out"]:
+    """See `api.matmul`."""
+    if not isinstance(w, Narrow):
+        return _product(x, w, spec, wide)
+
+    def product(w: Narrow) -> Array:
         # XLA moves what does not change out of a loop of rounds, and would keep all weights widened there.
         # The barrier makes them depend on the rows, which do change.
-        rows, values = jax.lax.optimization_barrier((x, w.values))
-        own = Quantized(values, w.scales, w.block).widened(x.dtype)
-        return jnp.einsum(spec, rows, own, precision=precision, preferred_element_type=dtype)
+        rows, own = jax.lax.optimization_barrier((x, w))
+        return _product(rows, own.widened(x.dtype), spec, wide)
 
     return _in_parts(product, w, spec) if jax.default_backend() == "cpu" else product(w)
 
 
-def _in_parts(product: Callable[[Quantized], Array], w: Quantized, spec: str) -> Array:
+def _product(
+    x: Float[Array, "*rows"], w: Float[Array, "*weights"], spec: str, wide: bool
+) -> Float[Array, "*out"]:
+    """The product of rows and weights of one type."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    alone = _is_multiplied_out(spec, x, w)
+    if alone:
+        x = jnp.concatenate([x, jnp.zeros_like(x)])
+    dtype = jnp.float32 if wide else None
+    product = jnp.einsum(spec, x, w, precision=precision, preferred_element_type=dtype)
+    return product[:1] if alone else product
+
+
+def _is_multiplied_out(spec: str, x: Array, w: Array) -> bool:
+    """Whether XLA would write out all the terms of this product."""
+    axes, others = spec.split("->")[0].split(",")
+    terms = math.prod(size for axis, size in zip(axes, x.shape, strict=True) if axis in others)
+    # XLA counts the terms of both sides: of the row, and of the weights.
+    return x.size == terms and w.size + terms in _MULTIPLIED_OUT and jax.default_backend() == "gpu"
+
+
+def _in_parts(product: Callable[[Narrow], Array], w: Narrow, spec: str) -> Array:
     """A product as parts of its columns, along the axis that has the most blocks of them."""
     operands, out_axes = spec.split("->")
     axes, cells = operands.split(",")[1], scale_shape(w.shape, w.block)
     axis: int = max((i for i, name in enumerate(axes) if name in out_axes), key=lambda i: cells[i])
     # Of a part, in blocks; and how many parts are whole.
-    size = -(-cells[axis] // -(-w.values.size // _PART))
+    size = -(-cells[axis] // -(-w.size // _PART))
     count = w.shape[axis] // (size * w.block[axis])
     if size >= cells[axis]:
         return product(w)

@@ -122,7 +122,7 @@ def test_rows_have_derivatives(monkeypatch):
 def test_wrong_arrays_are_all_listed():
     w = make((256, 128), (128, 128))
     wrong = Quantized(w.values.astype(jnp.float32), w.scales[:1], w.block)
-    with pytest.raises(ValueError, match=r"w.values holds float32.*w.scales is \(1, 1\), expected \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"w holds float32.*w's scales is \(1, 1\), expected \(2, 1\)"):
         matmul("bm,mf->bf", jnp.ones((1, 256)), wrong)
     with pytest.raises(ValueError, match="no implementation 'triton'"):
         matmul("bm,mf->bf", jnp.ones((1, 256)), w, implementation="triton")
