@@ -31,7 +31,9 @@ COMMANDS = {
     "profile": Command("bench.acceptance.profile", "acceptance by depth and rank, for tree algorithms"),
     "diagnose": Command("bench.acceptance.diagnose", "faithfulness of a head's drafts, and accepted nodes"),
     "round": Command("bench.round.command", "one round and its phases, with the floor"),
-    "kernel": Command("bench.kernel.command", "one layer's tree attention or experts, with the floor"),
+    "kernel": Command(
+        "bench.kernel.command", "one layer's tree attention, experts or matrix products, with the floor"
+    ),
     "load": Command("bench.load.command", "an engine under load: latency, prefill, rounds of many slots"),
     "loading": Command("bench.loading.command", "seconds and memory to load a checkpoint"),
     "serve": Command(

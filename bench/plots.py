@@ -89,6 +89,7 @@ def picture_of(path: Path) -> "Figure":
     from bench.experts.plot import draw_experts
     from bench.kernel.plot import draw_kernels
     from bench.load.plot import draw_load
+    from bench.matmul.plot import draw_products
     from bench.round.plot import draw_rounds
     from bench.serve.plot import draw_serve
 
@@ -100,6 +101,7 @@ def picture_of(path: Path) -> "Figure":
         "experts": draw_experts,
         "kernel": draw_kernels,
         "load": draw_load,
+        "matmul": draw_products,
         "profile": draw_profile,
         "round": draw_rounds,
         "serve": draw_serve,

@@ -107,17 +107,26 @@ def gpu_problem() -> str | None:
     split = math.prod(mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes)
     if split > 1:
         return f"XLA splits the program over {split} devices, and cannot split a kernel"
-    config: Any = jax.config  # whose flags have types from JAX 0.12 on
-    device = config.jax_default_device
-    if device is None or isinstance(device, str):
-        device = jax.local_devices(backend=device)[0]
+    device = _default_device()
     if device.platform not in ("gpu", "cuda", "rocm"):
         return f"no GPU: the default device is a {device.platform}"
-    # Other makers' GPUs have no such attribute, or an architecture's name in it ("gfx942").
-    version = re.fullmatch(r"(\d+)\.(\d+)", getattr(device, "compute_capability", ""))
-    if version is None:
+    capability = compute_capability()
+    if capability is None:
         return f"no NVIDIA GPU: the default device is a {device.device_kind}"
-    if tuple(map(int, version.groups())) < _OLDEST_CAPABILITY:
-        oldest = ".".join(map(str, _OLDEST_CAPABILITY))
-        return f"compute capability {version[0]} is older than {oldest}"
+    if capability < _OLDEST_CAPABILITY:
+        own, oldest = (".".join(map(str, version)) for version in (capability, _OLDEST_CAPABILITY))
+        return f"compute capability {own} is older than {oldest}"
     return None
+
+
+def compute_capability() -> tuple[int, ...] | None:
+    """Major and minor version of the default device, if that is an NVIDIA GPU."""
+    # Other makers' GPUs have no such attribute, or an architecture's name in it ("gfx942").
+    version = re.fullmatch(r"(\d+)\.(\d+)", getattr(_default_device(), "compute_capability", ""))
+    return None if version is None else tuple(map(int, version.groups()))
+
+
+def _default_device() -> Any:
+    config: Any = jax.config  # whose flags have types from JAX 0.12 on
+    device = config.jax_default_device
+    return jax.local_devices(backend=device)[0] if device is None or isinstance(device, str) else device

@@ -20,6 +20,8 @@ from jaxtyping import Array, Float, Int32, UInt8
 #: Values that share a scale, and the bytes that hold them.
 BLOCK = 32
 BLOCK_BYTES = BLOCK // 2
+# Halfway between neighbours of the values' magnitudes: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+_HALFWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 #: The largest scale whose values are all finite in float32 and bfloat16: 6 times 2**125.
 LARGEST_SCALE = 252
 
@@ -38,6 +40,25 @@ class Mxfp4:
     values: UInt8[Array, "*others G 16"]
     scales: UInt8[Array, "*others G"]
     axis: int
+
+    @classmethod
+    def of(cls, weights: Float[Array, "*shape"], axis: int) -> "Mxfp4":
+        """Quantises weights to the nearest values; a block's largest magnitude is at least 4 times its scale.
+
+        Args:
+            weights: The weights.
+            axis: The axis that the blocks lie along, of whole blocks.
+        """
+        rows = jnp.moveaxis(weights.astype(jnp.float32), axis, -1)
+        blocks = rows.reshape(*rows.shape[:-1], -1, BLOCK)
+        # 2**(e - 1) <= largest < 2**e
+        _, e = jnp.frexp(jnp.max(jnp.abs(blocks), axis=-1))
+        exponent = jnp.clip(e - 3, -126, LARGEST_SCALE - 127)
+        magnitude = jnp.ldexp(jnp.abs(blocks), -exponent[..., None])
+        codes = jnp.searchsorted(jnp.asarray(_HALFWAY), magnitude).astype(jnp.uint8)
+        codes |= (blocks < 0).astype(jnp.uint8) << 3
+        values = codes[..., ::2] | codes[..., 1::2] << 4
+        return cls(values, (exponent + 127).astype(jnp.uint8), axis)
 
     @property
     def shape(self) -> tuple[int, ...]:

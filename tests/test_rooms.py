@@ -38,7 +38,17 @@ ROOMS = {
     ],
     "bench": [
         ("common",),
-        ("acceptance", "collectives", "decode", "exactness", "experts", "loading", "round", "train_step"),
+        (
+            "acceptance",
+            "collectives",
+            "decode",
+            "exactness",
+            "experts",
+            "loading",
+            "matmul",
+            "round",
+            "train_step",
+        ),
         ("kernel", "load"),
         ("serve",),
         ("plots",),

@@ -1,6 +1,7 @@
 """``python -m bench kernel``: compares one layer's tree attention with its reference, and times it.
 
-``--operation experts`` does the same for a mixture of experts.
+``--operation experts`` does the same for a mixture of experts (`bench.experts`), ``--operation matmul`` for
+matrix products of few rows (`bench.matmul`).
 
 Every registered shape is compared with the XLA reference in float32, for many block sizes and prefix lengths,
 with random trees, and with NaN in all that must not be read. If all comparisons pass, a layer is timed beside
@@ -27,6 +28,7 @@ from bench.kernel.check import ROWS, Outcome, checks_of, run_checks
 from bench.kernel.report import check_row, notes_of, row_of, tables_of, title_of
 from bench.kernel.speed import AttentionCase, time_shape
 from bench.kernel.tuning_run import TUNED, tune
+from bench.matmul import command as matmul
 from pallas_kernels.tree_attention import implementations
 from pallas_kernels.tree_attention.shapes import SHAPES, AttentionShape
 
@@ -39,10 +41,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(shape.name for shape in SHAPES)
     add = parser.add_argument
     add(
-        "--operation", default="tree_attention", choices=["tree_attention", "experts"], help="what to measure"
+        "--operation",
+        default="tree_attention",
+        choices=["tree_attention", "experts", "matmul"],
+        help="what to measure",
     )
     others = ", ".join(shape.name for shape in experts.SHAPES)
-    add("--shapes", nargs="+", help=f"among {names} (default: all); for experts: {others}")
+    products = ", ".join(shape.name for shape in matmul.SHAPES)
+    add(
+        "--shapes",
+        nargs="+",
+        help=f"among {names} (default: all); for experts: {others}; for matmul: {products}",
+    )
     add("--rows", type=int, nargs="+", help="rows per block (default: each shape's, and more to compare)")
     add("--prefixes", type=int, nargs="+", help="committed tokens (default: each shape's)")
     add("--batch", type=int, default=1, help="sequences of a timed call (default: 1)")
@@ -57,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--baselines", nargs="*", help=baselines)
     add("--repeats", type=int, default=5, help="timings by the host's clock, interleaved (default: 5)")
     add("--seed", type=int, help="seed of the comparisons (default: random; the report has it)")
-    paths = "results/kernel.json or experts.json; with --tune tuning.json or experts-tuning.json"
+    paths = "results/kernel.json, experts.json or matmul.json; with --tune [NAME-]tuning.json"
     add("--json", type=Path, help=f"path of the report (default: {paths})")
     add(
         "--plot",
@@ -72,13 +82,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --tune: stop the search after this time (default: 480)",
     )
     add_switch(parser, "--again", "with --tune: also tune what has an entry")
-    add("--table", type=Path, default=TUNED, help="with --tune: the file of entries (default: the package's)")
+    add("--table", type=Path, help="with --tune: the file of entries (default: the package's)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compares, measures, prints the table, and writes the JSON and the plot; or tunes."""
     if arguments.operation == "experts":
         return experts.run(arguments)
+    if arguments.operation == "matmul":
+        return matmul.run(arguments)
     shapes = _shapes(arguments)
     arguments.json = arguments.json or Path(f"results/{'tuning' if arguments.tune else 'kernel'}.json")
     check_report(arguments)
@@ -90,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.prefixes or TUNING_PREFIXES,
             limit_seconds=arguments.limit_seconds,
             again=arguments.again,
-            table_path=arguments.table,
+            table_path=arguments.table or TUNED,
             json_path=arguments.json,
             opening=opening_of("kernel", arguments),
         )

@@ -3,23 +3,20 @@
 Shapes: N block rows, H query heads, G key/value heads, E head size.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jetspec_jax.checkpoint.files import replacing
+from bench.common.tuned import Entry
 from pallas_kernels.tree_attention.config import Config
 from pallas_kernels.tree_attention.shapes import AttentionShape
 
 #: The score of each configuration: seconds over seconds at the floor, summed over a task's cases.
 Score = Callable[[Sequence[Config]], list[float]]
-Entry = Mapping[str, Any]
 
 ROWS_AND_KEYS = (16, 32, 64, 128)
 WARPS = (2, 4, 8)
@@ -188,21 +185,6 @@ def with_entry(
 def has_entry(table: Mapping[str, Sequence[Entry]], device_kind: str, task: Task) -> bool:
     """Whether the table has a task's entry for a device."""
     return any(_key_of(entry) == _key(task) for entry in table.get(device_kind, []))
-
-
-def read_table(path: Path) -> dict[str, list[Entry]]:
-    """The table; empty without a file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
-def write_table(path: Path, table: Mapping[str, Sequence[Entry]]) -> None:
-    """Writes the table atomically, with an entry per line."""
-    devices = [
-        f"  {json.dumps(kind)}: [\n" + ",\n".join(f"    {json.dumps(entry)}" for entry in entries) + "\n  ]"
-        for kind, entries in sorted(table.items())
-    ]
-    with replacing(path) as partial:
-        partial.write_text("{\n" + ",\n".join(devices) + "\n}\n", encoding="utf-8")
 
 
 def _key(task: Task) -> tuple[str, int, int]:

@@ -15,6 +15,7 @@ from bench.common.comparison import TOLERANCES, compare_rows
 from bench.common.floors import Ceilings, measure_ceilings
 from bench.common.programs import BURST_SECONDS, MOST_DISPATCHES, Program, compile_together, kernel_micros
 from bench.common.report import show, write_report
+from bench.common.tuned import read_table, write_table
 from bench.kernel.cases import Attend, AttentionCall, attend_by, chain, layer_call, layer_tables, random_pool
 from bench.kernel.speed import KERNELS, AttentionCase, pages_read, work_of
 from bench.kernel.tuning import (
@@ -22,11 +23,9 @@ from bench.kernel.tuning import (
     Score,
     Task,
     has_entry,
-    read_table,
     search,
     tasks_of,
     with_entry,
-    write_table,
 )
 from jetspec_jax.progress import Progress
 from pallas_kernels.tree_attention import PagedPrefix, config, pallas_triton

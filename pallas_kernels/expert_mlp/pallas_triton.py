@@ -29,15 +29,33 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.activation import Activation, kernel_swish
 from pallas_kernels.expert_mlp.config import Config, config_for
+from pallas_kernels.mxfp4 import Mxfp4
+from pallas_kernels.quantized import Quantized
+from pallas_kernels.weight_tiles import Lanes, Tiles, parts_of, stored_of, unsupported
+from pallas_kernels.weights import Narrow
 
+#: The formats of weights that this was measured with on a GPU, and is taken for by default.
+MEASURED = frozenset({"plain"})
 # Of the table in which a program looks up the rows of a block: tokens of a chunk times rows.
 _TABLE = 4096
 
 
+def problem_of(x: Array, gate_up: Array | Narrow, down: Array | Narrow) -> str | None:
+    """Why the kernels, cut up by the rule, cannot do a call of `api.expert_mlp`; None if they can."""
+    for name, w in (("gate_up", gate_up), ("down", down)):
+        if isinstance(w, Mxfp4) and w.axis != 1:
+            return f"{name}'s blocks do not lie along the axis that is summed over"
+        block = w.block[1] if isinstance(w, Quantized) else 1
+        # What the rule gives to a step, whose half in 16 bits a crowd's has.
+        if problem := unsupported(w, block, w.shape[1], 128 // x.dtype.itemsize):
+            return f"{name}: {problem}"
+    return None
+
+
 def expert_mlp(
     x: Float[Array, "T M"],
-    gate_up: Float[Array, "E M 2 I"],
-    down: Float[Array, "E I M"],
+    gate_up: Float[Array, "E M 2 I"] | Narrow,
+    down: Float[Array, "E I M"] | Narrow,
     experts: Int32[Array, "T K"],
     weights: Float32[Array, "T K"],
     gate_up_bias: Float[Array, "E 2 I"] | None,
@@ -79,16 +97,46 @@ def expert_mlp(
 
     hide = launch(
         "expert_mlp_hidden",
-        functools.partial(_hidden, activation),
+        functools.partial(_hidden, activation, _Stored.of(gate_up)),
         features,
         config.block_features,
         x.dtype,
     )
-    hidden = hide(experts, x, gate_up, gate_up_bias)
-    output = launch("expert_mlp_output", _output, size, config.block_model, jnp.dtype(jnp.float32))
-    rows = output(experts, hidden, down, down_bias, weights.reshape(-1)).reshape(tokens, top_k, size)
+    hidden = hide(experts, x, gate_up_bias, *parts_of(gate_up))
+    give = functools.partial(_output, _Stored.of(down))
+    output = launch("expert_mlp_output", give, size, config.block_model, jnp.dtype(jnp.float32))
+    rows = output(experts, hidden, down_bias, weights.reshape(-1), *parts_of(down))
+    rows = rows.reshape(tokens, top_k, size)
     known = (experts >= 0) & (experts < num_experts)
     return jnp.sum(jnp.where(known[:, :, None], rows, 0), axis=1).astype(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """How a matrix of all experts is stored: the static side of `Tiles`."""
+
+    format: str
+    terms: int
+    blocks: tuple[int, int]  # of FP8: terms and columns that share a scale
+
+    @classmethod
+    def of(cls, w: Array | Narrow) -> "_Stored":
+        blocks = (w.block[1], w.block[-1]) if isinstance(w, Quantized) else (1, 1)
+        return cls(stored_of(w), w.shape[1], blocks)
+
+    def tiles(self, refs: tuple[Any, ...], e: Array, *half: int) -> Tiles:
+        """The matrix of an expert; of gate and up one half."""
+        terms, columns = self.blocks
+        return Tiles(
+            refs,
+            self.format,
+            self.terms,
+            (lambda column: (e, *half, column))
+            if self.format == "mxfp4"
+            else (lambda term, column: (e, term, *half, column)),
+            lambda term: term // terms,
+            lambda column: column // columns,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +159,11 @@ class _Call:
         """Tokens that are looked at together."""
         return min(pl.next_power_of_2(self.tokens), _TABLE // self.config.crowd_rows)
 
+    def product(self, rows: Array, tile: Array, scales: Array | None) -> Array:
+        """A product in float32, with the scales of its columns if there are any."""
+        found = plgpu.dot(rows, tile, precision=self.precision)
+        return found if scales is None else found * scales[None, :]
+
     def depth(self, rows: int) -> int:
         """Terms that are loaded in one step of so many rows: tiles on their way take about as much room."""
         return self.config.block_depth if rows == self.config.block_rows else self.config.block_depth // 2
@@ -118,30 +171,34 @@ class _Call:
 
 def _hidden(
     activation: Activation,
+    stored: _Stored,
     call: _Call,
     block: int,
     experts_ref: Any,
     x_ref: Any,
-    gate_up_ref: Any,
     bias_ref: Any,
-    hidden_ref: Any,
+    *refs: Any,
 ) -> None:
     """One program: some features of one expert's rows."""
-    features = gate_up_ref.shape[3]
-    feature, inside = _lanes(pl.program_id(0), block, features)
+    *gate_up, hidden_ref = refs
+    features = Lanes.of(pl.program_id(0), block, hidden_ref.shape[1])
+    feature, inside = features
 
     def compute(e: Array, row: Array, real: Array) -> None:
         depth = call.depth(row.size)
 
         def add(i: Array, halves: tuple[Array, Array]) -> tuple[Array, ...]:
-            element, there = _lanes(i, depth, x_ref.shape[1])
-            mine = _load(x_ref, (row // call.top_k, element), real, there)
-            tiles = [_load(gate_up_ref, (e, element, half, feature), there, inside) for half in (0, 1)]
-            products = (plgpu.dot(mine, tile, precision=call.precision) for tile in tiles)
-            return tuple(half + product for half, product in zip(halves, products, strict=True))
+            sums, tiles = list(halves), (stored.tiles(tuple(gate_up), e, half) for half in (0, 1))
+            both = (own.of_step(i, depth, features, x_ref.dtype) for own in tiles)
+            for pair in zip(*both, strict=True):
+                elements = pair[0][0]
+                mine = _load(x_ref, (row // call.top_k, elements.index), real, elements.inside)
+                for half, (_, tile, scales) in enumerate(pair):
+                    sums[half] += call.product(mine, tile, scales)
+            return tuple(sums)
 
         zeros = jnp.zeros((row.size, block), jnp.float32)
-        steps = pl.cdiv(x_ref.shape[1], depth)
+        steps = pl.cdiv(stored.terms, depth)
         halves = jax.lax.fori_loop(0, steps, add, (zeros, zeros))
         if bias_ref is not None:
             biases = (plgpu.load(bias_ref.at[e, half, feature], mask=inside) for half in (0, 1))
@@ -155,29 +212,32 @@ def _hidden(
 
 
 def _output(
+    stored: _Stored,
     call: _Call,
     block: int,
     experts_ref: Any,
     hidden_ref: Any,
-    down_ref: Any,
     bias_ref: Any,
     weights_ref: Any,
-    out_ref: Any,
+    *refs: Any,
 ) -> None:
     """One program: some columns of the weighted outputs of one expert's rows."""
-    element, inside = _lanes(pl.program_id(0), block, down_ref.shape[2])
+    *down, out_ref = refs
+    elements = Lanes.of(pl.program_id(0), block, out_ref.shape[1])
+    element, inside = elements
 
     def compute(e: Array, row: Array, real: Array) -> None:
         depth = call.depth(row.size)
 
         def add(i: Array, out: Array) -> Array:
-            feature, there = _lanes(i, depth, down_ref.shape[1])
-            mine = _load(hidden_ref, (row, feature), real, there)
-            tile = _load(down_ref, (e, feature, element), there, inside)
-            return out + plgpu.dot(mine, tile, precision=call.precision)
+            tiles = stored.tiles(tuple(down), e)
+            for features, tile, scales in tiles.of_step(i, depth, elements, hidden_ref.dtype):
+                mine = _load(hidden_ref, (row, features.index), real, features.inside)
+                out += call.product(mine, tile, scales)
+            return out
 
         weights = plgpu.load(weights_ref.at[row], mask=real, other=0.0)
-        steps = pl.cdiv(down_ref.shape[1], depth)
+        steps = pl.cdiv(stored.terms, depth)
         out = jax.lax.fori_loop(0, steps, add, jnp.zeros((row.size, block), jnp.float32))
         if bias_ref is not None:
             out += plgpu.load(bias_ref.at[e, element], mask=inside).astype(jnp.float32)[None, :]
@@ -256,12 +316,6 @@ def _rows_of(call: _Call, experts_ref: Any, e: Array, chunk: Array) -> tuple[Arr
     # By the maximum, not by a sum: were an expert named twice, no row of another token would be touched.
     own = jnp.max(jnp.where(hit, column[None, :], -1), axis=1)
     return (own >= 0).astype(jnp.int32), token * call.top_k + own
-
-
-def _lanes(tile: Array, block: int, size: int) -> tuple[Array, Array | None]:
-    """Indices of a tile along an axis, and which lie inside of it where not all do."""
-    lane = tile * block + jnp.arange(block, dtype=jnp.int32)
-    return lane, None if size % block == 0 else lane < size
 
 
 def _tile(

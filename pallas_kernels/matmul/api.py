@@ -1,13 +1,30 @@
-"""The operation as a caller sees it: checks and the choice of an implementation."""
+"""The operation as a caller sees it: checks and the choice of an implementation.
 
+Unlike other kernels, this one is not taken wherever it runs: XLA's own product is as good or better at many
+shapes. So by default the kernel is taken where it was measured to be faster, on this kind of device at these
+sizes (`config.is_faster`), and nowhere else.
+"""
+
+import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.checks import FLOATS, refuse, wrong_arrays
-from pallas_kernels.dispatch import Implementation, Operation
-from pallas_kernels.matmul import reference
+from pallas_kernels.differentiable import differentiable
+from pallas_kernels.dispatch import Operation, gpu_problem
+from pallas_kernels.matmul import pallas_triton, reference
+from pallas_kernels.matmul.config import is_faster
 from pallas_kernels.weights import Narrow, expected_weights
 
-OPERATION = Operation("matmul", {"xla": Implementation(reference.matmul)})
+
+def _unsupported(x: Array, w: Array | Narrow, spec: str) -> str | None:
+    """Why the Triton kernel cannot do a call."""
+    problem = pallas_triton.problem_of(spec, x, w)
+    return problem if isinstance(problem, str) else None
+
+
+OPERATION = Operation.of(
+    "matmul", reference.matmul, differentiable(pallas_triton.matmul, reference.matmul), _unsupported
+)
 implementations = OPERATION.implementations
 
 
@@ -30,11 +47,27 @@ def matmul(
         x: of float32, bfloat16 or float16.
         w: the weights, in x's dtype or quantised.
         wide: whether the result is in float32, not in x's dtype.
-        implementation: one of `implementations()`; None picks the best for the case.
+        implementation: one of `implementations()`; None is what was measured to be faster, else "xla".
 
     Raises:
         ValueError: an argument is misshapen or of the wrong dtype (all of them are listed), or there is no
             such implementation.
+        NotImplementedError: the named implementation does not support the case or the device.
     """
     refuse("matmul", wrong_arrays(("x", x, x.shape, FLOATS), *expected_weights("w", w, w.shape, x.dtype)))
-    return OPERATION.choose(implementation, x, w)(x, w, spec=spec, wide=wide)
+    if implementation is None:
+        implementation = "pallas_triton" if _is_faster(spec, x, w) else "xla"
+    return OPERATION.choose(implementation, x, w, spec)(x, w, spec=spec, wide=wide)
+
+
+def _is_faster(spec: str, x: Array, w: Array | Narrow) -> bool:
+    """Whether the kernel runs here, and was measured to be faster."""
+    if gpu_problem() is not None or x.dtype.itemsize != 2 or _unsupported(x, w, spec) is not None:
+        return False
+    problem = pallas_triton.problem_of(spec, x, w)
+    assert isinstance(problem, pallas_triton.Problem)
+    return is_faster(_device_kind(), problem.stored, *problem.sizes)
+
+
+def _device_kind() -> str:
+    return jax.devices()[0].device_kind

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from bench.common.floors import Ceilings
+from bench.common.tuned import read_table, write_table
 from bench.kernel import tuning_run
 from bench.kernel.speed import AttentionCase, work_of
 from bench.kernel.tuning import (
@@ -18,11 +19,9 @@ from bench.kernel.tuning import (
     Task,
     has_entry,
     makes_sense,
-    read_table,
     search,
     tasks_of,
     with_entry,
-    write_table,
 )
 from pallas_kernels.tree_attention import config as config_module
 from pallas_kernels.tree_attention import pallas_triton

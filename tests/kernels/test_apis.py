@@ -13,6 +13,7 @@ from pallas_kernels import (
     expert_mlp,
     gated_activation,
     gated_delta,
+    matmul,
     paged_write,
     qkv_rotary,
     rms_norm,
@@ -50,6 +51,7 @@ CALLS = {
         {"parents": jnp.array([[-1, 0, 0]], jnp.int32)},
     ),
     "least_kept": (token_filter, [halves(1, 2, 9), halves(1), zeros(1), halves(1), halves(1)], {}),
+    "matmul": (matmul, ["bm,mf->bf", halves(3, 16), halves(16, 32)], {}),
     "paged_write": (paged_write, [[halves(2, 4, 8)], [halves(1, 3, 8)], zeros(1, 1), zeros(1, 1)], {}),
     "qkv_rotary": (
         qkv_rotary,

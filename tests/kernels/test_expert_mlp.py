@@ -13,7 +13,8 @@ from pallas_kernels.activation import GELU_TANH, SILU, Activation
 from pallas_kernels.expert_mlp import api, expert_mlp, pallas_triton, reference
 from pallas_kernels.expert_mlp.config import Config, config_for
 from pallas_kernels.expert_mlp.shapes import SHAPES
-from pallas_kernels.quantized import Quantized
+from pallas_kernels.mxfp4 import Mxfp4
+from pallas_kernels.quantized import FP8, Quantized, scale_shape
 from tests.kernels.activations import FORMULAS, GPT_OSS, STEP
 from tests.kernels.lowering import KERNEL, lower_for_gpu
 from tests.marks import wide
@@ -104,11 +105,66 @@ def test_quantised_experts_are_multiplied_as_they_are_widened():
     expected = oracle(case, arrays)
     distance = np.linalg.norm(y - expected, axis=-1)
     assert (distance <= TOLERANCE[jnp.float32] * np.linalg.norm(expected, axis=-1)).all()
-    why = "the experts are quantised"
     wrong = Quantized(quantized[0].values, quantized[0].scales, (1, 24, 1, 8))
     with pytest.raises(ValueError, match=r"gate_up's scales is \(4, 1, 2, 3\), expected \(4, 2, 2, 3\)"):
         expert_mlp(x, wrong, quantized[1], *rest[:2], activation=SILU)
+    why = "down: scales change after 16 terms, no multiple of 32"
     assert api.OPERATION.table["pallas_triton"].unsupported(x, *quantized) == why
+
+
+def quantised(stored, gate_up, down):
+    if stored == "mxfp4":
+        return Mxfp4.of(gate_up, 1), Mxfp4.of(down, 1)
+    return Quantized.of(gate_up, (1, 64, 1, 16)), Quantized.of(down, (1, 64, 32))
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype"), [("mxfp4", jnp.bfloat16), wide("fp8", jnp.bfloat16), wide("mxfp4", jnp.float32)]
+)
+def test_the_kernel_reads_quantised_experts(stored, dtype):
+    case = Case(5, 4, 2, 160, 96, dtype, GPT_OSS, biases=True)
+    x, gate_up, down, experts, *rest = make_case(case)
+    weights = quantised(stored, *(jnp.nan_to_num(own.astype(jnp.float32)) for own in (gate_up, down)))
+    run = jax.jit(partial(pallas_triton.expert_mlp, activation=GPT_OSS, interpret=True))
+    expected = oracle(case, (x, *(own.widened(jnp.dtype(jnp.float32)) for own in weights), experts, *rest))
+    size = TOLERANCE[dtype] * np.linalg.norm(expected, axis=-1)
+
+    def apart(*weights):
+        y = np.asarray(run(x, *weights, experts, *rest), np.float64)
+        return np.linalg.norm(y - expected, axis=-1)
+
+    assert (apart(*weights) <= size).all()
+    # One wrong scale of an expert that the first token has chosen.
+    gate_up, down = weights
+    scales = down.scales.at[experts[0].max(), 3, 1].add(1)
+    wrong = type(down)(down.values, scales, down.axis if stored == "mxfp4" else down.block)
+    assert apart(gate_up, wrong)[0] > size[0]
+
+
+@pytest.mark.parametrize("tokens", [1, wide(64), wide(512)])
+@pytest.mark.parametrize("stored", ["mxfp4", wide("fp8")])
+def test_lowers_for_cuda_with_quantised_experts(stored, tokens):
+    case = next(case for case in PUBLISHED if (case.size, case.tokens) == (2880, tokens))
+    x, gate_up, down, *rest = jax.eval_shape(partial(make_shapes, case))
+    parts = []
+    for own, block in ((gate_up, (1, 128, 1, 128)), (down, (1, 128, 128))):
+        if stored == "mxfp4":
+            cells = (own.shape[0], *own.shape[2:], own.shape[1] // 32)
+            parts += [jax.ShapeDtypeStruct((*cells, 16), jnp.uint8), jax.ShapeDtypeStruct(cells, jnp.uint8)]
+        else:
+            scales = scale_shape(own.shape, block)
+            parts += [jax.ShapeDtypeStruct(own.shape, FP8), jax.ShapeDtypeStruct(scales, jnp.float32)]
+
+    def run(x, *arrays):
+        pairs, others = (arrays[:2], arrays[2:4]), arrays[4:]
+        blocks = ((1, 128, 1, 128), (1, 128, 128))
+        weights = (
+            Mxfp4(*pair, 1) if stored == "mxfp4" else Quantized(*pair, block)
+            for pair, block in zip(pairs, blocks, strict=True)
+        )
+        return pallas_triton.expert_mlp(x, *weights, *others, activation=case.activation)
+
+    assert lower_for_gpu(run, x, *parts, *rest).count(KERNEL) == 2
 
 
 class ExpertMLPSuite:

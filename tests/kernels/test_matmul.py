@@ -1,12 +1,23 @@
-"""matmul: products of rows with FP8 weights, against float64."""
+"""matmul: products of rows with plain, FP8 and MXFP4 weights, against float64."""
+
+import math
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.matmul import implementations, matmul, reference
-from pallas_kernels.quantized import FP8, LARGEST, Quantized
+from pallas_kernels import weight_tiles
+from pallas_kernels.matmul import api, config, matmul, pallas_triton, reference
+from pallas_kernels.matmul.config import Config, config_for, default_config, is_faster
+from pallas_kernels.matmul.shapes import SHAPES
+from pallas_kernels.mxfp4 import Mxfp4
+from pallas_kernels.quantized import FP8, LARGEST, Quantized, scale_shape
+from tests.kernels import test_mxfp4
+from tests.kernels.lowering import KERNEL, lower_for_gpu
+from tests.marks import wide
 
 # Weights as layers have them: blocks of 128 x 128, of one head, a partial one, and whole columns.
 CASES = {
@@ -36,8 +47,7 @@ def make(shape, block, seed=0):
 
 @pytest.mark.parametrize("parts", ["whole", "parts"])
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("implementation", implementations())
-def test_every_output_is_within_rounding_of_float64(implementation, name, parts, monkeypatch):
+def test_every_output_is_within_rounding_of_float64(name, parts, monkeypatch):
     if parts == "parts":
         monkeypatch.setattr(reference, "_PART", 5000)
     dtype = jnp.bfloat16 if parts == "whole" else jnp.float32
@@ -46,7 +56,7 @@ def test_every_output_is_within_rounding_of_float64(implementation, name, parts,
     summed = len(spec.split(",")[1].split("->")[0].strip()) - len(spec.split("->")[1]) + 2
     rows = np.random.default_rng(1).standard_normal((1, 3, *shape[:summed]))
     x = jnp.asarray(rows, dtype)
-    got = np.asarray(matmul(spec, x, w, implementation=implementation), np.float64)
+    got = np.asarray(matmul(spec, x, w, implementation="xla"), np.float64)
     given, wide = np.asarray(x, np.float64), widened(w)
     terms = np.prod(shape[:summed])
     # A rounding of each weight, one of the result, and those of a sum in float32.
@@ -126,3 +136,201 @@ def test_wrong_arrays_are_all_listed():
         matmul("bm,mf->bf", jnp.ones((1, 256)), wrong)
     with pytest.raises(ValueError, match="no implementation 'triton'"):
         matmul("bm,mf->bf", jnp.ones((1, 256)), w, implementation="triton")
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_bytes_that_are_not_those_of_the_scales_are_refused():
+    narrow = Mxfp4(jnp.zeros((96, 2, 16), jnp.uint8), jnp.zeros((96, 3), jnp.int8), 0)
+    message = r"w's values is \(96, 2, 16\), expected \(96, 3, 16\); w's scales holds int8, expected uint8"
+    with pytest.raises(ValueError, match=message):
+        matmul("bm,mf->bf", jnp.ones((1, 96)), narrow)
+
+
+class Product(NamedTuple):
+    """A call of the kernel: M, the weights, how they are stored, and how the work is cut up."""
+
+    spec: str
+    rows: int
+    shape: tuple[int, ...]
+    stored: str
+    block: tuple[int, ...] = ()
+    summed: int = 1
+    dtype: type = jnp.bfloat16
+    config: Config = Config(16, 32, 64, 2, 4, 2)
+
+
+#: Masks along every axis, several tiles of rows and of columns, and shares of sums.
+PRODUCTS = [
+    Product("bm,mf->bf", 17, (100, 40), "plain", dtype=jnp.float16),
+    Product("bm,mkf->bkf", 3, (300, 2, 72), "fp8", (128, 1, 32)),
+    Product("bhe,hem->bm", 1, (3, 48, 40), "fp8", (1, 16, 40), 2, jnp.float32),
+    Product("bm,mgf->bgf", 5, (224, 2, 24), "mxfp4"),
+]
+MORE_PRODUCTS = [
+    Product("bhe,hem->bm", 4, (4, 16, 96), "fp8", (4, 16, 1), 2),
+    Product("bm,mgre->bgre", 2, (160, 2, 3, 16), "fp8", (128, 1, 1, 16), config=Config(16, 16, 128, 1, 4, 2)),
+    Product("bm,mf->bf", 256, (64, 64), "plain", config=Config(128, 64, 32, 1, 4, 2)),
+    Product("bm,mf->bf", 16, (96, 32), "mxfp4", dtype=jnp.float32, config=Config(16, 32, 32, 3, 4, 2)),
+    Product("bm,mf->bf", 2, (64, 48), "mxfp4", dtype=jnp.float16),
+]
+
+
+def arrays_of(product):
+    """Rows, weights, and the weights in float64."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((product.rows, *product.shape[: product.summed])), product.dtype)
+    if product.stored == "mxfp4":
+        w = test_mxfp4.random_mxfp4(product.shape, 0)
+        return x, w, test_mxfp4.widened(w)
+    if product.stored == "fp8":
+        # Not by `make`, which would compile: values and scales of all sizes.
+        values = rng.standard_normal(product.shape).astype(FP8)
+        scales = np.exp(rng.standard_normal(scale_shape(product.shape, product.block))).astype(np.float32)
+        w = Quantized(jnp.asarray(values), jnp.asarray(scales), product.block)
+        return x, w, widened(w)
+    w = jnp.asarray(rng.standard_normal(product.shape), product.dtype)
+    return x, w, np.asarray(w, np.float64)
+
+
+def kernel_s(product, x, w):
+    run = partial(pallas_triton.matmul, spec=product.spec, wide=True, config=product.config, interpret=True)
+    return np.asarray(run(x, w), np.float64)
+
+
+@pytest.mark.parametrize("product", [*PRODUCTS, *map(wide, MORE_PRODUCTS)], ids=str)
+def test_the_kernel_is_within_rounding_of_float64(product):
+    x, w, exact = arrays_of(product)
+    got, rows = kernel_s(product, x, w), np.asarray(x, np.float64)
+    # Weights are exact in the rows' type, but for scales of FP8, whose sums are rounded once more; terms are
+    # summed in float32.
+    terms = math.prod(product.shape[: product.summed])
+    bound = (terms + 2) * 2.0**-24 * np.einsum(product.spec, abs(rows), abs(exact))
+    assert (abs(got - np.einsum(product.spec, rows, exact)) <= bound).all()
+
+
+@pytest.mark.parametrize("product", [PRODUCTS[1], PRODUCTS[3]], ids=["fp8", "mxfp4"])
+def test_one_wrong_scale_in_the_kernel_is_far_outside(product):
+    x, w, exact = arrays_of(product)
+    flat = w.scales.reshape(-1)
+    wrong = flat.at[flat.size // 2].set(flat[flat.size // 2] + flat.dtype.type(1)).reshape(w.scales.shape)
+    other = type(w)(w.values, wrong, w.block if product.stored == "fp8" else w.axis)
+    apart = abs(kernel_s(product, x, other) - np.einsum(product.spec, np.asarray(x, np.float64), exact))
+    bound = 2.0**-8 * np.einsum(product.spec, abs(np.asarray(x, np.float64)), abs(exact))
+    assert (apart > bound).any()
+    assert (apart <= bound).any()  # the other blocks
+
+
+class TestWhatTheKernelCannotDo:
+    @pytest.mark.parametrize(
+        ("spec", "rows", "w", "why"),
+        [
+            ("bm,mf->bf", 257, jnp.zeros((32, 16)), "257 rows: it is for 1 to 256"),
+            ("bm,vm->bv", 1, jnp.zeros((16, 32)), "bm,vm->bv is not of the form"),
+            ("bm,m->b", 1, jnp.zeros(32), "bm,m->b is not of the form"),
+            (
+                "bm,mf->bf",
+                1,
+                Quantized(jnp.zeros((48, 16), FP8), jnp.ones((2, 1)), (24, 16)),
+                "after 24 terms",
+            ),
+            (
+                "bm,fm->bf",
+                1,
+                Mxfp4(jnp.zeros((16, 1, 16), jnp.uint8), jnp.zeros((16, 1), jnp.uint8), 1),
+                "blocks do not lie along the first axis",
+            ),
+        ],
+    )
+    def test_is_said(self, spec, rows, w, why):
+        terms = w.shape[-1] if spec in ("bm,vm->bv", "bm,fm->bf") else w.shape[0]
+        assert why in api.OPERATION.table["pallas_triton"].unsupported(jnp.zeros((rows, terms)), w, spec)
+
+    def test_fp8_on_a_gpu_without(self, monkeypatch):
+        monkeypatch.setattr(weight_tiles, "compute_capability", lambda: (8, 6))
+        why = api.OPERATION.table["pallas_triton"].unsupported(
+            jnp.zeros((1, 32)), Quantized(jnp.zeros((32, 16), FP8), jnp.ones((1, 1)), (32, 16)), "bm,mf->bf"
+        )
+        assert why == "the GPU has no FP8: compute capability 8.6 is below 8.9"
+
+
+SETTINGS = {"block_rows": 16, "block_columns": 16, "block_depth": 32, "splits": 1, "num_warps": 4}
+ENTRY = {"stored": "plain", "rows": 16, "depth": 32, "columns": 64, "micros": 2.0, "xla_micros": 3.0}
+
+
+class TestChoice:
+    """By default XLA's product, but where the kernel was measured to be faster."""
+
+    @pytest.fixture
+    def measured(self, monkeypatch):
+        def there(**changes):
+            entry = {**ENTRY, "config": {**SETTINGS, "num_stages": 2}, **changes}
+            monkeypatch.setattr(config, "tuned", lambda: {"X": [entry]})
+
+        return there
+
+    def test_entries(self, measured):
+        measured()
+        assert is_faster("X", "plain", 9, 32, 64)
+        for other in (("Y", "plain", 9, 32, 64), ("X", "fp8", 9, 32, 64), ("X", "plain", 17, 32, 64)):
+            assert not is_faster(*other)
+            assert config_for(*other) == default_config(*other[1:])
+        assert config_for("X", "plain", 16, 32, 64) == Config(**SETTINGS, num_stages=2)
+        measured(micros=3.5)
+        assert not is_faster("X", "plain", 9, 32, 64)
+
+    @pytest.mark.parametrize(
+        ("dtype", "rows", "taken"), [("bfloat16", 16, 1), ("bfloat16", 17, 0), ("float32", 1, 0)]
+    )
+    def test_default(self, dtype, rows, taken, measured, monkeypatch):
+        measured()
+        monkeypatch.setattr(api, "gpu_problem", lambda: None)
+        monkeypatch.setattr("pallas_kernels.dispatch.gpu_problem", lambda: None)
+        monkeypatch.setattr(api, "_device_kind", lambda: "X")
+        arrays = jnp.zeros((rows, 32), dtype), jnp.zeros((32, 64), dtype)
+        assert lower_for_gpu(partial(matmul, "bm,mf->bf"), *arrays).count(KERNEL) == taken
+
+    def test_what_is_shipped_is_valid(self):
+        for entries in config.tuned().values():
+            for entry in entries:
+                assert Config(**entry["config"])
+                assert {*ENTRY} <= {*entry}
+            keys = [(e["stored"], e["depth"], e["columns"], e["rows"]) for e in entries]
+            assert keys == sorted(set(keys))
+
+
+def test_configurations_are_checked():
+    with pytest.raises(ValueError, match="block_depth must be a power of two of at least 32, not 16; splits"):
+        Config(16, 64, 16, 0, num_warps=4, num_stages=2)
+
+
+@pytest.mark.parametrize("rows", [1, wide(64), wide(256)])
+@pytest.mark.parametrize(
+    ("shape", "stored"),
+    [
+        (shape, stored) if i in (2, 4) else wide(shape, stored)
+        for i, shape in enumerate(SHAPES)
+        for stored in shape.stored
+    ],
+    ids=str,
+)
+def test_lowers_for_cuda(shape, stored, rows):
+    """To one kernel, on a machine without a GPU too."""
+    depth, columns = shape.depth, shape.columns
+    made = {
+        "plain": ([((depth, columns), jnp.bfloat16)], lambda w: w),
+        "fp8": (
+            [((depth, columns), FP8), (scale_shape((depth, columns), (128, 128)), jnp.float32)],
+            lambda values, scales: Quantized(values, scales, (128, 128)),
+        ),
+        "mxfp4": (
+            [((columns, depth // 32, 16), jnp.uint8), ((columns, depth // 32), jnp.uint8)],
+            lambda values, scales: Mxfp4(values, scales, 0),
+        ),
+    }
+    parts, make_weights = made[stored]
+    arrays = [jax.ShapeDtypeStruct(*part) for part in [((rows, depth), jnp.bfloat16), *parts]]
+
+    def run(x, *arrays):
+        return pallas_triton.matmul(x, make_weights(*arrays), spec="bm,mf->bf", wide=False)
+
+    assert lower_for_gpu(run, *arrays).count(KERNEL) == 1

@@ -1,0 +1,26 @@
+"""Tables of tuned configurations per device kind, as kernels read them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jetspec_jax.checkpoint.files import replacing
+
+#: An entry: the kind of call, and its configuration.
+Entry = Mapping[str, Any]
+
+
+def read_table(path: Path) -> dict[str, list[Entry]]:
+    """The table; empty without a file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def write_table(path: Path, table: Mapping[str, Sequence[Entry]]) -> None:
+    """Writes the table atomically, with an entry per line."""
+    devices = [
+        f"  {json.dumps(kind)}: [\n" + ",\n".join(f"    {json.dumps(entry)}" for entry in entries) + "\n  ]"
+        for kind, entries in sorted(table.items())
+    ]
+    with replacing(path) as partial:
+        partial.write_text("{\n" + ",\n".join(devices) + "\n}\n", encoding="utf-8")

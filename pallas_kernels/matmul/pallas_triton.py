@@ -1,0 +1,185 @@
+"""Products of few rows on Pallas's Triton backend: weights are read once, as they are stored.
+
+A program has some columns of some rows, and a share of the sums' terms:
+
+    program (c, r, s)  =  columns c of rows r, terms s
+
+Shapes: M rows, K terms, N columns.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.matmul.config import Config, config_for
+from pallas_kernels.mxfp4 import BLOCK, BLOCK_BYTES, Mxfp4
+from pallas_kernels.quantized import Quantized
+from pallas_kernels.weight_tiles import Lanes, Tiles, both, cell_of, load, stored_of, unsupported
+from pallas_kernels.weights import Narrow
+
+#: The most rows of a call: with more, products compute longer than they read.
+MOST_ROWS = 256
+_LEAST_DEPTH = 16  # of a tensor core's product
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A product as a matrix of rows times a matrix of columns.
+
+    Attributes:
+        rows: M.
+        depth: Sizes of the axes that are summed over.
+        columns: Sizes of the weights' other axes.
+        stored: How the weights are stored: "plain", "fp8" or "mxfp4".
+        depth_block: Of FP8, how many weights share a scale along each of the axes that are summed over.
+        columns_block: Likewise along each of the others.
+    """
+
+    rows: int
+    depth: tuple[int, ...]
+    columns: tuple[int, ...]
+    stored: str
+    depth_block: tuple[int, ...]
+    columns_block: tuple[int, ...]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, K and N."""
+        return self.rows, math.prod(self.depth), math.prod(self.columns)
+
+    @property
+    def depth_run(self) -> int:
+        """So many terms from any multiple of it on have the same scales; 0 is all terms."""
+        run = 1
+        for i in reversed(range(len(self.depth))):
+            size, block = self.depth[i], self.depth_block[i]
+            if block < size:
+                return run * (block if math.prod(self.depth[:i]) == 1 else math.gcd(block, size))
+            run *= size
+        return 0
+
+
+def problem_of(spec: str, x: Array, w: Array | Narrow) -> Problem | str:
+    """What a call of `api.matmul` computes, or why the kernel cannot."""
+    (x_axes, w_axes), out = spec.split("->")[0].split(","), spec.split("->")[1]
+    count = sum(name not in out for name in w_axes)
+    summed, columns = w_axes[:count], w_axes[count:]
+    stored = stored_of(w)
+    if isinstance(w, Mxfp4) and (w.axis, count) != (0, 1):
+        return (
+            "blocks do not lie along the first axis of the weights, or it is not the one that is summed over"
+        )
+    if x_axes != f"{out.removesuffix(columns)}{summed}" or not out.endswith(columns) or not columns:
+        return f"{spec} is not of the form 'rows terms, terms columns -> rows columns'"
+    block = w.block if isinstance(w, Quantized) else w.shape
+    rows = math.prod(x.shape[: len(x_axes) - count])
+    found = Problem(rows, w.shape[:count], w.shape[count:], stored, block[:count], block[count:])
+    if not 0 < rows <= MOST_ROWS:
+        return f"{rows} rows: it is for 1 to {MOST_ROWS}"
+    terms = found.sizes[1]
+    return (
+        unsupported(w, found.depth_run or terms, terms, _LEAST_DEPTH if stored == "fp8" else BLOCK) or found
+    )
+
+
+def matmul(
+    x: Float[Array, "*rows"],
+    w: Float[Array, "*weights"] | Narrow,
+    *,
+    spec: str,
+    wide: bool,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Float[Array, "*out"]:
+    """See `api.matmul`. `config` overrides the rule's; `interpret` runs without a GPU."""
+    problem = problem_of(spec, x, w)
+    assert isinstance(problem, Problem), problem
+    rows, depth, columns = problem.sizes
+    if config is None:
+        config = config_for(jax.devices()[0].device_kind, problem.stored, rows, depth, columns)
+    block_depth = min(config.block_depth, (problem.depth_run & -problem.depth_run) or config.block_depth)
+    # Tensor cores would round float32 to TF32.
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    call = _Call(problem, config, block_depth, precision)
+    out_dtype = jnp.dtype(jnp.float32) if wide else x.dtype
+    splits = call.splits
+    launch: Any = pl.pallas_call(
+        functools.partial(_program, call),
+        out_shape=jax.ShapeDtypeStruct((splits, rows, columns), out_dtype if splits == 1 else jnp.float32),
+        grid=(pl.cdiv(columns, config.block_columns), pl.cdiv(rows, config.block_rows), splits),
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        interpret=interpret,
+        name=f"matmul_{problem.stored}",
+    )
+    parts = launch(*_matrices(problem, x, w))
+    out = parts[0] if splits == 1 else jnp.sum(parts, axis=0).astype(out_dtype)
+    return out.reshape(*x.shape[: x.ndim - len(problem.depth)], *problem.columns)
+
+
+def _matrices(problem: Problem, x: Array, w: Array | Narrow) -> tuple[Array, ...]:
+    """Rows, weights as they are stored, and their scales, if they have any."""
+    rows, depth, columns = problem.sizes
+    x = x.reshape(rows, depth)
+    if isinstance(w, Mxfp4):
+        return x, w.values.reshape(columns, -1, BLOCK_BYTES), w.scales.reshape(columns, -1)
+    if isinstance(w, Quantized):
+        cells = math.prod(w.scales.shape[: len(problem.depth)])
+        return x, w.values.reshape(depth, columns), w.scales.reshape(cells, -1)
+    return x, w.reshape(depth, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The static side of a launch."""
+
+    problem: Problem
+    config: Config
+    block_depth: int
+    precision: jax.lax.Precision | None
+
+    @property
+    def steps(self) -> int:
+        """Steps of all terms."""
+        return pl.cdiv(self.problem.sizes[1], self.block_depth)
+
+    @property
+    def splits(self) -> int:
+        """Programs that share them; each has at least one."""
+        return pl.cdiv(self.steps, pl.cdiv(self.steps, self.config.splits))
+
+
+def _program(call: _Call, x_ref: Any, *refs: Any) -> None:
+    """One program: some columns of some rows, of some terms."""
+    *weights, out_ref = refs
+    problem, config = call.problem, call.config
+    row = Lanes.of(pl.program_id(1), config.block_rows, problem.sizes[0])
+    column = Lanes.of(pl.program_id(0), config.block_columns, problem.sizes[2])
+    tiles = Tiles(
+        tuple(weights),
+        problem.stored,
+        problem.sizes[1],
+        lambda *index: index,
+        lambda term: cell_of(term, problem.depth, problem.depth_block),
+        lambda column: cell_of(column, problem.columns, problem.columns_block),
+    )
+
+    def step(i: Array, out: Array) -> Array:
+        for terms, w, scales in tiles.of_step(i, call.block_depth, column, x_ref.dtype):
+            x = load(x_ref, (row.index[:, None], terms.index[None, :]), both(row, terms))
+            product = plgpu.dot(x, w, precision=call.precision)
+            out += product if scales is None else product * scales[None, :]
+        return out
+
+    each = pl.cdiv(call.steps, call.splits)
+    first = pl.program_id(2) * each
+    out = jnp.zeros((config.block_rows, config.block_columns), jnp.float32)
+    out = jax.lax.fori_loop(first, jnp.minimum(first + each, call.steps), step, out)
+    index = pl.program_id(2), row.index[:, None], column.index[None, :]
+    plgpu.store(out_ref.at[index], out.astype(out_ref.dtype), mask=both(row, column))
