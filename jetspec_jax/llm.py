@@ -25,8 +25,9 @@ from jetspec_jax.checkpoint.chat_template import (
     read_chats,
 )
 from jetspec_jax.checkpoint.loading import Head, Target, read_draft_head, read_target
+from jetspec_jax.checkpoint.packing import with_storage
 from jetspec_jax.checkpoint.pairs import default_draft_head, draft_head_at
-from jetspec_jax.checkpoint.source import Source, resolve_dtype
+from jetspec_jax.checkpoint.source import AUTO, Source, resolve_dtype
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.settings import PLAIN, TreeSettings, fastest_settings
 from jetspec_jax.demo import DEMO
@@ -95,6 +96,7 @@ class LLM:
         allow_nonfinite: bool = False,
         tokenizer: str | Path | None = None,
         chat_template: str | Path | None = None,
+        mxfp4: str = AUTO,
         compilation_cache: str | Path = "auto",
         mesh: Mesh | None = None,
         tensor_parallel_size: int = 1,
@@ -137,6 +139,8 @@ class LLM:
             tokenizer: A folder, a GGUF file or a hub id whose tokenizer takes the place of the target's own.
             chat_template: A file or a Jinja text that takes the place of the tokenizer's chat template; what
                 has braces or several lines is a text.
+            mxfp4: Whether experts in MXFP4 stay "packed" on the devices or are "widened" when they are read;
+                "auto" is what is faster, or else what leaves room. A loaded target stays as it is.
             compilation_cache: Where compiled programs are kept for later processes, this whole process's:
                 "auto", a folder, or "off". See `jetspec_jax.enable_compilation_cache`.
             mesh: The devices that share the models, a mesh with the axes "expert" and "tensor", of which one
@@ -177,7 +181,9 @@ class LLM:
                     )
             ours = target
         else:
-            ours = replace(reading, path_or_id=target, tokenizer=tokenizer, chat_template=template)
+            ours = replace(
+                reading, path_or_id=target, tokenizer=tokenizer, chat_template=template, mxfp4=mxfp4
+            )
         head: Head | Source | None = None
         if draft_head is not None:
             loaded = isinstance(draft_head, Head)
@@ -204,6 +210,9 @@ class LLM:
         self.settings = PLAIN if head_config is None else settings
         sizes = tensor_parallel_size, expert_parallel_size, data_parallel_size
         meshes = _meshes_of(ours, head, config, mesh, *sizes)
+        if isinstance(ours, Source):
+            ours = with_storage(ours, *meshes)
+            config = unread[TARGET_WEIGHTS] = ours.target_config
         self._capacity, self._max_slots, self._implementation = capacity, max_slots, implementation
         slots_for(1, max_slots)
         plan = plan_engine(

@@ -11,9 +11,10 @@ from jax.sharding import Mesh
 
 from jetspec_jax.checkpoint.chat_template import read_chat_template
 from jetspec_jax.checkpoint.orbax import is_orbax, read_orbax_weights
+from jetspec_jax.checkpoint.packing import with_storage
 from jetspec_jax.checkpoint.pairs import draft_head_at
 from jetspec_jax.checkpoint.reading import read_weights
-from jetspec_jax.checkpoint.source import Source
+from jetspec_jax.checkpoint.source import AUTO, Source
 from jetspec_jax.checkpoint.tokenizer import load_named_tokenizer, load_tokenizer, read_eos_token_ids
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
 from jetspec_jax.device.groups import Meshes, describe_meshes
@@ -132,6 +133,7 @@ def load_target(
     allow_nonfinite: bool = False,
     tokenizer: str | Path | None = None,
     chat_template: str | Path | None = None,
+    mxfp4: str = AUTO,
 ) -> Target:
     """Loads a target from a local folder, a GGUF file or the Hugging Face hub, or that of a named pair.
 
@@ -144,6 +146,8 @@ def load_target(
         allow_nonfinite: As in `Source`.
         tokenizer: As in `Source`.
         chat_template: A file or a Jinja text that takes the place of the tokenizer's own template.
+        mxfp4: Whether experts in MXFP4 stay "packed" on the devices or are "widened" when they are read;
+            "auto" is what is faster, or else what leaves room.
 
     Raises:
         FileNotFoundError: There is no such folder or file, or the hub cannot be reached.
@@ -153,7 +157,7 @@ def load_target(
         DeviceMemoryError: A device cannot hold the weights, or its part of them.
     """
     template = None if chat_template is None else read_chat_template(chat_template)
-    source = Source(path_or_id, dtype, ignore_config_keys, allow_nonfinite, tokenizer, template)
+    source = Source(path_or_id, dtype, ignore_config_keys, allow_nonfinite, tokenizer, template, mxfp4)
     return read_target(source, None if mesh is None else as_mesh(mesh))
 
 
@@ -204,6 +208,9 @@ def read_target(source: Source, mesh: Mesh | None = None, *others: Mesh | None) 
         compare(parts, "a target", "a target")
     if mesh is not None:
         check_devices(mesh)
+    check_partition(config, mesh)
+    source = with_storage(source, mesh, *others)
+    config = source.target_config
     check_partition(config, mesh)
 
     def needs(mesh: Mesh | None) -> Bytes:
@@ -259,10 +266,7 @@ def read_draft_head(source: Source, target: Target | None = None, mesh: Mesh | N
 
 def _say_formats(head: DraftHeadConfig, target: ModelConfig) -> None:
     """Names a target that is quantised otherwise than a head, or than what the head was trained with."""
-    own, theirs = (
-        "" if quantization is None else quantization.format
-        for quantization in (head.layers.quantization, target.quantization)
-    )
+    own, theirs = head.layers.rounding, target.rounding
     plain = "not quantised"
     if head.target_format != theirs:
         _log.warning(
@@ -276,7 +280,7 @@ def _say_formats(head: DraftHeadConfig, target: ModelConfig) -> None:
 
 def _say_fp8(config: ModelConfig, mesh: Mesh | None) -> None:
     """Says where quantised weights are no faster than others."""
-    if config.quantization is not None and (problem := fp8_problem(mesh)):
+    if config.rounding and (problem := fp8_problem(mesh)):
         _log.warning("%s: weights in FP8 are widened by XLA at every product, and save memory only", problem)
 
 

@@ -18,11 +18,9 @@ from flax import nnx
 from tqdm import tqdm
 
 from jetspec_jax.checkpoint.content import CheckpointError
-from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES, ParameterPath, expected_parameters
+from jetspec_jax.checkpoint.tensor_plan import ParameterPath, expected_parameters, stored_types
 from jetspec_jax.checkpoint.unread import Unread
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
-from jetspec_jax.models.quantized import VALUES
-from pallas_kernels.quantized import FP8
 
 #: Bytes of the table of chunks that are kept in memory.
 TABLE_BYTES = 100 * 2**20
@@ -145,8 +143,7 @@ def _check(stored: Mapping[str, Any], config: ModelConfig | DraftHeadConfig, whe
         shape, dtype = tuple(stored[name].shape), stored[name].dtype
         if shape != wanted[name].shape:
             wrong.append(f"misshapen: {name} is {list(shape)}, expected {list(wanted[name].shape)}")
-        allowed = [FP8] if wanted[name].path[-1] == VALUES else FILE_DTYPES.values()
-        if dtype not in allowed:
+        if dtype not in stored_types(config, wanted[name].path):
             wrong.append(f"unsupported type: {name} is {dtype}")
     if wrong:
         raise CheckpointError(f"{where} does not hold the parameters of its config:\n  " + "\n  ".join(wrong))

@@ -41,6 +41,8 @@ from jetspec_jax.checkpoint.tensor_plan import (
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import Weights, dtype_of
 from jetspec_jax.models.key_table import Each, Key, OwnRows
+from jetspec_jax.models.mxfp4 import check_scales
+from jetspec_jax.models.quantized import SCALES
 from jetspec_jax.progress import unseen
 
 INDEX = "model.safetensors.index.json"
@@ -185,6 +187,11 @@ class StoredParameters:
             for key, own in copies:
                 with self._naming(key):
                     own.end()
+            if value.dtype == np.uint8:
+                if parameter.path[-1] == SCALES:
+                    with self._naming(copies[0][0]):
+                        check_scales(value)
+                return value
             finite = self.allow_nonfinite or all_finite(value, threads)
         if not finite:
             raise CheckpointError(self._nonfinite(parameter, value, rows))

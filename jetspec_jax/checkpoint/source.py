@@ -22,8 +22,11 @@ from jetspec_jax.config import (
     parse_draft_head_config,
     parse_model_config,
 )
-from jetspec_jax.models import quantized_blocks
+from jetspec_jax.models import kept_packed, quantized_blocks
 
+#: The words for how experts in MXFP4 lie in memory.
+AUTO, PACKED, WIDENED = "auto", "packed", "widened"
+MXFP4_WORDS = (AUTO, PACKED, WIDENED)
 #: The words for the type of all weights.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 T = TypeVar("T", bound=ModelConfig | DraftHeadConfig)
@@ -47,9 +50,12 @@ class Source:
         allow_nonfinite: Whether weights may be NaN or infinite, which decode to garbage.
         tokenizer: A folder, a GGUF file or a hub id whose tokenizer takes the place of the checkpoint's own.
         chat_template: A text of `read_chat_template` that takes the place of the tokenizer's own.
+        mxfp4: One of `MXFP4_WORDS`: whether a target's experts in MXFP4 stay packed on the devices. "auto"
+            is decided by `with_storage`, and until then as if they were widened.
 
     Raises:
         TypeError: One of them is of another type.
+        ValueError: ``mxfp4`` is none of its words.
     """
 
     path_or_id: str | Path
@@ -58,9 +64,15 @@ class Source:
     allow_nonfinite: bool = False
     tokenizer: str | Path | None = None
     chat_template: str | None = None
+    mxfp4: str = AUTO
 
     def __post_init__(self) -> None:
         """Checks types."""
+        if not isinstance(self.mxfp4, str):
+            raise TypeError(f"mxfp4 must be a string, not {type(self.mxfp4).__name__}")
+        if self.mxfp4 not in MXFP4_WORDS:
+            words = f"{', '.join(MXFP4_WORDS[:-1])} or {MXFP4_WORDS[-1]}"
+            raise ValueError(f"mxfp4 must be {words}, not {self.mxfp4!r}")
         path, dtype, keys = self.path_or_id, self.dtype, self.ignore_config_keys
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"a checkpoint is a folder, a GGUF file or a hub id, not {type(path).__name__}")
@@ -108,8 +120,9 @@ class Source:
 
     @cached_property
     def target_config(self) -> ModelConfig:
-        """The config of a target; that of a head is refused."""
-        return self._parsed(parse_model_config)
+        """The config of a target, as its weights lie in memory; that of a head is refused."""
+        config = self._parsed(parse_model_config)
+        return kept_packed(config) if self.mxfp4 == PACKED else config
 
     @cached_property
     def head_config(self) -> DraftHeadConfig:

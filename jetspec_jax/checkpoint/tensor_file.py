@@ -12,11 +12,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jetspec_jax.checkpoint.content import CheckpointError, check_regular
-from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES, FILE_FP8, Stored
+from jetspec_jax.checkpoint.tensor_plan import FILE_BYTES, FILE_DTYPES, FILE_FP8, Stored
 from pallas_kernels.quantized import FP8
 
 # The types that are read: floats, FP8, and the bytes of MXFP4.
-_DTYPES = {**FILE_DTYPES, FILE_FP8: FP8, "U8": np.dtype(np.uint8)}
+_DTYPES = {**FILE_DTYPES, FILE_FP8: FP8, FILE_BYTES: np.dtype(np.uint8)}
 
 
 @dataclass(frozen=True, eq=False)

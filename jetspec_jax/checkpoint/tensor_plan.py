@@ -16,9 +16,9 @@ import numpy as np
 from flax import nnx
 
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
-from jetspec_jax.models import DraftHead, Transformer, abstract, quantization_of, quantized_blocks
+from jetspec_jax.models import DraftHead, Transformer, abstract, dtype_of, quantization_of, quantized_blocks
 from jetspec_jax.models.key_table import Key, Skip
-from jetspec_jax.models.quantized import VALUES
+from jetspec_jax.models.quantized import VALUES, is_quantized
 from jetspec_jax.models.scale_key import ScaleKey
 from pallas_kernels.quantized import FP8
 
@@ -27,6 +27,9 @@ FILE_DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16"
 
 #: The name of FP8 in a file: finite but for two NaNs. Others, such as F8_E4M3FNUZ, mean other values.
 FILE_FP8 = "F8_E4M3"
+
+#: The name of bytes in a file, of which MXFP4 consists.
+FILE_BYTES = "U8"
 
 #: Where a parameter is in the nested weights.
 ParameterPath = tuple[str | int, ...]
@@ -109,6 +112,8 @@ def expected_parameters(
             it is that of the table, as it is written.
     """
     module, blocks, quantization = abstract(config), quantized_blocks(config), quantization_of(config)
+    if quantization is not None and quantization.is_mxfp4:
+        blocks = {}  # files hold both parts as they are in memory: they are parameters like others
     first = module.PREFIXES[0]
     prefix = _prefix(module, stored)
     entries = defaultdict(list)
@@ -183,6 +188,12 @@ def make_plan(
     return TensorPlan(sources, unused, copies)
 
 
+def stored_types(config: ModelConfig | DraftHeadConfig, path: ParameterPath) -> Collection[np.dtype]:
+    """The types that a parameter may be stored in."""
+    own = dtype_of(config, path, jnp.dtype(jnp.float32))
+    return FILE_DTYPES.values() if own == jnp.float32 else [own]
+
+
 def untied(name: str, embedding: str) -> str:
     """What to say of a stored head that is not the embedding that the config ties it to."""
     return (
@@ -200,7 +211,7 @@ def stored_dtypes(
         ValueError: One is made of tensors of different types.
     """
     dtypes, mixed = [], []
-    known = {**FILE_DTYPES, FILE_FP8: FP8}
+    known = {**FILE_DTYPES, FILE_FP8: FP8, FILE_BYTES: jnp.dtype("uint8")}
     for _, keys in sources:
         types = {key.name: "BF16" if key.scales else stored[key.name].dtype for key in keys}
         dtypes.append(known[next(iter(types.values()))])
@@ -245,8 +256,8 @@ def _unfit(
         why = f" for {quantization.format}" if quantization is not None and parameter.block else ""
         wrong.append(f"misshapen: {held}, expected {right}{why}")
     allowed, why = tuple(FILE_DTYPES), ""
-    if key.scales:
-        allowed = ("U8",)
+    if key.scales or (quantization is not None and quantization.is_mxfp4 and is_quantized(parameter.path)):
+        allowed = (FILE_BYTES,)
     elif parameter.path[-1] == VALUES:
         allowed, why = (FILE_FP8,), "; quantization_config does not leave it out"
     elif any(stored[name].dtype == FILE_FP8 for name in there):

@@ -17,14 +17,12 @@ from tqdm import tqdm
 
 from jetspec_jax.checkpoint.files import is_inside, new_folder, refuse_existing, write_files
 from jetspec_jax.checkpoint.reading import INDEX
-from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES, ParameterPath, expected_parameters
+from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES, ParameterPath, expected_parameters, stored_types
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, parse_config
-from jetspec_jax.models import Weights, dtype_of
+from jetspec_jax.models import Weights, dtype_of, kept_packed, quantization_of
 from jetspec_jax.models.key_table import Key
 from jetspec_jax.models.mxfp4 import without_mxfp4
-from jetspec_jax.models.quantized import VALUES
 from jetspec_jax.progress import unseen
-from pallas_kernels.quantized import FP8
 
 #: Bytes of tensors from which on a checkpoint is written in several files.
 MAX_SHARD_BYTES = 5 * 10**9
@@ -44,8 +42,8 @@ def save_checkpoint(
 
     Args:
         folder: Where to; it must not exist yet.
-        raw_config: The ``config.json``, which also says whether this is a target or a head. MXFP4, which is
-            not written, is left out of it.
+        raw_config: The ``config.json``, which also says whether this is a target or a head. MXFP4 is left out
+            of it unless experts are packed.
         weights: The parameters: arrays, or what stands in their place, such as `Unread`, of which each is
             made when its turn comes, once.
         dtype: The type to store, as far as `dtype_of` lets it; None stores each parameter in its own.
@@ -66,9 +64,15 @@ def save_checkpoint(
     folder, extra_files = Path(folder), extra_files or {}
     _check_types(raw_config, weights, dtype, extra_files, max_shard_bytes)
     refuse_existing(folder)
-    config = parse_config(raw_config) if config is None else config
-    plan = expected_parameters(config)
     leaves = nnx.traversals.flatten_mapping(weights)
+    if config is None:
+        config = parse_config(raw_config)
+        if isinstance(config, ModelConfig) and any(leaf.dtype == np.uint8 for leaf in leaves.values()):
+            config = kept_packed(config)
+    quantization = quantization_of(config)
+    if quantization is None or not quantization.is_mxfp4:
+        raw_config = without_mxfp4(raw_config)
+    plan = expected_parameters(config)
     wanted = {parameter.path: parameter.shape for parameter in plan}
     differing = sorted(
         ".".join(map(str, path))
@@ -87,12 +91,12 @@ def save_checkpoint(
     for parameter in plan:
         value = leaves[parameter.path]
         to = value.dtype if dtype is None else dtype_of(config, parameter.path, jnp.dtype(dtype))
-        if to not in ([FP8] if parameter.path[-1] == VALUES else FILE_DTYPES.values()):
-            raise ValueError(f"{parameter.name} is {to}; what can be stored is {list(FILE_DTYPES.values())}")
+        if to not in (types := stored_types(config, parameter.path)):
+            raise ValueError(f"{parameter.name} is {to}; what can be stored is {list(types)}")
         make = functools.partial(made_of, parameter.path)
         tensors |= {key.name: _FileTensor(key, parameter.shape, to, make) for key in parameter.forms[0]}
     shards = _split(tensors, max_shard_bytes)
-    files: dict[str, str | bytes] = {"config.json": json.dumps(without_mxfp4(raw_config), indent=2) + "\n"}
+    files: dict[str, str | bytes] = {"config.json": json.dumps(raw_config, indent=2) + "\n"}
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
         weight_map = {name: file for file, shard in shards.items() for name in sorted(shard)}

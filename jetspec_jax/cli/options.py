@@ -15,7 +15,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jetspec_jax.checkpoint.pairs import PAIR_NAMES
-from jetspec_jax.checkpoint.source import DTYPES
+from jetspec_jax.checkpoint.source import DTYPES, MXFP4_WORDS
 from jetspec_jax.cli.parser import accept_formerly
 from jetspec_jax.config import IGNORE_OPTION
 from jetspec_jax.decode.settings import DEFAULT_BUDGET
@@ -326,6 +326,12 @@ MODELS = Group(
             recurs=True,
         ),
         Option("allow_nonfinite", "allow weights that are NaN or infinite"),
+        Option(
+            "mxfp4",
+            f"experts in MXFP4 stay so on the device or are widened: {', '.join(MXFP4_WORDS)}",
+            metavar="WORD",
+            words=MXFP4_WORDS,
+        ),
         Option(
             "tokenizer",
             "folder, GGUF file or hub id of the tokenizer",

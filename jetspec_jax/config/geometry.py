@@ -216,6 +216,12 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def rounding(self) -> str:
+        """The format that the weights were rounded to after training; empty if they were not."""
+        own = self.quantization
+        return "" if own is None or own.is_mxfp4 else own.format
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """Each layer's window."""
         return tuple(layer.window for layer in self.layers)
@@ -241,7 +247,7 @@ class DraftHeadConfig:
         causal: Whether slot j sees the slots up to j only; otherwise it sees the whole block.
         scaled_embeddings: Whether the slots' embeddings are scaled as the target's own inputs are.
         capped_logits: Whether draft logits pass through the target's cap, which it must have then.
-        target_format: How the target was quantised that the head was trained with, as `Quantization.format`
+        target_format: How the target was quantised that the head was trained with, as `ModelConfig.rounding`
             says it; empty for one that was not.
     """
 

@@ -1,7 +1,8 @@
-"""What a ``quantization_config`` says: weights in FP8, with scales of blocks or of whole rows.
+"""How weights are quantised: what a ``quantization_config`` says of FP8, and MXFP4 that is kept packed.
 
-Two dialects are read: ``quant_method`` "fp8", as Qwen publishes it, and "compressed-tensors", as
-llm-compressor writes it. Activations are never quantised here: what a config says of them changes nothing.
+Two dialects of FP8 are read: ``quant_method`` "fp8", as Qwen publishes it, and "compressed-tensors", as
+llm-compressor writes it, with scales of blocks or of whole rows. Activations are never quantised here: what a
+config says of them changes nothing. The config of GPT-OSS in MXFP4 says no more than that.
 """
 
 import re
@@ -12,7 +13,7 @@ from typing import Any
 from jetspec_jax.arguments import shown
 from jetspec_jax.config.fields import MAX_SIZE, Fields, is_int
 
-FP8, COMPRESSED = "fp8", "compressed-tensors"
+FP8, COMPRESSED, MXFP4 = "fp8", "compressed-tensors", "mxfp4"
 
 # Methods that others publish, and what they are.
 _OTHERS = {
@@ -39,8 +40,10 @@ _MAX_PATTERN, _MAX_REPEATS = 200, 3
 class Quantization:
     """Weights in FP8: the matrices of all products of the layers, but for routers and what is left out.
 
+    Or experts in MXFP4, see `PACKED`.
+
     Attributes:
-        method: `FP8` or `COMPRESSED`, which name the scales differently.
+        method: `FP8` or `COMPRESSED`, which name the scales differently, or `MXFP4`.
         rows: Outputs that share a scale; the last ones may be fewer.
         columns: Inputs that share a scale, likewise; None is all of them.
         skipped: Modules that stay as they are: names, or parts of names between dots, or after ``re:`` a
@@ -55,6 +58,16 @@ class Quantization:
     activations: str = "dynamic"
 
     @property
+    def is_mxfp4(self) -> bool:
+        """Whether this is MXFP4, in which GPT-OSS is published, so that no weight was rounded to it later."""
+        return self.method == MXFP4
+
+    @property
+    def type(self) -> str:
+        """The type of the values, for people."""
+        return "MXFP4" if self.is_mxfp4 else "FP8"
+
+    @property
     def suffix(self) -> str:
         """What the name of a scale adds to that of its matrix."""
         return "_scale_inv" if self.method == FP8 else "_scale"
@@ -62,6 +75,8 @@ class Quantization:
     @property
     def format(self) -> str:
         """What people call it."""
+        if self.is_mxfp4:
+            return "MXFP4"
         block = f"in blocks of {self.rows} x {self.columns}"
         return f"FP8 {'with a scale for each output' if self.columns is None else block}"
 
@@ -78,6 +93,10 @@ class Quantization:
     @cached_property
     def _patterns(self) -> tuple[re.Pattern[str], ...]:
         return tuple(re.compile(name[3:]) for name in self.skipped if name.startswith("re:"))
+
+
+#: Experts in MXFP4, packed as files hold them: 32 inputs of an output share a scale.
+PACKED = Quantization(MXFP4, 1, 32, activations="none")
 
 
 def read_quantization(fields: Fields) -> Quantization | None:

@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jetspec_jax.config import DraftHeadConfig, LayerConfig, ModelConfig, Recurrence
 from jetspec_jax.device.mesh import size_of
 from jetspec_jax.device.processes import check_devices
-from jetspec_jax.models import abstract, quantized_blocks, without_quantization
+from jetspec_jax.models import abstract, quantization_of, quantized_blocks, without_quantization
 from jetspec_jax.models.quantized import BLOCKS
 from pallas_kernels import shards
 
@@ -146,12 +146,12 @@ def _undivided_of_head(config: DraftHeadConfig, mesh: Mesh | AbstractMesh) -> li
 def _cut_blocks(config: ModelConfig | DraftHeadConfig, mesh: Mesh | AbstractMesh) -> list[str]:
     """Where a device's part of a quantised parameter would begin or end inside of a block.
 
-    A block that is as long as its axis may be cut: every device then has its scale.
+    A block of FP8 that is as long as its axis may be cut: every device then has its scale.
     """
     layers = config if isinstance(config, ModelConfig) else config.layers
     found: dict[str, list[int]] = {}
     plain = nnx.state(abstract(without_quantization(config)), nnx.Param)
-    blocks = quantized_blocks(config)
+    blocks, quantization = quantized_blocks(config), quantization_of(config)
     for key_path, parameter in nnx.to_flat_state(plain):
         path: Any = tuple(key_path)
         for name, size, block in zip(
@@ -163,10 +163,13 @@ def _cut_blocks(config: ModelConfig | DraftHeadConfig, mesh: Mesh | AbstractMesh
             if name == "channels":
                 own = layers.layers[path[1]].recurrence
                 pieces = [own.num_key_heads * own.key_dim, own.num_value_heads * own.value_dim]
-            if parts > 1 and 1 < block < size and any(piece // parts % block for piece in pieces):
+            cuts = any(piece // parts % block for piece in pieces)
+            packed = quantization is not None and quantization.is_mxfp4
+            if parts > 1 and block > 1 and (block < size or packed) and cuts:
                 _, layer, *rest = path if len(path) > 1 else ("", -1, *path)
-                text = f"{'.'.join(rest)}: parts of {size // parts} values cut FP8 blocks of {block}"
-                found.setdefault(text, []).append(layer)
+                assert quantization is not None
+                text = f"parts of {size // parts} values cut {quantization.type} blocks of {block}"
+                found.setdefault(f"{'.'.join(rest)}: {text}", []).append(layer)
     return [f"{what} (layers {ranges(numbers)})" for what, numbers in found.items()]
 
 

@@ -14,6 +14,7 @@ from jetspec_jax.cache.pages import PAGE_SIZE
 from jetspec_jax.cache.ring import ring_pages
 from jetspec_jax.checkpoint.hub import find_headers
 from jetspec_jax.checkpoint.orbax import check_orbax, is_orbax
+from jetspec_jax.checkpoint.packing import holds_mxfp4
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.config import (
     DraftHeadConfig,
@@ -24,6 +25,7 @@ from jetspec_jax.config import (
     parse_model_config,
 )
 from jetspec_jax.device.memory import num_parameters, weight_bytes
+from jetspec_jax.models import kept_packed
 
 
 def describe(
@@ -149,16 +151,20 @@ def _quantization(config: ModelConfig) -> dict[str, Any]:
 
 
 def _weights(path_or_id: str | Path, folder: Path, config: ModelConfig | DraftHeadConfig) -> dict[str, Any]:
-    bfloat16 = weight_bytes(config, jnp.dtype(jnp.bfloat16))
+    bfloat16, packed = jnp.dtype(jnp.bfloat16), {}
     if is_orbax(folder):
         file_bytes, unused = check_orbax(folder, config), {}
     else:
         headers = find_headers(path_or_id, folder)
         file_bytes, unused = headers.file_bytes, headers.plan(config).unused
+        if isinstance(config, ModelConfig) and holds_mxfp4(config, headers.tensors):
+            own = kept_packed(config)
+            packed = {**_quantization(own), "weight_bytes_mxfp4": weight_bytes(own, bfloat16)}
     return {
         "parameters": num_parameters(config),
-        # What a device takes: MXFP4, the smallest form of a file, is widened when it is read.
-        "weight_bytes_bf16": bfloat16,
+        # What a device takes: of experts in MXFP4 where they are widened, and where they stay packed.
+        "weight_bytes_bf16": weight_bytes(config, bfloat16),
+        **packed,
         "file_bytes": file_bytes,
         "unused_tensors": {reason: len(names) for reason, names in unused.items()},
     }

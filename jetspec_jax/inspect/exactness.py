@@ -152,7 +152,7 @@ def _changed(weights: Weights, signs: Any, size: Float32[Array, ""]) -> Weights:
     """Weights times 1 + size or 1 - size, according to the product of their signs."""
 
     def change(leaf: Array, signs: Sequence[Array]) -> Array:
-        if leaf.dtype == FP8:  # its scales are changed instead
+        if leaf.dtype in (FP8, jnp.uint8):  # FP8's scales are changed instead; MXFP4 is unchanged
             return leaf
         axes = range(leaf.ndim)
         factors = (

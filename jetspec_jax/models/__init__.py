@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
-from jetspec_jax.config.quantization import Quantization
+from jetspec_jax.config.quantization import PACKED, Quantization
 from jetspec_jax.models.draft_head import DraftHead
 from jetspec_jax.models.gemma3 import Gemma3
 from jetspec_jax.models.gemma4 import Gemma4
 from jetspec_jax.models.gpt_oss import GptOss
 from jetspec_jax.models.llama import Llama
-from jetspec_jax.models.quantized import SCALES, VALUES, Path, blocks_of, quantize
+from jetspec_jax.models.quantized import VALUES, Path, blocks_of, is_quantized, quantize
 from jetspec_jax.models.qwen3 import Qwen3
 from jetspec_jax.models.qwen3_5 import Qwen3_5
 from jetspec_jax.models.qwen3_moe import Qwen3MoE
@@ -57,7 +57,7 @@ def build(
 ) -> Transformer | DraftHead:
     """A randomly initialised module with parameters of type ``dtype``, as far as `dtype_of` lets it."""
     module = _build(config, rngs, dtype)
-    quantize(module, quantized_blocks(config))
+    quantize(module, quantized_blocks(config), quantization_of(config))
     return module
 
 
@@ -66,7 +66,7 @@ def abstract(
 ) -> Transformer | DraftHead:
     """The module of a config with shapes in place of arrays; parameters still name their axes."""
     module = nnx.eval_shape(lambda: _build(config, _OneKey(0), dtype))
-    quantize(module, quantized_blocks(config))
+    quantize(module, quantized_blocks(config), quantization_of(config))
     return module
 
 
@@ -97,6 +97,11 @@ def quantized_blocks(config: ModelConfig | DraftHeadConfig) -> Mapping[Path, tup
     return blocks
 
 
+def kept_packed(config: ModelConfig) -> ModelConfig:
+    """The config of the same model with its experts kept in MXFP4, as a file packs them."""
+    return replace(config, quantization=PACKED)
+
+
 def without_quantization(config: ModelConfig | DraftHeadConfig) -> ModelConfig | DraftHeadConfig:
     """The config of the same model with no weights quantised."""
     if isinstance(config, DraftHeadConfig):
@@ -118,12 +123,13 @@ def dtype_of(
 ) -> jnp.dtype:
     """The type that a parameter has, by its path in the weights, where all of them are to have one.
 
-    What is quantised stays so: its values are FP8, and its scales float32.
+    What is quantised stays so: its values are FP8, and its scales float32; or both are bytes of MXFP4.
     """
-    if path[-1] == VALUES:
-        return FP8
-    if path[-1] == SCALES:
-        return jnp.dtype(jnp.float32)
+    if is_quantized(path):
+        own = quantization_of(config)
+        if own is not None and own.is_mxfp4:
+            return jnp.dtype(jnp.uint8)
+        return FP8 if path[-1] == VALUES else jnp.dtype(jnp.float32)
     family = DraftHead if isinstance(config, DraftHeadConfig) else FAMILIES[config.model_type]
     name = ".".join("{}" if isinstance(part, int) else part for part in path)
     return jnp.dtype(jnp.float32) if name in family.FLOAT32 else dtype

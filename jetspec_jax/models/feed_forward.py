@@ -13,7 +13,7 @@ from pallas_kernels import shards
 from pallas_kernels.expert_choice import ExpertChoice, expert_choice
 from pallas_kernels.expert_mlp import expert_mlp
 from pallas_kernels.gated_activation import gated_activation
-from pallas_kernels.quantized import Quantized
+from pallas_kernels.weights import Narrow
 
 
 class MLP(nnx.Module):
@@ -69,7 +69,7 @@ class RoutedExperts(nnx.Module):
         if down_bias is not None and features < self.config.size:
             down_bias = jnp.where(shards.index(shards.TENSOR) == 0, down_bias, 0)
         gate_up, down = (
-            own if isinstance(own, Quantized) else own.astype(rows.dtype)
+            own if isinstance(own, Narrow) else own.astype(rows.dtype)
             for own in (self.gate_up_proj[...], self.down_proj[...])
         )
         return expert_mlp(

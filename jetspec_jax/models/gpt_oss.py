@@ -13,6 +13,7 @@ from jetspec_jax.models.decoder_layer import DecoderLayer
 from jetspec_jax.models.feed_forward import ExpertMLP
 from jetspec_jax.models.key_table import ATTENTION_BIAS_KEYS, ENDS, LAYER_KEYS, Key
 from jetspec_jax.models.layers import WideRMSNorm, param
+from jetspec_jax.models.quantized import SCALES, VALUES
 from jetspec_jax.models.transformer import Transformer
 
 _ATTENTION, _MLP = "layers.{}.self_attn.", "layers.{}.mlp."
@@ -75,4 +76,9 @@ class GptOss(Transformer):
             Key(f"model.{path}_blocks", path, layout, form="mxfp4", scales=f"model.{path}_scales")
             for path, layout in ((_GATE_UP, "e m two i -> e (i two) m"), (_DOWN, "e i m -> e m i"))
         ),
+        # The same kept packed.
+        Key(f"model.{_GATE_UP}_blocks", f"{_GATE_UP}.{VALUES}", "e two i g byte -> e (i two) g byte"),
+        Key(f"model.{_GATE_UP}_scales", f"{_GATE_UP}.{SCALES}", "e two i g -> e (i two) g"),
+        Key(f"model.{_DOWN}_blocks", f"{_DOWN}.{VALUES}"),
+        Key(f"model.{_DOWN}_scales", f"{_DOWN}.{SCALES}"),
     )

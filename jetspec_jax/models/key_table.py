@@ -9,7 +9,8 @@ import numpy as np
 
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models.layout import Layout, parse_layout
-from jetspec_jax.models.mxfp4 import BLOCK, BLOCK_BYTES, packed_shapes, widen
+from jetspec_jax.models.mxfp4 import packed_shapes, widen
+from pallas_kernels.mxfp4 import BLOCK, BLOCK_BYTES
 
 #: Calls a function with each of some things.
 Each = Callable[[Callable[[Any], None], Iterable[Any]], None]

@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import shards
 from pallas_kernels.matmul import matmul
-from pallas_kernels.quantized import Quantized
 from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.weights import Narrow
 
 
 class KV(NamedTuple):
@@ -99,7 +99,7 @@ class Mix(Attend, Protocol):
         ...
 
 
-def einsum(spec: str, x: Array, w: Array | Quantized, *, wide: bool = False) -> Array:
+def einsum(spec: str, x: Array, w: Array | Narrow, *, wide: bool = False) -> Array:
     """A product in ``x``'s dtype. float32 means all of float32: by default a GPU would round to TF32.
 
     Args:
@@ -108,7 +108,7 @@ def einsum(spec: str, x: Array, w: Array | Quantized, *, wide: bool = False) -> 
         w: The weights; quantised ones stay as they are, and the product has their scales in it.
         wide: Whether the sums stay in float32.
     """
-    return matmul(spec, x, w if isinstance(w, Quantized) else w.astype(x.dtype), wide=wide)
+    return matmul(spec, x, w if isinstance(w, Narrow) else w.astype(x.dtype), wide=wide)
 
 
 def joined(terms: Any, own: int, whole: int) -> Any:

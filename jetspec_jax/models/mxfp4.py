@@ -1,11 +1,4 @@
-"""MXFP4, as files hold it: 4-bit values in blocks of 32 with a common power of two.
-
-A byte is two values, the low four bits first; a value is a sign, two bits of exponent and one of mantissa
-(e2m1). A block's scale is a byte ``s`` for ``2**(s - 127)`` (e8m0), where 255 is no number. A bfloat16 holds
-every product of the two exactly.
-
-Source: OCP Microscaling Formats (MX) specification 1.0, and the layout of the published GPT-OSS checkpoints.
-"""
+"""MXFP4 in files: what widens it on the host, as `pallas_kernels.mxfp4` does where it is kept packed."""
 
 import math
 from collections.abc import Mapping
@@ -15,9 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, UInt8
 
-#: Values that share a scale, and the bytes that hold them.
-BLOCK = 32
-BLOCK_BYTES = BLOCK // 2
+from pallas_kernels.mxfp4 import BLOCK, BLOCK_BYTES, LARGEST_SCALE
 
 _FLOAT32, _BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 
@@ -26,9 +17,7 @@ _VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 # One look-up per byte: both of its float32 values as one 64-bit word, in the order of the memory.
 _PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=1).view(np.uint64)[:, 0]
 
-# 6 times 2**125 is the largest that float32 holds.
-_LARGEST_SCALE = 252
-_SCALES = np.array([math.ldexp(1, s - 127) for s in range(_LARGEST_SCALE + 1)], np.float32)
+_SCALES = np.array([math.ldexp(1, s - 127) for s in range(LARGEST_SCALE + 1)], np.float32)
 
 
 def packed_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -43,6 +32,12 @@ def packed_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, .
     return (*rows, size // BLOCK, BLOCK_BYTES), (*rows, size // BLOCK)
 
 
+def check_scales(scales: np.ndarray) -> None:
+    """Raises a ValueError if a scale is no number, or so large that values would not be finite."""
+    if scales.size and (largest := scales.max()) > LARGEST_SCALE:
+        raise ValueError(f"a scale is the byte {largest}; the largest of finite values is {LARGEST_SCALE}")
+
+
 def widen(
     blocks: UInt8[np.ndarray, "*rows G 16"], scales: UInt8[np.ndarray, "*rows G"], dtype: np.dtype = _FLOAT32
 ) -> Float[np.ndarray, "*rows K"]:
@@ -53,8 +48,7 @@ def widen(
     Raises:
         ValueError: A scale is no number, or so large that values would not be finite.
     """
-    if scales.size and (largest := scales.max()) > _LARGEST_SCALE:
-        raise ValueError(f"a scale is the byte {largest}; the largest of finite values is {_LARGEST_SCALE}")
+    check_scales(scales)
     values = _PAIRS[blocks].view(np.float32)
     values *= _SCALES[scales][..., None]
     values = values.reshape(*scales.shape[:-1], -1)

@@ -1,4 +1,4 @@
-"""Parameters in FP8: which of a module's they are, and what stands in their place."""
+"""Parameters in FP8 or MXFP4: which of a module's they are, and what stands in their place."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -11,7 +11,9 @@ from flax import nnx
 
 from jetspec_jax.config.quantization import Quantization
 from jetspec_jax.models.scale_key import shared_axes
+from pallas_kernels.mxfp4 import BLOCK, BLOCK_BYTES, Mxfp4
 from pallas_kernels.quantized import FP8, Quantized, scale_shape
+from pallas_kernels.weights import Narrow
 
 #: Where a parameter is in the nested weights.
 Path = tuple[str | int, ...]
@@ -30,6 +32,10 @@ _PRODUCTS = frozenset(
 )
 
 
+# Of experts' matrices the axis that products sum over, along which a file in MXFP4 has its blocks.
+_PACKED_AXIS = 1
+
+
 class QuantizedParam(nnx.Module):
     """What stands in the place of a parameter that is quantised: two parameters."""
 
@@ -37,24 +43,38 @@ class QuantizedParam(nnx.Module):
         """Makes it of arrays, or of their shapes and types.
 
         Args:
-            values: Of type `FP8`.
+            values: Of type `FP8`, or the bytes of MXFP4.
             scales: One for each block.
-            block: Values that share a scale along each axis.
-            axes: Names of the values' axes.
+            block: Weights that share a scale along each axis.
+            axes: Names of the weights' axes.
         """
-        self.values = nnx.Param(values, axes=axes)
-        self.scales = nnx.Param(scales, axes=_axes_of_blocks(axes, scales.shape, block))
+        if values.dtype == FP8:
+            own, of_scales = axes, _axes_of_blocks(axes, scales.shape, block)
+        else:
+            others, packed = [*axes], axes[_PACKED_AXIS]
+            del others[_PACKED_AXIS]
+            of_scales = (*others, f"{packed}{BLOCKS}")
+            own = (*of_scales, "block_bytes")
+        self.values, self.scales = nnx.Param(values, axes=own), nnx.Param(scales, axes=of_scales)
         self.block = block
 
-    def __getitem__(self, index: Any) -> Quantized:
+    def __getitem__(self, index: Any) -> Narrow:
         """All of it, as products take it."""
         assert index is ..., "a part of a quantised parameter"
-        return Quantized(self.values[...], self.scales[...], self.block)
+        return _record(self.values[...], self.scales[...], self.block)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the values."""
-        return self.values.shape
+        """The shape of the weights."""
+        if self.values.dtype == FP8:
+            return self.values.shape
+        *others, cells = self.scales.shape
+        return (*others[:_PACKED_AXIS], BLOCK * cells, *others[_PACKED_AXIS:])
+
+
+def is_quantized(path: Path) -> bool:
+    """Whether a parameter is a part of one that is quantised."""
+    return path[-1] in (VALUES, SCALES)
 
 
 def blocks_of(module: Any, quantization: Quantization) -> Mapping[Path, tuple[int, ...]]:
@@ -65,11 +85,14 @@ def blocks_of(module: Any, quantization: Quantization) -> Mapping[Path, tuple[in
         quantization: Which are.
 
     Raises:
-        ValueError: Of the matrices that make up a parameter some would be quantised and others not.
+        ValueError: Of the matrices that make up a parameter some would be quantised and others not; or rows
+            of values are no whole blocks of MXFP4.
     """
     entries = defaultdict(list)
     for key in module.KEYS:
         entries[key.path].append(key)
+    if quantization.is_mxfp4:
+        return _packed_blocks(module, {path for path, keys in entries.items() if any(k.scales for k in keys)})
     found, mixed = {}, []
     for key_path, parameter in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         path: Path = tuple(key_path)  # pyright: ignore[reportAssignmentType]
@@ -100,8 +123,14 @@ def blocks_of(module: Any, quantization: Quantization) -> Mapping[Path, tuple[in
     return found
 
 
-def quantize(module: Any, blocks: Mapping[Path, tuple[int, ...]]) -> None:
-    """Quantises parameters of a module, or shapes that stand in their place."""
+def quantize(module: Any, blocks: Mapping[Path, tuple[int, ...]], quantization: Quantization | None) -> None:
+    """Quantises parameters of a module, or shapes that stand in their place.
+
+    Args:
+        module: The module.
+        blocks: Which parameters, as `blocks_of` says it.
+        quantization: How.
+    """
     for path, block in blocks.items():
         *way, last = path
         place, name = module, str(last)
@@ -109,13 +138,31 @@ def quantize(module: Any, blocks: Mapping[Path, tuple[int, ...]]) -> None:
             place = place[part] if isinstance(part, int) else getattr(place, part)
         parameter = getattr(place, name)
         weights, axes = parameter.get_value(), tuple(parameter.get_metadata()["axes"])
-        if isinstance(weights, jax.ShapeDtypeStruct):
+        packed = quantization is not None and quantization.is_mxfp4
+        if not isinstance(weights, jax.ShapeDtypeStruct):
+            made = Mxfp4.of(weights, _PACKED_AXIS) if packed else Quantized.of(weights, block)
+            values, scales = made.values, made.scales
+        elif packed:
+            cells = packed_cells(weights.shape)
+            values = jax.ShapeDtypeStruct((*cells, BLOCK_BYTES), jnp.uint8)
+            scales = jax.ShapeDtypeStruct(cells, jnp.uint8)
+        else:
             values = jax.ShapeDtypeStruct(weights.shape, FP8)
             scales = jax.ShapeDtypeStruct(scale_shape(weights.shape, block), jnp.float32)
-        else:
-            made = Quantized.of(weights, block)
-            values, scales = made.values, made.scales
         setattr(place, name, QuantizedParam(values, scales, block, axes))
+
+
+def packed_cells(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the scales of experts' weights in MXFP4: the packed axis comes last.
+
+    Raises:
+        ValueError: That axis does not consist of whole blocks.
+    """
+    others, size = [*shape], shape[_PACKED_AXIS]
+    del others[_PACKED_AXIS]
+    if size % BLOCK:
+        raise ValueError(f"rows of {size} values are no whole blocks of {BLOCK}, as MXFP4 has them")
+    return (*others, size // BLOCK)
 
 
 def widened(weights: dict[str, Any], blocks: Mapping[Path, tuple[int, ...]]) -> dict[str, Any]:
@@ -129,9 +176,27 @@ def widened(weights: dict[str, Any], blocks: Mapping[Path, tuple[int, ...]]) -> 
     for path, block in blocks.items():
         if (values := flat.pop((*path, VALUES), None)) is not None:
             scales = flat.pop((*path, SCALES))
-            own = Quantized(jnp.asarray(values), jnp.asarray(scales), block)
+            own = _record(jnp.asarray(values), jnp.asarray(scales), block)
             flat[path] = own.widened(jnp.dtype(jnp.float32))
     return nnx.traversals.unflatten_mapping(flat)
+
+
+def _record(values: jax.Array, scales: jax.Array, block: tuple[int, ...]) -> Narrow:
+    """Values and scales as products take them; their type tells which format they are of."""
+    if values.dtype == FP8:
+        return Quantized(values, scales, block)
+    return Mxfp4(values, scales, _PACKED_AXIS)
+
+
+def _packed_blocks(module: Any, names: set[str]) -> Mapping[Path, tuple[int, ...]]:
+    """The parameters of some dotted paths, which MXFP4 packs, and their blocks."""
+    found = {}
+    for key_path, parameter in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+        path: Path = tuple(key_path)  # pyright: ignore[reportAssignmentType]
+        if ".".join("{}" if isinstance(part, int) else part for part in path) in names:
+            packed_cells(parameter.shape)
+            found[path] = tuple(BLOCK if i == _PACKED_AXIS else 1 for i in range(len(parameter.shape)))
+    return found
 
 
 def _skips(name: str, prefixes: tuple[str, ...], quantization: Quantization) -> bool:

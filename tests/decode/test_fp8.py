@@ -1,4 +1,4 @@
-"""Targets and heads in FP8: trees give plain decoding's tokens, and what is said of pairs."""
+"""Targets and heads in FP8 or MXFP4: trees give plain decoding's tokens, and what is said of pairs."""
 
 import dataclasses
 import logging
@@ -10,38 +10,47 @@ from flax import nnx
 
 from jetspec_jax import Head, SamplingParams, Target, draft_logits, load_draft_head
 from jetspec_jax.checkpoint.writing import save_checkpoint
-from jetspec_jax.config.quantization import COMPRESSED, FP8, Quantization
+from jetspec_jax.config import parse_model_config
+from jetspec_jax.config.quantization import COMPRESSED, FP8, PACKED, Quantization
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.device import memory
-from jetspec_jax.models import quantized_blocks, without_quantization
+from jetspec_jax.models import kept_packed, quantized_blocks, without_quantization
 from jetspec_jax.models.quantized import widened
+from pallas_kernels.mxfp4 import Mxfp4
 from pallas_kernels.quantized import Quantized
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.tiny import _RAW, _RAW_HEAD, TINY, TinyEngine, head_config, random_weights, serve
+from tests.loading.test_gpt_oss import TINY as GPT_OSS
 
 BLOCKS, CHANNELS = Quantization(FP8, 16, 24), Quantization(COMPRESSED, 1, None)
 PROMPTS = [np.random.default_rng(size).integers(0, 64, size).tolist() for size in (5, 30)]
 NEW_TOKENS = 16
 
 
-def in_fp8(config, seed):
+#: Experts that stay packed.
+EXPERTS = kept_packed(parse_model_config({**GPT_OSS, "num_local_experts": 4}))
+
+
+def quantised(config, seed):
     """Random weights of a config, of which it quantises some."""
     flat = dict(nnx.traversals.flatten_mapping(random_weights(without_quantization(config), seed)))
     for path, block in quantized_blocks(config).items():
-        own = Quantized.of(flat.pop(path), block)
+        own = flat.pop(path)
+        own = Mxfp4.of(own, 1) if config.quantization.is_mxfp4 else Quantized.of(own, block)
         flat[(*path, "values")], flat[(*path, "scales")] = own.values, own.scales
     return nnx.traversals.unflatten_mapping(flat)
 
 
 def target_in(quantization):
     config = dataclasses.replace(TINY, quantization=quantization)
-    return Target(config, in_fp8(config, 0))
+    return Target(config, quantised(config, 0))
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("quantization", [BLOCKS, CHANNELS], ids=["blocks", "channels"])
-def test_trees_give_plain_decoding_s_tokens(quantization):
-    target, oracle = target_in(quantization), OracleProposer(TINY.vocab_size)
+@pytest.mark.parametrize("stored", [BLOCKS, CHANNELS, EXPERTS], ids=["blocks", "channels", "MXFP4"])
+def test_trees_give_plain_decoding_s_tokens(stored):
+    target = Target(EXPERTS, quantised(EXPERTS, 0)) if stored is EXPERTS else target_in(stored)
+    oracle = OracleProposer(TINY.vocab_size)
     params = [SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, temperature=t, seed=1) for t in (0, 0.8)]
     longer = [dataclasses.replace(own, max_tokens=NEW_TOKENS + oracle.depth + 1) for own in params]
     plain = [
@@ -66,7 +75,7 @@ def test_trees_give_plain_decoding_s_tokens(quantization):
 def test_a_head_in_fp8_drafts_as_its_widened_weights_do():
     config = head_config(TINY)
     config = dataclasses.replace(config, layers=dataclasses.replace(config.layers, quantization=BLOCKS))
-    head, target = Head(config, in_fp8(config, 1)), Target(TINY, random_weights(TINY, 0))
+    head, target = Head(config, quantised(config, 1)), Target(TINY, random_weights(TINY, 0))
     assert ("fc",) in quantized_blocks(config)
     plain = Head(without_quantization(config), widened(head.weights, quantized_blocks(config)))
     got, expected = (np.asarray(draft_logits(target, own, [PROMPTS[1]])) for own in (head, plain))
@@ -96,6 +105,10 @@ class TestPairs:
         assert not self.said(tmp_path / "head", caplog, target_in(BLOCKS), target_format=BLOCKS.format)
         said = self.said(tmp_path / "other", caplog, target_in(None), target_format=BLOCKS.format)
         assert "the target is not quantised, and the draft head was trained with one that is FP8" in said
+
+    def test_mxfp4_is_how_its_targets_are_published(self, tmp_path, caplog):
+        target = Target(dataclasses.replace(TINY, quantization=PACKED), {})
+        assert not self.said(tmp_path / "head", caplog, target)
 
 
 @pytest.mark.parametrize(

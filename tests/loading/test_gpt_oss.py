@@ -12,7 +12,9 @@ from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import Experts, Rope, parse_model_config
 from jetspec_jax.config.geometry import Yarn
 from jetspec_jax.inspect.describe import describe
+from jetspec_jax.models import kept_packed, quantized_blocks
 from jetspec_jax.models.mxfp4 import widen, without_mxfp4
+from jetspec_jax.models.quantized import widened
 from pallas_kernels.activation import Activation
 from pallas_kernels.expert_choice import RouterRule
 from tests.loading.published import random_tensors, without, write
@@ -151,6 +153,10 @@ def packed(tmp_path_factory):
     return write(folder, TINY, other_tensors() | packed_experts())
 
 
+def same_bits(a, b):
+    return np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
 class TestMxfp4:
     def test_is_the_widened_model(self, tmp_path, packed):
         tensors, experts = other_tensors(), packed_experts()
@@ -167,6 +173,12 @@ class TestMxfp4:
         out = np.asarray(logits(target, ids))
         assert out.std() > 0.5
         np.testing.assert_array_equal(out, logits(wide, ids))
+        # Kept packed, each product widens the same values; sums may be in another order.
+        kept = load_target(packed, dtype="float32", mxfp4="packed")
+        assert kept.config == kept_packed(wide.config)
+        flat = widened(kept.weights, quantized_blocks(kept.config))
+        assert jax.tree.all(jax.tree.map(same_bits, flat, target.weights))
+        np.testing.assert_allclose(logits(kept, ids), out, rtol=0, atol=1e-5 * np.abs(out).max())
 
     def test_what_is_written_does_not_say_that_it_is_packed(self, tmp_path, packed):
         target = load_target(packed, dtype="float32")
@@ -188,3 +200,5 @@ class TestMxfp4:
         # Half a byte each and a byte for 32; the rest of this file is float32.
         expected = experts * 17 // 32 + 4 * others
         assert expected < about["file_bytes"] < expected + 10_000
+        assert about["weight_bytes_mxfp4"] == experts * 17 // 32 + 2 * others
+        assert about["quantization"] == "MXFP4"

@@ -22,6 +22,7 @@ from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import parse_config, parse_model_config
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.device.partition import check_partition
+from jetspec_jax.models import kept_packed
 from jetspec_jax.models.mxfp4 import widen
 from tests.decode.tiny import random_weights
 from tests.families.goldens import FOLDER, NAMES
@@ -130,6 +131,12 @@ class TestRead:
         dtype, mesh = jnp.dtype(jnp.float32), mesh_of(*shape)
         ours = read_weights(folder, config, dtype, mesh)
         assert_same(ours, place(read_weights(unpacked, config, dtype), config, mesh))
+
+    @pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+    def test_mxfp4_that_stays_packed(self, tmp_path, shape):
+        config, folder, _ = packed(tmp_path)
+        config, mesh = kept_packed(config), mesh_of(*shape)
+        assert_read_as_placed(folder, config, mesh, jnp.dtype(jnp.float32))
 
     @pytest.mark.parametrize("raw", [FEW, TIED, {**HEAD, "vocab_size": 21}], ids=["few", "tied", "head"])
     @pytest.mark.parametrize("dtype", [None, "bfloat16"])

@@ -46,10 +46,10 @@ def head_json(target: Target, settings: HeadSettings) -> dict[str, Any]:
 
 
 def trained_with(target: Target, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A head's ``config.json`` that says how the target is quantised that it is trained with, if it is."""
+    """A head's ``config.json`` that says what the target it is trained with was rounded to, if it was."""
     dflash = {key: value for key, value in raw["dflash_config"].items() if key != "target_format"}
-    quantization = target.config.quantization
-    said = {} if quantization is None else {"target_format": quantization.format}
+    rounding = target.config.rounding
+    said = {"target_format": rounding} if rounding else {}
     return {**raw, "dflash_config": {**dflash, **said}}
 
 

@@ -6,7 +6,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jetspec_jax.models import Weights
-from jetspec_jax.models.quantized import SCALES, VALUES
+from jetspec_jax.models.quantized import is_quantized
 
 
 def cast(weights: Weights, dtype: jnp.dtype) -> Weights:
@@ -15,7 +15,7 @@ def cast(weights: Weights, dtype: jnp.dtype) -> Weights:
     What is quantised of a frozen target stays so, and so do its scales.
     """
     flat = nnx.traversals.flatten_mapping(weights)
-    made = {path: w if path[-1] in (VALUES, SCALES) else w.astype(dtype) for path, w in flat.items()}
+    made = {path: w if is_quantized(path) else w.astype(dtype) for path, w in flat.items()}
     return nnx.traversals.unflatten_mapping(made)
 
 

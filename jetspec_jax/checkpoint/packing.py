@@ -1,0 +1,74 @@
+"""Whether experts in MXFP4 stay packed on the devices, or are widened when they are read."""
+
+import logging
+from collections.abc import Collection
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jetspec_jax.checkpoint.hub import find_headers
+from jetspec_jax.checkpoint.orbax import is_orbax
+from jetspec_jax.checkpoint.source import PACKED, WIDENED, Source
+from jetspec_jax.checkpoint.tensor_plan import expected_parameters
+from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.device.memory import TARGET_WEIGHTS, fits, weight_bytes
+from jetspec_jax.models import FAMILIES, kept_packed
+from jetspec_jax.models.quantized import is_quantized
+
+#: What is faster where both fit into memory, by JAX's name of the platform. A GPU's kernel for experts reads
+#: wide weights alone as yet; on a CPU each product widens its weights again. To be changed by what
+#: ``python -m bench round --shape gpt-oss-20b --mxfp4 packed`` measures beside ``--mxfp4 widened``.
+FASTER = {"gpu": WIDENED, "cpu": WIDENED}
+# Of a device's free memory, what wide weights may take at most: stores and programs need the rest.
+_SHARE = 0.8
+
+_log = logging.getLogger("jetspec_jax")
+
+
+def holds_mxfp4(config: ModelConfig | DraftHeadConfig, names: Collection[str]) -> bool:
+    """Whether tensors of these names are of a model whose experts are in MXFP4, and can be kept so."""
+    if isinstance(config, DraftHeadConfig) or not any(k.scales for k in FAMILIES[config.model_type].KEYS):
+        return False
+    try:
+        parameters = expected_parameters(kept_packed(config), names)
+    except ValueError:  # rows that are no whole blocks, which the reader says of each tensor
+        return False
+    keys = (parameter.forms[0][0] for parameter in parameters if is_quantized(parameter.path))
+    return any(key.name in names for key in keys)
+
+
+def with_storage(source: Source, *meshes: Mesh | None) -> Source:
+    """A target's source that says whether experts in MXFP4 stay packed.
+
+    Args:
+        source: The source, of which ``mxfp4`` may be "auto".
+        *meshes: The devices of the target and of its copies; None is one device.
+
+    Raises:
+        ValueError: They cannot stay packed, and should: there are none, or activations are to be float16,
+            which does not hold all values.
+    """
+    if source.mxfp4 == WIDENED:
+        return source
+    wide = replace(source, mxfp4=WIDENED)
+    config, dtype, folder = wide.target_config, source.weights_dtype, source.config_folder
+    problem = None
+    if is_orbax(folder) or not holds_mxfp4(config, find_headers(source.path_or_id, folder).tensors):
+        problem = f"{source.path_or_id} holds no experts in MXFP4"
+    elif dtype == jnp.float16:
+        problem = "float16 does not hold all of its values: use bfloat16 or float32"
+    if problem is not None:
+        if source.mxfp4 == PACKED:
+            raise ValueError(f"mxfp4={PACKED!r}: {problem}")
+        return wide
+    packed = replace(source, mxfp4=PACKED)
+    if source.mxfp4 == PACKED or FASTER.get(jax.default_backend()) == PACKED:
+        return packed
+    needed = {mesh: weight_bytes(config, dtype, mesh) for mesh in meshes or (None,)}
+    if all(fits({TARGET_WEIGHTS: round(size / _SHARE)}, mesh) for mesh, size in needed.items()):
+        return wide
+    own = max(needed.values()) / 2**30
+    _log.warning("experts stay in MXFP4: widened, the target's weights would take %.1f GiB of a device", own)
+    return packed
