@@ -24,6 +24,8 @@ from jetspec_jax.device.mesh import shardings
 from jetspec_jax.device.partition import parameter_specs, spread
 from jetspec_jax.engine.size import pages_for
 from jetspec_jax.models import Weights, abstract, weights_of
+from jetspec_jax.models.quantized import SCALES
+from pallas_kernels.quantized import FP8
 
 # More tokens than any run emits: no slot may stop while rounds are timed.
 ENDLESS = 2**30
@@ -54,6 +56,11 @@ def random_weights(
     def ones(path: tuple[Any, ...], value: Array) -> Array:
         # Biases of 1 would dominate every token's activations, and all tokens would choose the same experts.
         name = jax.tree_util.keystr(path[-1:], simple=True)
+        if name == SCALES:
+            # MXFP4's scale is an exponent, here 2**-7, and its values are about 3. FP8's values have a
+            # standard deviation of 1.
+            small = 120 if value.dtype == jnp.uint8 else 0.02
+            return jnp.full_like(value, small, device=value.sharding)
         return jnp.ones_like(value) if value.ndim == 1 and not name.endswith(("bias", "sinks")) else value
 
     return jax.tree_util.tree_map_with_path(ones, normal)
@@ -148,7 +155,7 @@ class Scene:
 
 
 def _random_like(shapes: Any, seed: int, scale: float, placed: Any = None) -> Any:
-    """Normal values for every floating leaf, with the given shardings; other leaves are zero.
+    """Normal values for floating leaves, random bytes for uint8, zeros for others, with the given shardings.
 
     Leaves are made one at a time: a few small programs serve a whole model, and memory holds the random bits
     of one leaf only.
@@ -156,13 +163,17 @@ def _random_like(shapes: Any, seed: int, scale: float, placed: Any = None) -> An
     leaves, tree = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     where = [None] * len(leaves) if placed is None else jax.tree.leaves(placed)
-    values = [
-        _normal(leaf.shape, leaf.dtype, sharding)(key, jnp.asarray(scale, leaf.dtype))
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-        else jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
-        for key, leaf, sharding in zip(keys, leaves, where, strict=True)
-    ]
-    return jax.tree.unflatten(tree, values)
+
+    def random(key: Array, leaf: Any, sharding: Sharding | None) -> Array:
+        if leaf.dtype == jnp.uint8:
+            return _bytes(leaf.shape, sharding)(key)
+        if leaf.dtype == FP8:
+            return _normal(leaf.shape, leaf.dtype, sharding)(key, jnp.float32(1))
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            return _normal(leaf.shape, leaf.dtype, sharding)(key, jnp.asarray(scale, leaf.dtype))
+        return jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
+
+    return jax.tree.unflatten(tree, [random(*each) for each in zip(keys, leaves, where, strict=True)])
 
 
 @functools.cache
@@ -170,6 +181,13 @@ def _normal(shape: tuple[int, ...], dtype: jnp.dtype, where: Sharding | None) ->
     """A program that makes an array of normal values, each device its shard."""
 
     def make(key: Array, scale: Array) -> Array:
-        return scale * jax.random.normal(key, shape, dtype)
+        # JAX has no normal values in FP8: they are made in the scale's type and rounded.
+        return (scale * jax.random.normal(key, shape, scale.dtype)).astype(dtype)
 
     return jax.jit(make, out_shardings=where)
+
+
+@functools.cache
+def _bytes(shape: tuple[int, ...], where: Sharding | None) -> Any:
+    """A program that makes an array of random bytes, each device its shard."""
+    return jax.jit(lambda key: jax.random.bits(key, shape, jnp.uint8), out_shardings=where)

@@ -15,7 +15,9 @@ from jetspec_jax.config import (
     default_tap_layers,
     parse_model_config,
 )
-from jetspec_jax.models import abstract, weights_of
+from jetspec_jax.config.quantization import FP8, PACKED, Quantization
+from jetspec_jax.models import abstract, quantized_blocks, weights_of, without_quantization
+from pallas_kernels.mxfp4 import BLOCK, BLOCK_BYTES
 
 # Parameters of a draft head that turn taps into context features; a proposal does not use them.
 FEATURES = frozenset({"fc", "hidden_norm"})
@@ -241,6 +243,23 @@ SHAPES = {
 }
 
 
+#: The formats of a target's weights.
+STORED = {"plain": None, "fp8": Quantization(FP8, 128, 128), "mxfp4": PACKED}
+
+
+def stored_as(shape: PairShape, stored: str) -> PairShape:
+    """The pair with its target's weights in a format of `STORED`.
+
+    Raises:
+        ValueError: There is no such format, or no parameter of the target can have it.
+    """
+    check_known("weights", [stored], STORED)
+    target = replace(shape.target, quantization=STORED[stored])
+    if stored != "plain" and not quantized_blocks(target):
+        raise ValueError(f"--weights {stored}: no parameter of a {target.model_type} can have that format")
+    return shape._replace(target=target)
+
+
 def find_pair_shape(name: str) -> PairShape:
     """The shape with a name; raises ValueError if there is none."""
     check_known("shape", [name], SHAPES)
@@ -248,8 +267,20 @@ def find_pair_shape(name: str) -> PairShape:
 
 
 def parameters(config: ModelConfig | DraftHeadConfig, names: frozenset[str] | None = None) -> int:
-    """The number of a model's parameters, or of those with one of ``names`` in their path."""
-    return sum(size for path, size in _sizes(config).items() if names is None or not names.isdisjoint(path))
+    """The number of a model's parameters, or of those with one of ``names`` in their path; no scales."""
+    sizes = _sizes(without_quantization(config))
+    return sum(size for path, size in sizes.items() if names is None or not names.isdisjoint(path))
+
+
+def quantized(config: ModelConfig, names: frozenset[str]) -> tuple[int, float]:
+    """The number of a target's quantised parameters with one of ``names`` in their path, and bytes of each.
+
+    The bytes include scales, except FP8's: one of these serves thousands of values.
+    """
+    sizes = _sizes(without_quantization(config))
+    found = sum(sizes[path] for path in quantized_blocks(config) if not names.isdisjoint(path))
+    packed = config.quantization is not None and config.quantization.is_mxfp4
+    return found, BLOCK_BYTES / BLOCK + 1 / BLOCK if packed else 1
 
 
 @functools.cache

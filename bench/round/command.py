@@ -20,7 +20,7 @@ from bench.common.options import add_breadth_arguments, add_program_arguments, a
 from bench.common.pair import load_pair, shapes_of
 from bench.common.report import add_report_arguments, check_report, opening_of, publish, settings_of
 from bench.common.scene import Scene, random_weights
-from bench.common.shapes import SHAPES, PairShape, find_pair_shape
+from bench.common.shapes import SHAPES, STORED, PairShape, find_pair_shape, stored_as
 from bench.common.timing import peak_bytes
 from bench.round.attention import implementation_of
 from bench.round.measure import CaseRuns, RoundCase, Setup, measure
@@ -52,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shape",
         help=f"shape of the random weights: {', '.join(SHAPES)} (default: qwen3-8b on a GPU, else tiny)",
     )
+    formats = ", ".join(STORED)
+    add("--weights", default="plain", help=f"format of the random target: {formats} (default: plain)")
     add_target_option(parser, "folder or hub id, or a pair's name, instead of --shape")
     add("--draft-head", help="folder or hub id, with --model (default: the demo's)")
     add_ignore_option(parser)
@@ -192,14 +194,18 @@ def _models(
     if arguments.target is None and arguments.draft_head is None:
         name = arguments.shape or ("qwen3-8b" if jax.default_backend() == "gpu" else "tiny")
         arguments.shape = name
-        shape = find_pair_shape(name)
+        shape = stored_as(find_pair_shape(name), arguments.weights)
         return (
-            {"shape": name},
+            {"shape": name}
+            if arguments.weights == "plain"
+            else {"shape": name, "weights": arguments.weights},
             shape,
             lambda: DecodeWeights(
                 random_weights(shape.target, dtype, 0, mesh), random_weights(shape.head, dtype, 1, mesh)
             ),
         )
+    if arguments.weights != "plain":
+        raise ValueError("--weights is for random weights: a checkpoint names the format of its weights")
     if arguments.shape is not None:
         raise ValueError("--shape means random weights: it goes with neither --model nor --draft-head")
     if arguments.target is None:

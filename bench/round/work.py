@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from jax.sharding import Mesh
 
 from bench.common.floors import Work
-from bench.common.shapes import EXPERTS, FEATURES, parameters
+from bench.common.shapes import EXPERTS, FEATURES, parameters, quantized
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.device.mesh import size_of
 from jetspec_jax.device.partition import is_split, spread
@@ -39,7 +39,7 @@ def round_work(
         batch: B.
         context: S, of every slot.
         budget: Nodes per tree.
-        itemsize: Bytes of a parameter and of an element of the stores.
+        itemsize: Bytes of a parameter that is not quantised, and of an element of the stores.
         touched: The mean number of experts that the nodes choose, for each layer with experts.
         mesh: The devices that share the models; None is one device.
     """
@@ -49,12 +49,14 @@ def round_work(
     rows = batch * budget
     serving, chosen = _experts(target, touched or {})
     body -= parameters(target, EXPERTS)
+    saved = _saved(target, chosen, itemsize)
     work = {
         "verify": _part(
             parts,
             itemsize
             * (body + chosen + lm_head + rows * target.hidden_size + batch * _prefix(target, context))
-            + batch * _states(target, itemsize),
+            + batch * _states(target, itemsize)
+            - saved,
             2 * rows * (body + serving + lm_head) + rows * _scores(target, context),
         ),
         # At least the root of each slot's path is written. A recurrent state is read again and written.
@@ -102,6 +104,13 @@ def _experts(config: ModelConfig, touched: Mapping[int, float]) -> tuple[int, in
             serving += layer.experts.routing.top_k * each
             read += round(touched[index] * each)
     return serving, read
+
+
+def _saved(config: ModelConfig, chosen: int, itemsize: int) -> int:
+    """Bytes that quantisation saves, with ``chosen`` parameters of experts read."""
+    experts, width = quantized(config, EXPERTS)
+    others = quantized(config, frozenset({"layers"}))[0] - experts
+    return round((itemsize - width) * (others + (chosen if experts else 0)))
 
 
 def _token(config: ModelConfig) -> int:

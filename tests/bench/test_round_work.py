@@ -7,14 +7,17 @@ import pytest
 
 from bench.common.floors import Ceilings, Work
 from bench.common.scene import random_weights
-from bench.common.shapes import EXPERTS, SHAPES, PairShape, parameters
+from bench.common.shapes import EXPERTS, SHAPES, PairShape, parameters, stored_as
 from bench.round.measure import RoundCase, Setup, measure
 from bench.round.work import round_work
 from jetspec_jax import SamplingParams
-from jetspec_jax.config import Experts, LayerConfig, check_head_fits
+from jetspec_jax.config import Experts, LayerConfig, check_head_fits, parse_model_config
 from jetspec_jax.decode.state import DecodeWeights
+from jetspec_jax.models import kept_packed
 from pallas_kernels.expert_choice import RouterRule
+from pallas_kernels.quantized import FP8
 from tests.decode.tiny import TINY, head_config, with_mlp, with_windows
+from tests.loading.test_gpt_oss import TINY as GPT_OSS
 from tests.meshes import mesh_of
 
 SMALL = SHAPES["tiny"]
@@ -59,6 +62,40 @@ def test_what_the_nodes_choose_is_counted_in_every_round_that_is_timed(touched):
         # The second round goes on from other tokens.
         assert 3 <= 2 * trees[layer] - first[layer] <= 16
     assert trees != first
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "touched", "saved"),
+    [
+        # Of every layer: queries, keys, values and outputs, gate and up and down, at a byte instead of two.
+        ("qwen3-8b", "fp8", {}, 36 * 4096 * (4096 * 2 + 2 * 1024 + 3 * 12288)),
+        # Two experts touched of the first layer: 17 bytes for 32 weights instead of 64.
+        ("gpt-oss-20b", "mxfp4", {0: 2, **dict.fromkeys(range(1, 24), 0)}, 2 * 3 * 2880**2 * 47 // 32),
+    ],
+)
+def test_quantised_weights_are_fewer_bytes_and_the_same_work(name, stored, touched, saved):
+    given = {"batch": 1, "context": 100, "budget": 1, "itemsize": 2, "touched": touched}
+    plain, own = (
+        round_work(stored_as(SHAPES[name], word).target, None, **given)["verify"]
+        for word in ("plain", stored)
+    )
+    assert plain.bytes - own.bytes == saved
+    assert plain.operations == own.operations
+
+
+def test_random_weights_are_stored_as_they_are_said_to_be():
+    fp8 = random_weights(stored_as(SMALL, "fp8").target, jnp.dtype(jnp.float32), 0)
+    own = fp8["layers"][0]["mlp"]["down_proj"]
+    assert own["values"].dtype == FP8
+    assert 0.5 < own["values"].astype(jnp.float32).std() < 2
+    assert (own["scales"] == jnp.float32(0.02)).all()
+    packed = random_weights(kept_packed(parse_model_config(GPT_OSS)), jnp.dtype(jnp.float32), 0)
+    own = packed["layers"][1]["mlp"]["experts"]["down_proj"]
+    assert own["values"].dtype == own["scales"].dtype == jnp.uint8
+    assert (own["scales"] == 120).all()
+    assert own["values"].astype(jnp.float32).std() > 50
+    with pytest.raises(ValueError, match="--weights mxfp4: no parameter of a qwen3 can have that format"):
+        stored_as(SMALL, "mxfp4")
 
 
 def test_the_floor_reads_them_once_and_computes_those_of_every_row():
