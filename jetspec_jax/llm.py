@@ -169,7 +169,7 @@ class LLM:
             raise TypeError(f"ignore_config_keys must be a list of keys, not {shown(ignore_config_keys)}")
         if draft_head is None:
             draft_head = default_draft_head(target)
-        reading = Source("", dtype, ignore_config_keys, allow_nonfinite)
+        reading = Source("", dtype, ignore_config_keys, allow_nonfinite, mxfp4=mxfp4)
         template = None if chat_template is None else read_chat_template(chat_template)
         ours: Target | Source
         if isinstance(target, Target):
@@ -181,9 +181,7 @@ class LLM:
                     )
             ours = target
         else:
-            ours = replace(
-                reading, path_or_id=target, tokenizer=tokenizer, chat_template=template, mxfp4=mxfp4
-            )
+            ours = replace(reading, path_or_id=target, tokenizer=tokenizer, chat_template=template)
         head: Head | Source | None = None
         if draft_head is not None:
             loaded = isinstance(draft_head, Head)

@@ -30,7 +30,7 @@ _FP8_CAPABILITY = (8, 9)
 class Lanes(NamedTuple):
     """Indices along an axis, and which of them lie inside of it where not all do."""
 
-    index: Array
+    lane: Array
     inside: Array | None
 
     @classmethod
@@ -48,10 +48,11 @@ class Tiles:
         refs: Of the values, and of the scales if there are any.
         stored: How the weights are stored: "plain", "fp8" or "mxfp4".
         terms: How many terms the products sum over.
-        place: Makes the index of an element of the values of its term and its column; or of FP8's scales.
-            MXFP4 has its columns first: of those, the index that comes before.
-        term_cell: Of FP8, the number of a term's scale.
-        column_cell: Likewise of a column's.
+        place: Gives the index of a value, by its term and its column, and of FP8 the index of a scale, by the
+            numbers of its cells. Of MXFP4, whose blocks come last, it gives the index before the block, by
+            the column alone.
+        term_cell: Of FP8, the number of the cell of a term.
+        column_cell: Likewise of a column.
     """
 
     refs: tuple[Any, ...]
@@ -80,11 +81,11 @@ class Tiles:
             yield from self._of_mxfp4(i, depth, columns, dtype)
             return
         terms = Lanes.of(i, depth, self.terms)
-        index = self.place(terms.index[:, None], columns.index[None, :])
+        index = self.place(terms.lane[:, None], columns.lane[None, :])
         tile = load(self.refs[0], index, both(terms, columns))
         scales = None
         if self.stored == "fp8":
-            cells = self.place(self.term_cell(i * depth), self.column_cell(columns.index))
+            cells = self.place(self.term_cell(i * depth), self.column_cell(columns.lane))
             scales = load(self.refs[1], cells, columns.inside).astype(jnp.float32)
         yield terms, tile.astype(dtype), scales
 
@@ -95,19 +96,19 @@ class Tiles:
         count = depth // BLOCK
         blocks = Lanes.of(i, count, self.terms // BLOCK)
         mask = both(columns, blocks)
-        column, block = columns.index[:, None], blocks.index[None, :]
+        column, block = columns.lane[:, None], blocks.lane[None, :]
         # Powers of two: their bytes are the exponents of bfloat16.
         bits = load(powers, (*self.place(column), block), mask).astype(jnp.uint16) << 7
         scale = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)[:, :, None]
         byte = jnp.arange(BLOCK_BYTES, dtype=jnp.int32)[None, None, :]
-        shape = columns.index.size, count, BLOCK_BYTES
+        shape = columns.lane.size, count, BLOCK_BYTES
         wide_mask = None if mask is None else jnp.broadcast_to(mask[:, :, None], shape)
         index = *self.place(column[:, :, None]), block[:, :, None], byte
         pairs = load(values, index, wide_mask).astype(jnp.uint16)
         lanes = Lanes.of(i, depth // 2, self.terms // 2)
         for half, codes in enumerate((pairs & 15, pairs >> 4)):
-            tile = (_values(codes) * scale).reshape(columns.index.size, depth // 2).astype(dtype)
-            yield Lanes(2 * lanes.index + half, lanes.inside), tile.T, None
+            tile = (_values(codes) * scale).reshape(columns.lane.size, depth // 2).astype(dtype)
+            yield Lanes(2 * lanes.lane + half, lanes.inside), tile.T, None
 
 
 def stored_of(w: Array | Narrow) -> str:
@@ -143,7 +144,7 @@ def both(first: Lanes, second: Lanes) -> Array | None:
     """The mask of a matrix, of those of its axes."""
     if first.inside is None and second.inside is None:
         return None
-    mask = jnp.ones((first.index.size, second.index.size), bool)
+    mask = jnp.ones((first.lane.size, second.lane.size), bool)
     mask = mask if first.inside is None else mask & first.inside[:, None]
     return mask if second.inside is None else mask & second.inside[None, :]
 

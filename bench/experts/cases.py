@@ -17,9 +17,14 @@ from bench.common.floors import Work
 from pallas_kernels.expert_choice import ExpertChoice, expert_choice
 from pallas_kernels.expert_mlp import expert_mlp
 from pallas_kernels.expert_mlp.shapes import ExpertShape
+from pallas_kernels.mxfp4 import BLOCK, BLOCK_BYTES, Mxfp4
+from pallas_kernels.quantized import Quantized
+from pallas_kernels.weights import Narrow
 
 # Calls per turn of the loop over calls.
 UNROLL = 4
+# Terms and columns per scale block of Qwen's FP8 checkpoints.
+_FP8_BLOCK = 128
 # Libraries with a product of rows grouped by expert, all with one signature. Tokamax is optional.
 GROUPED = {"ragged_dot": "jax.lax", "tokamax": "tokamax"}
 
@@ -27,8 +32,8 @@ GROUPED = {"ragged_dot": "jax.lax", "tokamax": "tokamax"}
 class ExpertWeights(NamedTuple):
     """The experts' weights of a layer; the last expert is NaN, and no token chooses it."""
 
-    gate_up: Float[Array, "E M 2 I"]
-    down: Float[Array, "E I M"]
+    gate_up: Float[Array, "E M 2 I"] | Narrow
+    down: Float[Array, "E I M"] | Narrow
     gate_up_bias: Float[Array, "E 2 I"] | None
     down_bias: Float[Array, "E M"] | None
 
@@ -37,8 +42,14 @@ class ExpertWeights(NamedTuple):
 Run = Callable[[ExpertWeights, Float[Array, "T M"], ExpertChoice], Float[Array, "T M"]]
 
 
-def random_layer(shape: ExpertShape, dtype: jnp.dtype) -> ExpertWeights:
-    """Random weights, made on the device because they are gigabytes."""
+def random_layer(shape: ExpertShape, dtype: jnp.dtype, stored: str = "plain") -> ExpertWeights:
+    """Random weights, made on the device because they are gigabytes.
+
+    Args:
+        shape: The experts.
+        dtype: The type of all that is not quantised.
+        stored: The format of the matrices: one of `STORED`.
+    """
 
     @jax.jit
     def make() -> ExpertWeights:
@@ -51,9 +62,32 @@ def random_layer(shape: ExpertShape, dtype: jnp.dtype) -> ExpertWeights:
 
         biases = normal(keys[2], 0.1, e, 2, i), normal(keys[3], 0.1, e, m)
         gate_up, down = normal(keys[0], m**-0.5, e, m, 2, i), normal(keys[1], 0.5 * i**-0.5, e, i, m)
-        return ExpertWeights(gate_up, down, *(biases if shape.biases else (None, None)))
+        quantise = STORED[stored]
+        return ExpertWeights(quantise(gate_up), quantise(down), *(biases if shape.biases else (None, None)))
 
     return make()
+
+
+def _in_fp8(w: Float[Array, "..."]) -> Quantized:
+    """FP8 in blocks of 128 x 128 per expert, as Qwen's checkpoints; NaN stays NaN."""
+    ends = (min(_FP8_BLOCK, w.shape[1]), min(_FP8_BLOCK, w.shape[-1]))
+    return Quantized.of(w, (1, ends[0], *[1] * (w.ndim - 3), ends[1]))
+
+
+def _in_mxfp4(w: Float[Array, "..."]) -> Mxfp4:
+    """MXFP4; the last expert's scales are NaN, as its weights are."""
+    made = Mxfp4.of(jnp.nan_to_num(w), 1)
+    return Mxfp4(made.values, made.scales.at[-1].set(255), 1)
+
+
+#: The formats of experts' weights: each quantises a matrix.
+STORED: dict[str, Callable[[Array], Array | Narrow]] = {
+    "plain": lambda w: w,
+    "fp8": _in_fp8,
+    "mxfp4": _in_mxfp4,
+}
+# Bytes per quantised weight with scales, except FP8's: one of these serves thousands of values.
+_BYTES = {"fp8": 1, "mxfp4": BLOCK_BYTES / BLOCK + 1 / BLOCK}
 
 
 def random_choices(rng: np.random.Generator, shape: ExpertShape, calls: int, tokens: int) -> ExpertChoice:
@@ -106,6 +140,7 @@ def _grouped(
     choice: ExpertChoice,
 ) -> Float[Array, "T M"]:
     """Experts without a kernel: sorted rows and two grouped products."""
+    assert isinstance(layer.gate_up, Array), "grouped products of quantised experts"
     rows, top_k = choice.experts.size, choice.experts.shape[1]
     expert = choice.experts.reshape(rows)
     order = jnp.argsort(expert)
@@ -155,8 +190,11 @@ def touched(choices: ExpertChoice) -> float:
     return float(np.mean([np.unique(experts).size for experts in np.asarray(choices.experts)]))
 
 
-def expert_work(shape: ExpertShape, tokens: int, experts: float, itemsize: int) -> Work:
+def expert_work(
+    shape: ExpertShape, tokens: int, experts: float, itemsize: int, stored: str = "plain"
+) -> Work:
     """The least work of a call: it reads the weights of ``experts`` experts and x, and writes the result."""
-    weights = 3 * shape.size * shape.features + (2 * shape.features + shape.size) * shape.biases
-    moved = itemsize * (experts * weights + 2 * tokens * shape.size)
+    weights = 3 * shape.size * shape.features * _BYTES.get(stored, itemsize)
+    biases = itemsize * (2 * shape.features + shape.size) * shape.biases
+    moved = experts * (weights + biases) + itemsize * 2 * tokens * shape.size
     return Work(round(moved), 6 * tokens * shape.routing.top_k * shape.size * shape.features)

@@ -12,6 +12,7 @@ from bench.common.comparison import TOLERANCES, compare_jobs
 from bench.experts.cases import ExpertWeights, choice_by, experts_by, random_choices
 from pallas_kernels.expert_choice import ExpertChoice
 from pallas_kernels.expert_mlp.shapes import ExpertShape
+from pallas_kernels.weights import Narrow
 
 # The share of ids without an expert, if there are several tokens.
 NOBODY = 0.1
@@ -34,15 +35,18 @@ class ExpertCheck(NamedTuple):
 
 
 def check_experts(
-    shape: ExpertShape, layer: ExpertWeights, counts: Sequence[int], name: str, seed: int
+    shape: ExpertShape, layer: ExpertWeights, dtype: jnp.dtype, counts: Sequence[int], name: str, seed: int
 ) -> list[ExpertCheck]:
     """Compares `expert_mlp` with its float32 reference, for each number of tokens."""
-    dtype = layer.down.dtype
     tolerance = TOLERANCES[dtype.name]
 
     def in_float32(layer: ExpertWeights, x: Array, choice: ExpertChoice) -> Array:
-        layer, x = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (layer, x))
-        return experts_by(shape, "xla")(layer, x, choice)
+        def wide(weights: Array | Narrow) -> Array | Narrow:
+            # The reference widens quantised weights.
+            return weights if isinstance(weights, Narrow) else weights.astype(jnp.float32)
+
+        layer = jax.tree.map(wide, layer, is_leaf=lambda leaf: isinstance(leaf, Narrow))
+        return experts_by(shape, "xla")(layer, x.astype(jnp.float32), choice)
 
     jobs, references = [], []
     for count in counts:

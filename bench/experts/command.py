@@ -47,20 +47,22 @@ def run(arguments: argparse.Namespace) -> int:
     for shape in shapes:
         counts = arguments.rows or shape.tokens
         found = check_choices(shape, counts, arguments.implementation, seed)
-        for compared in arguments.dtypes:
-            layer = random_layer(shape, jnp.dtype(compared))
-            found += check_experts(shape, layer, counts, arguments.implementation, seed)
+        for compared in map(jnp.dtype, arguments.dtypes):
+            layer = random_layer(shape, compared, arguments.weights)
+            found += check_experts(shape, layer, compared, counts, arguments.implementation, seed)
             del layer  # frees gigabytes before the next layer is made
         verdicts = [(check, check.problem) for check in found]
         if not all_right(verdicts, arguments.implementation, seed, f"{shape.name} was not timed"):
             return 1
         checks += found
         ceilings = ceilings or measure_ceilings(jnp.dtype(dtype), arguments.repeats)
-        layer = random_layer(shape, jnp.dtype(dtype))
-        rows += time_shape(shape, layer, counts, names, arguments.repeats, ceilings)
+        layer = random_layer(shape, jnp.dtype(dtype), arguments.weights)
+        stored, repeats = arguments.weights, arguments.repeats
+        rows += time_shape(shape, layer, jnp.dtype(dtype), stored, counts, names, repeats, ceilings)
         del layer
     assert ceilings is not None
-    report = report_of(arguments, "experts", ceilings, [check._asdict() for check in checks], rows)
+    entries = [check._asdict() for check in checks]
+    report = report_of(arguments, "experts", ceilings, entries, rows) | {"weights": arguments.weights}
     from bench.experts.plot import draw_experts
 
     publish(arguments, report, tables_of(rows), notes_of(report), draw_experts, title=title_of(report))
@@ -76,11 +78,15 @@ def _shapes(arguments: argparse.Namespace) -> list[ExpertShape]:
     known = {shape.name: shape for shape in SHAPES}
     arguments.shapes = arguments.shapes or list(DEFAULT_SHAPES)
     if arguments.baselines is None:
-        arguments.baselines = list(BASELINES[:2])
+        arguments.baselines = list(BASELINES[: 2 if arguments.weights == "plain" else 1])
     check_known("shapes", arguments.shapes, known)
     check_known("dtypes", arguments.dtypes, TOLERANCES)
     check_known("implementation", [arguments.implementation], implementations())
     check_known("baselines", arguments.baselines, BASELINES)
+    if arguments.weights != "plain" and (
+        arguments.tune or not GROUPED.keys().isdisjoint(arguments.baselines)
+    ):
+        raise ValueError(f"--weights {arguments.weights} goes with neither --tune nor {', '.join(GROUPED)}")
     if arguments.prefixes or arguments.batch != 1 or arguments.again:
         raise ValueError("--operation experts has no --prefixes, --batch and --again")
     check_least(arguments, 1, "repeats", "rows")

@@ -8,7 +8,9 @@ from bench.common.report import measured_on
 
 def title_of(report: Mapping[str, Any]) -> str:
     """What was measured, and on which device."""
-    return f"experts of a layer by {report['implementation']}, {measured_on(report)}"
+    stored = report.get("weights", "plain")  # older reports have only plain weights
+    weights = "" if stored == "plain" else f" in {stored}"
+    return f"experts of a layer{weights} by {report['implementation']}, {measured_on(report)}"
 
 
 def tables_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:

@@ -49,6 +49,8 @@ def counted_of(operation: str, implementation: str) -> str | None:
 def time_shape(
     shape: ExpertShape,
     layer: ExpertWeights,
+    dtype: jnp.dtype,
+    stored: str,
     counts: Sequence[int],
     names: Sequence[str],
     repeats: int,
@@ -59,7 +61,7 @@ def time_shape(
     keys, jobs, reads = [], [], {}
     for count in counts:
         rng = np.random.default_rng(count)
-        x = jnp.asarray(rng.standard_normal((count, shape.size), np.float32).astype(layer.down.dtype))
+        x = jnp.asarray(rng.standard_normal((count, shape.size), np.float32).astype(dtype))
         choices = random_choices(rng, shape, calls, count)
         logits = jnp.asarray(rng.standard_normal((calls, count, shape.experts), np.float32))
         reads[count] = touched(choices)
@@ -77,7 +79,7 @@ def time_shape(
             strict=True,
         )
     )
-    itemsize = layer.down.dtype.itemsize
+    itemsize = dtype.itemsize
     rows = []
     for operation, count, name in keys:
         if name != names[0]:
@@ -91,7 +93,7 @@ def time_shape(
             if (operation, count, other) in times
         }
         if operation == "expert_mlp":
-            work = expert_work(shape, count, reads[count], itemsize)
+            work = expert_work(shape, count, reads[count], itemsize, stored)
             row |= {"experts": reads[count], **work._asdict()}
             row["floor_us"] = 1e6 * ceilings.seconds(work)
             row["times_floor"] = measured.micros / row["floor_us"]

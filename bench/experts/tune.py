@@ -76,6 +76,7 @@ def tune_experts(
 
 def _tune_case(shape: ExpertShape, layer: ExpertWeights, count: int) -> list[dict[str, Any]]:
     """A row per launch: microseconds of every candidate, None if it does not run, and the best."""
+    assert isinstance(layer.down, Array), "the rule is that of plain weights"
     rng = np.random.default_rng(count)
     x = jnp.asarray(rng.standard_normal((count, shape.size), np.float32).astype(layer.down.dtype))
     choices = random_choices(rng, shape, GPU_CALLS, count)

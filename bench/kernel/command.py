@@ -23,6 +23,7 @@ from bench.common.floors import measure_ceilings
 from bench.common.options import add_switch, check_known, check_least
 from bench.common.report import check_report, opening_of, publish
 from bench.experts import command as experts
+from bench.experts.cases import STORED
 from bench.kernel.cases import attend_by, ragged_call
 from bench.kernel.check import ROWS, Outcome, checks_of, run_checks
 from bench.kernel.report import check_row, notes_of, row_of, tables_of, title_of
@@ -65,6 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--implementation", default="pallas_triton", help=f"one of {', '.join(implementations())}")
     baselines = f"baselines of experts among {', '.join(experts.BASELINES)} (default: the first two)"
     add("--baselines", nargs="*", help=baselines)
+    add(
+        "--weights",
+        default="plain",
+        choices=list(STORED),
+        help="format of the weights of --operation experts (default: plain)",
+    )
     add("--repeats", type=int, default=5, help="timings by the host's clock, interleaved (default: 5)")
     add("--seed", type=int, help="seed of the comparisons (default: random; the report has it)")
     paths = "results/kernel.json, experts.json or matmul.json; with --tune [NAME-]tuning.json"
@@ -87,6 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compares, measures, prints the table, and writes the JSON and the plot; or tunes."""
+    if arguments.weights != "plain" and arguments.operation != "experts":
+        raise ValueError("--weights is for --operation experts; --operation matmul measures all formats")
     if arguments.operation == "experts":
         return experts.run(arguments)
     if arguments.operation == "matmul":

@@ -1,7 +1,8 @@
 """Whether experts in MXFP4 stay packed on the devices, or are widened when they are read."""
 
+import functools
 import logging
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -10,16 +11,17 @@ from jax.sharding import Mesh
 
 from jetspec_jax.checkpoint.hub import find_headers
 from jetspec_jax.checkpoint.orbax import is_orbax
+from jetspec_jax.checkpoint.reading import Headers
 from jetspec_jax.checkpoint.source import PACKED, WIDENED, Source
 from jetspec_jax.checkpoint.tensor_plan import expected_parameters
-from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.config import ModelConfig
 from jetspec_jax.device.memory import TARGET_WEIGHTS, fits, weight_bytes
 from jetspec_jax.models import FAMILIES, kept_packed
 from jetspec_jax.models.quantized import is_quantized
 
-#: What is faster where both fit into memory, by JAX's name of the platform. A GPU's kernel for experts reads
-#: wide weights alone as yet; on a CPU each product widens its weights again. To be changed by what
-#: ``python -m bench round --shape gpt-oss-20b --mxfp4 packed`` measures beside ``--mxfp4 widened``.
+#: What is faster where both fit into memory, by JAX's name of the platform. On a CPU each product widens its
+#: weights again. A GPU's kernel for experts reads packed ones, but was not measured with them. To be changed
+#: by what ``python -m bench round --shape gpt-oss-20b --weights mxfp4`` measures beside ``--weights plain``.
 FASTER = {"gpu": WIDENED, "cpu": WIDENED}
 # Of a device's free memory, what wide weights may take at most: stores and programs need the rest.
 _SHARE = 0.8
@@ -27,10 +29,16 @@ _SHARE = 0.8
 _log = logging.getLogger("jetspec_jax")
 
 
-def holds_mxfp4(config: ModelConfig | DraftHeadConfig, names: Collection[str]) -> bool:
-    """Whether tensors of these names are of a model whose experts are in MXFP4, and can be kept so."""
-    if isinstance(config, DraftHeadConfig) or not any(k.scales for k in FAMILIES[config.model_type].KEYS):
+def holds_mxfp4(config: ModelConfig, headers: Callable[[], Headers]) -> bool:
+    """Whether a checkpoint holds experts in MXFP4 that can be kept so.
+
+    Args:
+        config: Its config.
+        headers: Gives its headers, which are asked for of families alone that are published in MXFP4.
+    """
+    if not any(key.scales for key in FAMILIES[config.model_type].KEYS):
         return False
+    names = headers().tensors
     try:
         parameters = expected_parameters(kept_packed(config), names)
     except ValueError:  # rows that are no whole blocks, which the reader says of each tensor
@@ -55,7 +63,8 @@ def with_storage(source: Source, *meshes: Mesh | None) -> Source:
     wide = replace(source, mxfp4=WIDENED)
     config, dtype, folder = wide.target_config, source.weights_dtype, source.config_folder
     problem = None
-    if is_orbax(folder) or not holds_mxfp4(config, find_headers(source.path_or_id, folder).tensors):
+    headers = functools.partial(find_headers, source.path_or_id, folder)
+    if is_orbax(folder) or not holds_mxfp4(config, headers):
         problem = f"{source.path_or_id} holds no experts in MXFP4"
     elif dtype == jnp.float16:
         problem = "float16 does not hold all of its values: use bfloat16 or float32"

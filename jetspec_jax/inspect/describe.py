@@ -157,7 +157,7 @@ def _weights(path_or_id: str | Path, folder: Path, config: ModelConfig | DraftHe
     else:
         headers = find_headers(path_or_id, folder)
         file_bytes, unused = headers.file_bytes, headers.plan(config).unused
-        if isinstance(config, ModelConfig) and holds_mxfp4(config, headers.tensors):
+        if isinstance(config, ModelConfig) and holds_mxfp4(config, lambda: headers):
             own = kept_packed(config)
             packed = {**_quantization(own), "weight_bytes_mxfp4": weight_bytes(own, bfloat16)}
     return {

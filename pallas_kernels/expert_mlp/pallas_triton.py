@@ -192,7 +192,7 @@ def _hidden(
             both = (own.of_step(i, depth, features, x_ref.dtype) for own in tiles)
             for pair in zip(*both, strict=True):
                 elements = pair[0][0]
-                mine = _load(x_ref, (row // call.top_k, elements.index), real, elements.inside)
+                mine = _load(x_ref, (row // call.top_k, elements.lane), real, elements.inside)
                 for half, (_, tile, scales) in enumerate(pair):
                     sums[half] += call.product(mine, tile, scales)
             return tuple(sums)
@@ -232,7 +232,7 @@ def _output(
         def add(i: Array, out: Array) -> Array:
             tiles = stored.tiles(tuple(down), e)
             for features, tile, scales in tiles.of_step(i, depth, elements, hidden_ref.dtype):
-                mine = _load(hidden_ref, (row, features.index), real, features.inside)
+                mine = _load(hidden_ref, (row, features.lane), real, features.inside)
                 out += call.product(mine, tile, scales)
             return out
 

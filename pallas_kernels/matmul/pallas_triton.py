@@ -172,7 +172,7 @@ def _program(call: _Call, x_ref: Any, *refs: Any) -> None:
 
     def step(i: Array, out: Array) -> Array:
         for terms, w, scales in tiles.of_step(i, call.block_depth, column, x_ref.dtype):
-            x = load(x_ref, (row.index[:, None], terms.index[None, :]), both(row, terms))
+            x = load(x_ref, (row.lane[:, None], terms.lane[None, :]), both(row, terms))
             product = plgpu.dot(x, w, precision=call.precision)
             out += product if scales is None else product * scales[None, :]
         return out
@@ -181,5 +181,5 @@ def _program(call: _Call, x_ref: Any, *refs: Any) -> None:
     first = pl.program_id(2) * each
     out = jnp.zeros((config.block_rows, config.block_columns), jnp.float32)
     out = jax.lax.fori_loop(first, jnp.minimum(first + each, call.steps), step, out)
-    index = pl.program_id(2), row.index[:, None], column.index[None, :]
+    index = pl.program_id(2), row.lane[:, None], column.lane[None, :]
     plgpu.store(out_ref.at[index], out.astype(out_ref.dtype), mask=both(row, column))

@@ -1,6 +1,7 @@
 """``python -m bench kernel --operation experts`` on tiny shapes: wrong kernels are caught, reports add up."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from bench.experts import command as experts
 from bench.experts import speed as expert_speed
 from bench.experts import tune as expert_tune
 from bench.experts.cases import expert_work, experts_by, random_choices, random_layer, touched
+from bench.experts.check import check_experts
 from pallas_kernels.activation import Activation
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.expert_choice import RouterRule
@@ -71,6 +73,10 @@ class TestCommand:
             ),
             ("--implementation xla --rows 0", "--rows must be at least 1, not 0"),
             ("--implementation pallas_triton", "pallas_triton: expert_mlp: pallas_triton cannot run: no GPU"),
+            (
+                "--implementation xla --weights fp8 --baselines ragged_dot",
+                "--weights fp8 goes with neither --tune nor ragged_dot, tokamax",
+            ),
             ("--implementation xla --baselines tokamax", "tokamax: No module named 'tokamax'"),
         ],
     )
@@ -100,6 +106,16 @@ class TestCommand:
 
 
 class TestCases:
+    @pytest.mark.parametrize("stored", ["fp8", "mxfp4"])
+    def test_quantised_layers(self, stored):
+        shape = replace(PLAIN, features=32)
+        dtype = jnp.dtype("float32")
+        [check] = check_experts(shape, random_layer(shape, dtype, stored), dtype, [4], "xla", 0)
+        assert check.problem is None
+        plain, own = (expert_work(shape, 4, 2, 2, word) for word in ("plain", stored))
+        bits = {"fp8": 8, "mxfp4": 4.25}[stored]
+        assert plain.bytes - own.bytes == 2 * 3 * 32 * 32 * (16 - bits) / 8
+
     def test_choices_never_name_the_last_expert_nor_one_twice(self):
         choice = random_choices(np.random.default_rng(0), PLAIN, 20, 4)
         assert choice.experts.shape == (20, 4, 2)

@@ -69,6 +69,12 @@ def test_axes_and_parts():
         np.testing.assert_array_equal(got, exact)
 
 
+def test_rows_have_derivatives():
+    w = random_mxfp4((64, 48), 0)
+    found = jax.jit(jax.grad(lambda x, w: jnp.sum(matmul("bm,mf->bf", x, w))))(jnp.ones((1, 64)), w)
+    np.testing.assert_allclose(found[0], widened(w).sum(axis=1), rtol=1e-5, atol=1e-5)
+
+
 def test_a_loop_widens_a_part_at_a_time(monkeypatch):
     """As of FP8: what does not change is not widened before the loop."""
     monkeypatch.setattr(reference, "_PART", 2**12)

@@ -86,7 +86,11 @@ class TestRefused:
         with pytest.raises(ValueError, match=message):
             load_target(place or folder, **settings)
 
-    def test_plain_weights_are_not_kept_packed(self, folder):
+    def test_other_families_headers_are_not_asked_for(self, monkeypatch):
+        monkeypatch.setattr(packing, "find_headers", lambda *_: pytest.fail("asked for"))
+        assert with_storage(Source(DEMO_TARGET), None).mxfp4 == "widened"
+
+    def test_float16_widens(self, folder):
         source = Source(folder, dtype="float16")
         assert with_storage(source, None).target_config == parse_model_config(TINY)
 

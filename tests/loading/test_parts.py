@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from convert import orbax_io
 from convert.conversion import to_orbax
-from jetspec_jax import load_draft_head, load_target
+from jetspec_jax import load_draft_head, load_target, logits
 from jetspec_jax.checkpoint import reading
 from jetspec_jax.checkpoint.orbax import read_orbax_weights
 from jetspec_jax.checkpoint.parts import Placement, place, take_rows
@@ -137,6 +137,16 @@ class TestRead:
         config, folder, _ = packed(tmp_path)
         config, mesh = kept_packed(config), mesh_of(*shape)
         assert_read_as_placed(folder, config, mesh, jnp.dtype(jnp.float32))
+
+    @pytest.mark.wide
+    def test_what_stays_packed_computes_the_same(self, tmp_path):
+        _, folder, _ = packed(tmp_path)
+        ids, mesh = np.random.default_rng(0).integers(0, 64, (1, 6)), mesh_of(2, 2)
+        wide, kept = (
+            np.asarray(logits(load_target(folder, dtype="float32", mesh=mesh, mxfp4=word), ids))
+            for word in ("widened", "packed")
+        )
+        np.testing.assert_allclose(kept, wide, rtol=0, atol=1e-5 * np.abs(wide).max())
 
     @pytest.mark.parametrize("raw", [FEW, TIED, {**HEAD, "vocab_size": 21}], ids=["few", "tied", "head"])
     @pytest.mark.parametrize("dtype", [None, "bfloat16"])
