@@ -150,6 +150,7 @@ class TestTable:
             "implementation": "xla",
             "ignore_config_keys": ["k"],
             "chat_template": "own.jinja",
+            "mxfp4": "packed",
             "compilation_cache": "off",
             "tensor_parallel_size": 2,
             "expert_parallel_size": 3,
