@@ -35,8 +35,7 @@ def quantised(config, seed):
     """Random weights of a config, of which it quantises some."""
     flat = dict(nnx.traversals.flatten_mapping(random_weights(without_quantization(config), seed)))
     for path, block in quantized_blocks(config).items():
-        own = flat.pop(path)
-        own = Mxfp4.of(own, 1) if config.quantization.is_mxfp4 else Quantized.of(own, block)
+        own = Mxfp4.of(flat.pop(path), 1) if config is EXPERTS else Quantized.of(flat.pop(path), block)
         flat[(*path, "values")], flat[(*path, "scales")] = own.values, own.scales
     return nnx.traversals.unflatten_mapping(flat)
 
