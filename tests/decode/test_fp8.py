@@ -31,7 +31,7 @@ NEW_TOKENS = 16
 EXPERTS = kept_packed(parse_model_config({**GPT_OSS, "num_local_experts": 4}))
 
 
-def quantised(config, seed):
+def quantised_weights(config, seed):
     """Random weights of a config, of which it quantises some."""
     flat = dict(nnx.traversals.flatten_mapping(random_weights(without_quantization(config), seed)))
     for path, block in quantized_blocks(config).items():
@@ -42,13 +42,13 @@ def quantised(config, seed):
 
 def target_in(quantization):
     config = dataclasses.replace(TINY, quantization=quantization)
-    return Target(config, quantised(config, 0))
+    return Target(config, quantised_weights(config, 0))
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("stored", [BLOCKS, CHANNELS, EXPERTS], ids=["blocks", "channels", "MXFP4"])
 def test_trees_give_plain_decoding_s_tokens(stored):
-    target = Target(EXPERTS, quantised(EXPERTS, 0)) if stored is EXPERTS else target_in(stored)
+    target = Target(EXPERTS, quantised_weights(EXPERTS, 0)) if stored is EXPERTS else target_in(stored)
     oracle = OracleProposer(TINY.vocab_size)
     params = [SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, temperature=t, seed=1) for t in (0, 0.8)]
     longer = [dataclasses.replace(own, max_tokens=NEW_TOKENS + oracle.depth + 1) for own in params]
@@ -74,7 +74,7 @@ def test_trees_give_plain_decoding_s_tokens(stored):
 def test_a_head_in_fp8_drafts_as_its_widened_weights_do():
     config = head_config(TINY)
     config = dataclasses.replace(config, layers=dataclasses.replace(config.layers, quantization=BLOCKS))
-    head, target = Head(config, quantised(config, 1)), Target(TINY, random_weights(TINY, 0))
+    head, target = Head(config, quantised_weights(config, 1)), Target(TINY, random_weights(TINY, 0))
     assert ("fc",) in quantized_blocks(config)
     plain = Head(without_quantization(config), widened(head.weights, quantized_blocks(config)))
     got, expected = (np.asarray(draft_logits(target, own, [PROMPTS[1]])) for own in (head, plain))

@@ -9,7 +9,7 @@ import pytest
 from jetspec_jax import Target, logits
 from jetspec_jax.checkpoint.loading import read_target
 from jetspec_jax.checkpoint.source import Source
-from tests.decode.test_fp8 import BLOCKS, in_fp8
+from tests.decode.test_fp8 import BLOCKS, quantised_weights
 from tests.decode.tiny import TINY, random_target
 from tests.meshes import mesh_of, training_mesh
 from tests.train.folders import write_target
@@ -44,7 +44,7 @@ def test_the_first_group_decodes_with_the_parts_that_it_has():
 def test_a_quantised_target_decodes_with_the_scales_of_its_parts():
     # Features are split into two parts of 24.
     config = dataclasses.replace(TINY, quantization=dataclasses.replace(BLOCKS, rows=8, columns=8))
-    target = Target(config, in_fp8(config, 0))
+    target = Target(config, quantised_weights(config, 0))
     everywhere = freeze(target, training_mesh(1, 2, 1, 1)).weights["layers"][0]["mlp"]["down_proj"]
     assert not everywhere["values"].is_fully_replicated
     assert everywhere["scales"].is_fully_replicated

@@ -15,7 +15,7 @@ from jetspec_jax.config import parse_draft_head_config
 from jetspec_jax.config.head_dialects import causality_by_engine
 from jetspec_jax.models import quantized_blocks
 from jetspec_jax.models.quantized import widened
-from tests.decode.test_fp8 import BLOCKS, in_fp8
+from tests.decode.test_fp8 import BLOCKS, quantised_weights
 from tests.decode.tiny import TINY, random_target, with_windows, word_tokenizer
 from tests.train.head.tiny import MASK
 from train.head.engines import Verifier, engine_json
@@ -109,7 +109,7 @@ def test_a_head_that_begins_as_the_target_has_its_layers_and_its_norm(target):
 
 def test_a_quantised_target_gives_widened_layers_and_is_named_in_the_head_s_config(target, tmp_path):
     config = dataclasses.replace(TINY, quantization=BLOCKS)
-    quantised = dataclasses.replace(target, config=config, weights=in_fp8(config, 0))
+    quantised = dataclasses.replace(target, config=config, weights=quantised_weights(config, 0))
     begun = begin_head(quantised, shape(start="target"), None, 0)
     expected = widened(quantised.weights, quantized_blocks(config))
     same(begun.weights["layers"], expected["layers"])

@@ -12,7 +12,7 @@ from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.cli.command import main
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.demo import DEMO_TARGET
-from tests.decode.test_fp8 import BLOCKS, in_fp8
+from tests.decode.test_fp8 import BLOCKS, quantised_weights
 from tests.decode.tiny import TINY, random_target, random_weights, with_mlp
 from tests.train.head.tiny import RECIPE, changed, records, write, write_documents
 from train.data.documents import Document
@@ -224,7 +224,7 @@ def test_a_prompt_is_what_stands_before_the_first_token_to_learn():
 @pytest.mark.wide
 def test_a_head_learns_from_a_quantised_target(tmp_path, caplog):
     config = dataclasses.replace(TINY, quantization=BLOCKS)
-    target, data = Target(config, in_fp8(config, 0)), write_documents(tmp_path / "documents")
+    target, data = Target(config, quantised_weights(config, 0)), write_documents(tmp_path / "documents")
     folder = train_head(tmp_path / "work", RECIPE, target, data, Deadline())
     losses = [record["loss"] for record in records(tmp_path / "work") if "loss" in record]
     assert losses
