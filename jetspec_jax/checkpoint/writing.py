@@ -67,7 +67,8 @@ def save_checkpoint(
     leaves = nnx.traversals.flatten_mapping(weights)
     if config is None:
         config = parse_config(raw_config)
-        if isinstance(config, ModelConfig) and any(leaf.dtype == np.uint8 for leaf in leaves.values()):
+        packed = any(getattr(leaf, "dtype", None) == np.uint8 for leaf in leaves.values())
+        if isinstance(config, ModelConfig) and packed:
             config = kept_packed(config)
     quantization = quantization_of(config)
     if quantization is None or not quantization.is_mxfp4:
