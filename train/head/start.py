@@ -60,6 +60,11 @@ def begin_head(target: Target, settings: HeadSettings, checkpoint: Source | None
                 f"{checkpoint.path_or_id} is {config.layers.quantization.format}, and quantised weights "
                 "cannot be trained; begin with the head that it was made of"
             )
+        if config.selector is not None:
+            raise ValueError(
+                f"{checkpoint.path_or_id} has a selector, and no loss here trains it with its head; begin "
+                "with the head without it"
+            )
         # On one device whatever the target's are: training lays the head out in its own way.
         head = read_draft_head(replace(checkpoint, dtype="float32"))
         raw = checkpoint.raw_config
