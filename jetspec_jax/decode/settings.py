@@ -52,7 +52,7 @@ class TreeSettings:
 
     def for_selected(self, selected: int | None) -> "TreeSettings":
         """The settings with the width and candidates that they have with a selector of so many candidates."""
-        if selected is None or self.budget == 1:
+        if selected is None or self.candidates is not None or self.budget == 1:
             return self
         width, candidates = breadth_of(self.algorithm, self.width, self.candidates, selected)
         return replace(self, width=width, candidates=candidates)

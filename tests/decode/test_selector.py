@@ -16,9 +16,11 @@ from jetspec_jax.inspect.trace import trace_rounds
 from jetspec_jax.models import bind
 from jetspec_jax.models.selector import parents_of
 from jetspec_jax.tree import Auto, pair_log_probs, top_candidates
+from pallas_kernels import shards
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.tiny import TINY, head_config, random_target, random_weights, with_windows
 from tests.marks import wide
+from tests.meshes import agreed, on_parts, padded
 
 CONFIG = with_windows(TINY, None)
 CANDIDATES = 5
@@ -118,21 +120,47 @@ def test_a_batch_s_tokens_are_plain_decoding_s(target, value):
     assert [one.token_ids for one in ours] == [one.token_ids for one in plain]
 
 
-def test_scores_are_those_of_the_definition():
-    head = selecting_head()
+def rows():
+    """Anchors of two sequences, and hidden states, parents and candidates of their three rows."""
     rng = np.random.default_rng(0)
     hidden = rng.normal(size=(2, 3, CONFIG.hidden_size)).astype(np.float32)
     tokens = rng.integers(0, CONFIG.vocab_size, (2, 3, CANDIDATES)).astype(np.int32)
     anchors = np.array([4, 7], np.int32)
-    parents = np.asarray(parents_of(jnp.asarray(anchors), jnp.asarray(tokens)))
-    found = bind(head.config, head.weights).selector(jnp.asarray(hidden), parents, jnp.asarray(tokens))
+    return anchors, jnp.asarray(hidden), parents_of(jnp.asarray(anchors), jnp.asarray(tokens)), tokens
+
+
+def test_scores_are_those_of_the_definition():
+    head = selecting_head()
+    anchors, hidden, parents, tokens = rows()
+    found = bind(head.config, head.weights).selector(hidden, parents, jnp.asarray(tokens))
+    hidden = np.asarray(hidden, np.float64)
     own = {name: np.asarray(values, np.float64) for name, values in head.weights["selector"].items()}
     for b, d, u, t in np.ndindex(2, 3, CANDIDATES, CANDIDATES):
         parent = anchors[b] if d == 0 else tokens[b, d - 1, u]
-        gate = hidden[b, d].astype(np.float64) @ own["hidden_projection"]
+        gate = hidden[b, d] @ own["hidden_projection"]
         terms = own["predecessors"][parent] * gate * own["successors"][tokens[b, d, t]]
         bound = 64 * np.finfo(np.float32).eps * np.abs(terms).max() * CONFIG.hidden_size
         assert abs(found[b, d, u, t] - terms.sum()) <= bound
+
+
+@pytest.mark.parametrize("mesh", [(1, 3), wide((2, 2))])
+def test_devices_that_share_the_codebooks_have_the_bits_of_the_first(mesh):
+    head = selecting_head()
+    _, hidden, parents, tokens = rows()
+    own = head.weights["selector"]
+
+    def scores(codebooks, hidden, parents, tokens):
+        before, after = jnp.moveaxis(codebooks, 1, 2)
+        selector = {**own, "predecessors": before, "successors": after}
+        # Each device rounds its hidden states in its own way.
+        hidden = hidden * (1 + 1e-6 * shards.index())
+        return bind(head.config, {**head.weights, "selector": selector}).selector(hidden, parents, tokens)
+
+    codebooks = np.stack([np.asarray(own[name]).T for name in ("predecessors", "successors")])
+    parts = padded(codebooks, mesh[0] * mesh[1])
+    found = agreed(on_parts(scores, *mesh)(parts, hidden, parents, tokens))
+    whole = scores(jnp.asarray(codebooks), hidden, parents, jnp.asarray(tokens))
+    np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-5)
 
 
 def test_parents_of_the_drawn_example():
