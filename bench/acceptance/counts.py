@@ -98,7 +98,7 @@ def ranks_of(traced: TracedRound) -> Int[np.ndarray, "n"]:
         ranks.append(int(places[0]) if places.size else NO_RANK)
         if not places.size:
             break
-        above = order[places[0]]
+        above = int(order[places[0]])
     return np.asarray(ranks, np.int64)
 
 
@@ -133,8 +133,8 @@ def count_tree(rounds: Sequence[TracedRound]) -> Counts:
         trace = traced.trace
         places = _places(trace)
         for node in np.flatnonzero(trace.depths < len(trace.candidate_tokens)):
-            row = trace.depths[node]
-            tokens = trace.candidate_tokens[row, order_of(trace, row, places[node])]
+            row = int(trace.depths[node])
+            tokens = trace.candidate_tokens[row, order_of(trace, row, int(places[node]))]
             counts.nodes[row] += 1
             counts.hits[row] += tokens == trace.choices[node]
     return counts
@@ -148,8 +148,8 @@ def count_accepted(rounds: Sequence[TracedRound]) -> Counts:
         places = _places(trace)
         counts.nodes[:] += 1
         for above, node in itertools.pairwise(trace.path):
-            row = trace.depths[node] - 1
-            [rank] = np.flatnonzero(order_of(trace, row, places[above]) == places[node])
+            row = int(trace.depths[node]) - 1
+            [rank] = np.flatnonzero(order_of(trace, row, int(places[above])) == places[node])
             counts.hits[row, rank] += 1
     return counts
 

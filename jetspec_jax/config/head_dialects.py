@@ -246,8 +246,7 @@ def _selector(own: Fields, vocabulary: Any) -> SelectorConfig | None:
     Raises:
         ValueError: A key is missing or out of its range; all such keys are listed.
     """
-    rank: Any = own.get("selector_rank")
-    count: Any = own.get("selector_top_k")
+    rank, count = own.get("selector_rank"), own.get("selector_top_k")
     tail = own.get("selector_tail", False)
     if rank in (None, 0) and count in (None, 0) and tail is False:
         return None
@@ -263,6 +262,8 @@ def _selector(own: Fields, vocabulary: Any) -> SelectorConfig | None:
         raise ValueError(
             f"{own.where}: a selector needs selector_rank and selector_top_k: {'; '.join(wrong)}"
         )
+    assert is_int(rank)  # for the type checker
+    assert is_int(count)
     return SelectorConfig(rank, count, tail)
 
 
