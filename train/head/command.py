@@ -51,6 +51,9 @@ def add_command(commands: Any) -> None:
         default="jetspec",
         help="the engine that loads it (default: jetspec, whose folder vllm and sglang read too)",
     )
+    export.add_argument(
+        "--without-selector", action="store_true", help="leaves out the selector, for engines that know none"
+    )
     add_target_option(export, "the head's target, for configs that name it or hold its number of layers")
     tune = commands.add_parser(
         "finetune", help="documents from prompts, then a draft head on them", description=_finetune.__doc__
@@ -97,7 +100,11 @@ def _export(arguments: argparse.Namespace) -> int:
     The head is the best one so far of a run, finished or not, or one that is there already.
     """
     out, engine = arguments.out, arguments.engine
-    more = {"target": arguments.target, "ignore_config_keys": arguments.ignore_config_key}
+    more = {
+        "target": arguments.target,
+        "without_selector": arguments.without_selector,
+        "ignore_config_keys": arguments.ignore_config_key,
+    }
     if arguments.head is not None:
         export_head(arguments.head, out, engine, **more)
         said = "the head"

@@ -1,6 +1,6 @@
 """The beginning of a draft head: its ``config.json`` and its first weights."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -8,16 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from convert.folders import locate
 from jetspec_jax.checkpoint.loading import Target, read_draft_head
 from jetspec_jax.checkpoint.source import Source
-from jetspec_jax.config import DraftHeadConfig, check_head_fits, dialect_of, parse_draft_head_config
+from jetspec_jax.config import (
+    DraftHeadConfig,
+    SelectorConfig,
+    check_head_fits,
+    dialect_of,
+    parse_draft_head_config,
+)
 from jetspec_jax.config.head_dialects import SPECULATORS
 from jetspec_jax.device.partition import spread
 from jetspec_jax.models import Weights, build, quantized_blocks, weights_of
 from jetspec_jax.models.quantized import widened
-from train.head.config import head_json, trained_with
+from train.head.config import head_json, trained_with, with_selector
 from train.head.engines import published_json
-from train.head.recipe import HeadSettings
+from train.head.recipe import HeadSettings, SelectorSettings
 
 
 class Beginning(NamedTuple):
@@ -26,15 +33,24 @@ class Beginning(NamedTuple):
     Attributes:
         raw: Its ``config.json``.
         config: The parsed ``config.json``.
-        weights: Its first weights, float32.
+        weights: Its first weights, float32. Those of a selector are there if it is to be continued.
+        stored: The type that the trained head is written in. A head that stays as it is beside a selector
+            keeps all of its bits.
     """
 
     raw: dict[str, Any]
     config: DraftHeadConfig
     weights: Weights
+    stored: str = "bfloat16"
 
 
-def begin_head(target: Target, settings: HeadSettings, checkpoint: Source | None, seed: int) -> Beginning:
+def begin_head(
+    target: Target,
+    settings: HeadSettings,
+    checkpoint: Source | None,
+    seed: int,
+    selector: SelectorSettings | None = None,
+) -> Beginning:
     """A new head, or the one of a checkpoint.
 
     Args:
@@ -42,6 +58,7 @@ def begin_head(target: Target, settings: HeadSettings, checkpoint: Source | None
         settings: The head's settings.
         checkpoint: For a head that begins as one, which keeps its config, ignored keys too; read in float32.
         seed: Seed of random weights.
+        selector: The selector that is trained beside the head, which the config has then.
 
     Raises:
         FileNotFoundError: The checkpoint cannot be found.
@@ -60,19 +77,21 @@ def begin_head(target: Target, settings: HeadSettings, checkpoint: Source | None
                 f"{checkpoint.path_or_id} is {config.layers.quantization.format}, and quantised weights "
                 "cannot be trained; begin with the head that it was made of"
             )
-        if config.selector is not None:
-            raise ValueError(
-                f"{checkpoint.path_or_id} has a selector, and no loss here trains it with its head; begin "
-                "with the head without it"
-            )
+        own = _selector(checkpoint, selector, target.config.vocab_size)
         # On one device whatever the target's are: training lays the head out in its own way.
         head = read_draft_head(replace(checkpoint, dtype="float32"))
+        weights = head.weights
+        if selector is None or selector.existing != "continue":
+            weights = {name: part for name, part in weights.items() if name != "selector"}
         raw = checkpoint.raw_config
         if dialect_of(raw) == SPECULATORS:  # the run writes the published layout
             raw = published_json(raw, replace(config, num_target_layers=target.config.num_layers))
-        raw = trained_with(target, raw)
-        trained = replace(head.config, target_format=raw["dflash_config"].get("target_format", ""))
-        return Beginning(raw, trained, head.weights)
+        raw = with_selector(trained_with(target, raw), own)
+        trained = replace(
+            head.config, target_format=raw["dflash_config"].get("target_format", ""), selector=own
+        )
+        frozen = selector is not None and not selector.joint
+        return Beginning(raw, trained, weights, _stored(checkpoint) if frozen else "bfloat16")
     if checkpoint is not None:
         raise ValueError(
             f"the recipe's head begins {settings.start!r}, not as {checkpoint.path_or_id}; set head.start to "
@@ -82,6 +101,55 @@ def begin_head(target: Target, settings: HeadSettings, checkpoint: Source | None
     config = parse_draft_head_config(raw, where="the head")
     weights = random_head(config, seed) if settings.start == "random" else head_of_target(config, target)
     return Beginning(raw, config, weights)
+
+
+def _selector(
+    checkpoint: Source, settings: SelectorSettings | None, vocab_size: int
+) -> SelectorConfig | None:
+    """The selector of the trained head.
+
+    Raises:
+        ValueError: The recipe does not say what to do about the one that the checkpoint has, or asks for what
+            it cannot be.
+    """
+    name, found = checkpoint.path_or_id, checkpoint.head_config.selector
+    if settings is None:
+        if found is not None:
+            raise ValueError(
+                f"{name} has a selector, which the recipe does not train: set selector.rank={found.rank} and "
+                "selector.existing=continue, or begin with the head without it (export --without-selector)"
+            )
+        return None
+    if settings.candidates > vocab_size:
+        raise ValueError(
+            f"selector.candidates must be at most the {vocab_size} tokens of the vocabulary, not "
+            f"{settings.candidates}"
+        )
+    wanted = SelectorConfig(settings.rank, settings.candidates, settings.tail)
+    if found is None and settings.existing != "refuse":
+        raise ValueError(f"{name} has no selector to {settings.existing}; leave selector.existing out")
+    if found is not None and settings.existing == "refuse":
+        raise ValueError(
+            f"{name} has a selector already, of rank {found.rank}: set selector.existing to 'continue' or "
+            "'replace'"
+        )
+    if found is not None and settings.existing == "continue" and found != wanted:
+        differing = [
+            f"{key} is {own}, not {asdict(wanted)[key]}"
+            for key, own in asdict(found).items()
+            if own != asdict(wanted)[key]
+        ]
+        raise ValueError(
+            f"the selector of {name} cannot be continued with other settings: {'; '.join(differing)}"
+        )
+    return wanted
+
+
+def _stored(checkpoint: Source) -> str:
+    """The type in which all tensors of a head keep their bits: bfloat16 if all have it, else float32."""
+    found = locate(checkpoint.path_or_id, ignore_config_keys=checkpoint.ignore_config_keys)
+    types = {parameter.dtype for parameter in found.opened().values()}
+    return "bfloat16" if types == {np.dtype(jnp.bfloat16)} else "float32"
 
 
 def random_head(config: DraftHeadConfig, seed: int) -> Weights:
