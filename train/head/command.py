@@ -19,6 +19,7 @@ from train.head.export import export_best, export_head
 from train.head.frozen import decoding_mesh, mesh_to_load
 from train.head.recipe import HeadRecipe
 from train.head.recipe_file import CONFIGS, add_set_option, read_head_recipe
+from train.head.start import check_start
 from train.head.target_states import check_bound
 from train.head.training import train_head
 from train.head.verdict import read_verdict
@@ -133,6 +134,9 @@ def _finetune(arguments: argparse.Namespace) -> int:
     """
     recipe, deadline = read_head_recipe(arguments.recipe, arguments.set), Deadline(arguments.minutes)
     _check(arguments)
+    # Documents may take hours.
+    recipe.check()
+    check_start(recipe.head, _checkpoint(arguments), recipe.selector)
     made = make_data(
         arguments.target,
         arguments.prompts,
@@ -161,19 +165,25 @@ def _check(arguments: argparse.Namespace) -> None:
         check_bound(arguments.states_gib)
 
 
+def _checkpoint(arguments: argparse.Namespace) -> Source | None:
+    """The head that the trained one begins as."""
+    if arguments.draft_head is None:
+        return None
+    return Source(draft_head_at(arguments.draft_head), ignore_config_keys=arguments.ignore_config_key)
+
+
 def _train(
     arguments: argparse.Namespace, recipe: HeadRecipe, data: Path, work: Path, deadline: Deadline
 ) -> int:
-    checkpoint, ignored = arguments.draft_head, arguments.ignore_config_key
+    checkpoint, ignored = _checkpoint(arguments), arguments.ignore_config_key
     target = read_target(Source(arguments.target, recipe.dtype, ignored), mesh_to_load(recipe.mesh))
-    begin = None if checkpoint is None else Source(draft_head_at(checkpoint), ignore_config_keys=ignored)
     folder = train_head(
         work,
         recipe,
         target,
         data,
         deadline,
-        checkpoint=begin,
+        checkpoint=checkpoint,
         tracking=_tracking(arguments),
         states_gib=arguments.states_gib,
     )

@@ -144,7 +144,7 @@ class HeadEvaluator:
         if self.config.selector is not None:
             if self._without is None or not self._fixed:
                 without = tau_record(self.decode(without_selector(head)), self.held.sources)
-                self._without = {f"{name}_without": tau for name, tau in without.items()}
+                self._without = {f"{name}_without": without[name] for name in ("tau", "tau_by_temperature")}
             record |= self._without
         return Evaluated(record, record["tau"][str(max(self.settings.budgets))])
 

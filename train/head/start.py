@@ -64,20 +64,10 @@ def begin_head(
         FileNotFoundError: The checkpoint cannot be found.
         ValueError: Settings, checkpoint and target do not fit together.
     """
-    if settings.start == "checkpoint":
-        if checkpoint is None:
-            raise ValueError("the recipe begins with a checkpoint: name a head with --draft-head")
-        named = [name for name, value in vars(settings).items() if name != "start" and value is not None]
-        if named:
-            raise ValueError(f"a head that begins as a checkpoint is what that is; unset {', '.join(named)}")
+    check_start(settings, checkpoint, selector)
+    if checkpoint is not None:
         config = checkpoint.head_config
         check_head_fits(config, target.config)
-        if config.layers.quantization is not None:
-            raise ValueError(
-                f"{checkpoint.path_or_id} is {config.layers.quantization.format}, and quantised weights "
-                "cannot be trained; begin with the head that it was made of"
-            )
-        own = _selector(checkpoint, selector, target.config.vocab_size)
         # On one device whatever the target's are: training lays the head out in its own way.
         head = read_draft_head(replace(checkpoint, dtype="float32"))
         weights = head.weights
@@ -86,63 +76,85 @@ def begin_head(
         raw = checkpoint.raw_config
         if dialect_of(raw) == SPECULATORS:  # the run writes the published layout
             raw = published_json(raw, replace(config, num_target_layers=target.config.num_layers))
+        own = None
+        if selector is not None:
+            own = SelectorConfig(selector.rank, selector.candidates, selector.tail)
         raw = with_selector(trained_with(target, raw), own)
         trained = replace(
             head.config, target_format=raw["dflash_config"].get("target_format", ""), selector=own
         )
         frozen = selector is not None and not selector.joint
         return Beginning(raw, trained, weights, _stored(checkpoint) if frozen else "bfloat16")
-    if checkpoint is not None:
-        raise ValueError(
-            f"the recipe's head begins {settings.start!r}, not as {checkpoint.path_or_id}; set head.start to "
-            "'checkpoint'"
-        )
     raw = head_json(target, settings)
     config = parse_draft_head_config(raw, where="the head")
     weights = random_head(config, seed) if settings.start == "random" else head_of_target(config, target)
     return Beginning(raw, config, weights)
 
 
-def _selector(
-    checkpoint: Source, settings: SelectorSettings | None, vocab_size: int
-) -> SelectorConfig | None:
-    """The selector of the trained head.
+def check_start(settings: HeadSettings, checkpoint: Source | None, selector: SelectorSettings | None) -> None:
+    """Checks what is known of a beginning without its target.
+
+    Args:
+        settings: The head's settings.
+        checkpoint: The head to begin as; None without one.
+        selector: The selector that is trained beside it.
 
     Raises:
-        ValueError: The recipe does not say what to do about the one that the checkpoint has, or asks for what
-            it cannot be.
+        FileNotFoundError: The checkpoint cannot be found.
+        ValueError: Settings, checkpoint and selector do not fit together.
     """
-    name, found = checkpoint.path_or_id, checkpoint.head_config.selector
-    if settings is None:
-        if found is not None:
+    if settings.start != "checkpoint":
+        if checkpoint is not None:
             raise ValueError(
-                f"{name} has a selector, which the recipe does not train: set selector.rank={found.rank} and "
-                "selector.existing=continue, or begin with the head without it (export --without-selector)"
+                f"the recipe's head begins {settings.start!r}, not as {checkpoint.path_or_id}; set "
+                "head.start to 'checkpoint'"
             )
+        return
+    if checkpoint is None:
+        raise ValueError("the recipe begins with a checkpoint: name a head with --draft-head")
+    named = [name for name, value in vars(settings).items() if name != "start" and value is not None]
+    if named:
+        raise ValueError(f"a head that begins as a checkpoint is what that is; unset {', '.join(named)}")
+    config = checkpoint.head_config
+    if config.layers.quantization is not None:
+        raise ValueError(
+            f"{checkpoint.path_or_id} is {config.layers.quantization.format}, and quantised weights "
+            "cannot be trained; begin with the head that it was made of"
+        )
+    if wrong := _wrong_selector(config, selector):
+        raise ValueError(f"{checkpoint.path_or_id} {wrong}")
+
+
+def _wrong_selector(config: DraftHeadConfig, settings: SelectorSettings | None) -> str | None:
+    """Why a selector cannot be trained beside a head, to stand after the head's name; None if it can."""
+    found = config.selector
+    if settings is None:
+        if found is None:
+            return None
+        return (
+            f"has a selector, which the recipe does not train: set selector.rank={found.rank} and "
+            "selector.existing=continue, or begin with the head without it (export --without-selector)"
+        )
+    if settings.candidates > config.layers.vocab_size:
+        return (
+            f"has a vocabulary of {config.layers.vocab_size} tokens, and selector.candidates must be at most "
+            f"that, not {settings.candidates}"
+        )
+    if found is None:
+        if settings.existing == "refuse":
+            return None
+        return f"has no selector to {settings.existing}; leave selector.existing out"
+    if settings.existing == "refuse":
+        return (
+            f"has a selector already, of rank {found.rank}: set selector.existing to 'continue' or 'replace'"
+        )
+    wanted = {"rank": settings.rank, "candidates": settings.candidates, "tail": settings.tail}
+    differing = [
+        f"{key} is {own}, not {wanted[key]}" for key, own in asdict(found).items() if own != wanted[key]
+    ]
+    if settings.existing == "replace" or not differing:
         return None
-    if settings.candidates > vocab_size:
-        raise ValueError(
-            f"selector.candidates must be at most the {vocab_size} tokens of the vocabulary, not "
-            f"{settings.candidates}"
-        )
-    wanted = SelectorConfig(settings.rank, settings.candidates, settings.tail)
-    if found is None and settings.existing != "refuse":
-        raise ValueError(f"{name} has no selector to {settings.existing}; leave selector.existing out")
-    if found is not None and settings.existing == "refuse":
-        raise ValueError(
-            f"{name} has a selector already, of rank {found.rank}: set selector.existing to 'continue' or "
-            "'replace'"
-        )
-    if found is not None and settings.existing == "continue" and found != wanted:
-        differing = [
-            f"{key} is {own}, not {asdict(wanted)[key]}"
-            for key, own in asdict(found).items()
-            if own != asdict(wanted)[key]
-        ]
-        raise ValueError(
-            f"the selector of {name} cannot be continued with other settings: {'; '.join(differing)}"
-        )
-    return wanted
+    return f"has a selector that cannot be continued with other settings: {'; '.join(differing)}"
 
 
 def _stored(checkpoint: Source) -> str:

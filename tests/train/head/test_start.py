@@ -1,7 +1,6 @@
 """Where heads begin, and what does not go together."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -130,16 +129,6 @@ def test_a_quantised_head_is_not_trained(target, tmp_path):
         ValueError, match="is FP8 in blocks of 128 x 128, and quantised weights cannot be trained"
     ):
         begin_head(target, HeadSettings("checkpoint"), Source(tmp_path / "fp8"), 0)
-
-
-def test_a_head_with_a_selector_is_not_trained(target, tmp_path):
-    made = begin_head(target, SHAPE, None, 5)
-    (tmp_path / "head").mkdir()
-    selector = {"selector_rank": 2, "selector_top_k": 5}
-    raw = {**made.raw, "dflash_config": {**made.raw["dflash_config"], **selector}}
-    (tmp_path / "head" / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ValueError, match="has a selector, and no loss here trains it with its head"):
-        begin_head(target, HeadSettings("checkpoint"), Source(tmp_path / "head"), 0)
 
 
 def test_a_target_that_does_not_fit_the_head_is_refused(target):
