@@ -24,7 +24,16 @@ from train.loss.distillation import (
     head_rows,
     row_weights,
 )
-from train.loss.objectives import Logits, Loss, Mean, Means, Objective, accepted_length, by_chunks
+from train.loss.objectives import (
+    Logits,
+    Loss,
+    Mean,
+    Means,
+    Objective,
+    accepted_length,
+    by_chunks,
+    depth_weights,
+)
 from train.loss.precision import whole
 
 #: Forward KL over the candidates and the tail; forward KL of both distributions renormalised over the
@@ -123,7 +132,8 @@ def selection_loss(
         covered = jnp.any(choices.tokens == task.labels.reshape(b, a * d)[:, :, None], axis=-1)
         value, own = selected.loss, {}
         if joint is None:
-            weight = row_weights(value, task.learn, objective)
+            # D-PACE weighs by the head's own loss, which is not computed here.
+            weight = task.learn.astype(jnp.float32) * depth_weights(d, objective.gamma)[None, None, :]
         else:
             head = head_rows(drafts, head_config, objective)
             weight = row_weights(head.loss, task.learn, objective)
