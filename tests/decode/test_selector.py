@@ -89,7 +89,7 @@ def place_of(one, node):
     return place
 
 
-@pytest.mark.parametrize("algorithm", ["top_nodes", "accum_logp"])
+@pytest.mark.parametrize("algorithm", ["top_nodes", wide("accum_logp")])
 def test_scores_of_zero_give_the_trees_of_the_head_without(target, algorithm):
     selecting = selecting_head(lambda name, values: 0 * values)
     weights = {name: own for name, own in selecting.weights.items() if name != "selector"}

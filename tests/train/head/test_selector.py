@@ -224,6 +224,7 @@ class TestFrozen:
         assert last["validation_loss_by_depth_without"] == first["validation_loss_by_depth_without"]
         assert last["validation_loss_by_depth"] != first["validation_loss_by_depth"]
 
+    @pytest.mark.wide
     def test_a_run_that_is_not_stopped_has_the_same_bits(self, run, target, folders, data, tmp_path):
         folder = train_head(
             tmp_path, FROZEN, target, data, Deadline(), checkpoint=Source(folders / "float32")
