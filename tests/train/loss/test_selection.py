@@ -177,5 +177,6 @@ def test_the_whole_loss_against_numpy(pair, drafts, loss, temperature):
     for name, value in wanted.items():
         np.testing.assert_allclose(means[name].value(), value, rtol=1e-4, atol=1e-5, err_msg=name)
     assert wanted["loss"] > 0.1
-    assert abs(wanted["loss_by_depth"] - wanted["loss_by_depth_without"]).max() > 0.1
+    # The selector counts for a hundred times what rounding may; a total variation is at most 1.
+    assert abs(wanted["loss_by_depth"] - wanted["loss_by_depth_without"]).max() > 0.01
     assert 0 < wanted["coverage_by_depth"].mean() < 1
