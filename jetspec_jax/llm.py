@@ -204,6 +204,8 @@ class LLM:
         settings = TreeSettings(**named) if named else fastest_settings()
         # Said when the first request is known to be good: bad input ends with its own line alone.
         self._notice = None if named or settings != PLAIN or head_config is None else PLAIN_NOTICE
+        if head_config is not None:
+            settings = settings.for_selected(head_config.selected)
         settings.check(config, None if head_config is None else head_config.depth)
         self.settings = PLAIN if head_config is None else settings
         sizes = tensor_parallel_size, expert_parallel_size, data_parallel_size

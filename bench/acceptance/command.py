@@ -68,13 +68,18 @@ def run(arguments: argparse.Namespace) -> int:
             texts = write_texts(pair, work, batch=arguments.batch, implementation=implementation)
             bar.update()
             bar.set_description(f"T = {temperature:g}: draft")
-            most = max(arguments.candidates)
-            drafts = draft_along(pair, texts, most, implementation=implementation)
+            # The best of a row are among its best so many; with a selector all count in each one's share.
+            most, selects = max(arguments.candidates), pair.head.config.selector is not None
+            drafts = {
+                count: draft_along(pair, texts, count, implementation=implementation)
+                for count in (sorted({*arguments.candidates}) if selects else [most])
+            }
             bar.update()
             for (name, count), settings in trees.items():
                 bar.set_description(f"T = {temperature:g}: {name}, {count} candidates")
                 about = {"temperature": temperature, "algorithm": name, "candidates": count}
-                rows += [{**about, **row} for row in _rows(drafts, settings, budgets)]
+                own = drafts[count if selects else most]
+                rows += [{**about, **row} for row in _rows(own, settings, budgets)]
                 bar.update()
     report = {
         **opening_of("acceptance", arguments),

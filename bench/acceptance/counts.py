@@ -1,9 +1,10 @@
 """Traces rounds of real decoding, and counts which candidates the target chose. D depth, K candidates.
 
-A draft row does not depend on the path to its depth. So the target's tokens after an anchor give the rank of
-its choice in every row, independent of the tree: a node of depth d is *reached* if the first d of these
-tokens were among the K candidates of their rows, as in a tree without a budget. The tree of a measurement
-decides only at which anchors rounds begin.
+A draft row does not depend on the path to its depth, and the order that a selector gives it depends only on
+the token before. So the target's tokens after an anchor give the rank of its choice in every row, independent
+of the tree: a node of depth d is *reached* if the first d of these tokens were among the K candidates of
+their rows, as in a tree without a budget. The tree of a measurement decides only at which anchors rounds
+begin.
 """
 
 import itertools
@@ -90,13 +91,28 @@ def trace_requests(
 
 def ranks_of(traced: TracedRound) -> Int[np.ndarray, "n"]:
     """The rank of the target's choice in each reached row; `NO_RANK` if the last row lacks the choice."""
-    ranks = []
-    for token, row in zip(traced.tokens, traced.trace.candidate_tokens, strict=False):
-        places = np.flatnonzero(row == token)
+    ranks, above = [], 0
+    for row, token in enumerate(traced.tokens[: len(traced.trace.candidate_tokens)]):
+        order = order_of(traced.trace, row, above)
+        places = np.flatnonzero(traced.trace.candidate_tokens[row, order] == token)
         ranks.append(int(places[0]) if places.size else NO_RANK)
         if not places.size:
             break
+        above = int(order[places[0]])
     return np.asarray(ranks, np.int64)
+
+
+def order_of(trace: RoundTrace, row: int, above: int) -> Int[np.ndarray, "K"]:
+    """A row's candidates below a candidate of the row above (0 for the anchor), the best first."""
+    if trace.pair_log_probs is None:
+        return np.arange(trace.candidate_tokens.shape[1])
+    return np.argsort(-trace.pair_log_probs[row, above], kind="stable")
+
+
+def _places(trace: RoundTrace) -> Int[np.ndarray, "N"]:
+    """The index of each node among the candidates of its row; 0 for the anchor."""
+    same = trace.candidate_tokens[trace.depths - 1] == trace.tokens[:, None]
+    return np.where(trace.depths > 0, same.argmax(axis=1), 0)
 
 
 def count_reached(rounds: Sequence[TracedRound]) -> Counts:
@@ -115,11 +131,12 @@ def count_tree(rounds: Sequence[TracedRound]) -> Counts:
     counts = _none(rounds)
     for traced in rounds:
         trace = traced.trace
-        inner = trace.depths < len(trace.candidate_tokens)
-        depths, choices = trace.depths[inner], trace.choices[inner]
-        np.add.at(counts.nodes, depths, 1)
-        nodes, ranks = np.nonzero(trace.candidate_tokens[depths] == choices[:, None])
-        np.add.at(counts.hits, (depths[nodes], ranks), 1)
+        places = _places(trace)
+        for node in np.flatnonzero(trace.depths < len(trace.candidate_tokens)):
+            row = int(trace.depths[node])
+            tokens = trace.candidate_tokens[row, order_of(trace, row, int(places[node]))]
+            counts.nodes[row] += 1
+            counts.hits[row] += tokens == trace.choices[node]
     return counts
 
 
@@ -128,10 +145,11 @@ def count_accepted(rounds: Sequence[TracedRound]) -> Counts:
     counts = _none(rounds)
     for traced in rounds:
         trace = traced.trace
+        places = _places(trace)
         counts.nodes[:] += 1
-        for node in trace.path[1:]:
-            row = trace.depths[node] - 1
-            [rank] = np.flatnonzero(trace.candidate_tokens[row] == trace.tokens[node])
+        for above, node in itertools.pairwise(trace.path):
+            row = int(trace.depths[node]) - 1
+            [rank] = np.flatnonzero(order_of(trace, row, int(places[above])) == places[node])
             counts.hits[row, rank] += 1
     return counts
 

@@ -158,4 +158,4 @@ def _committed(axis: Axes, histograms: Mapping[str, Sequence[int]]) -> None:
     axis.set_xlabel("tokens that a round commits")
     axis.set_ylabel("rounds, %")
     axis.set_title("acceptance length", fontsize=10)
-    axis.legend(frameon=False, fontsize=9)
+    axis.legend(loc="best", frameon=False, fontsize=9)

@@ -27,6 +27,7 @@ from jetspec_jax.cache.pages import PAGE_SIZE
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import empty_stores
 from jetspec_jax.config import ModelConfig
+from jetspec_jax.decode.proposer import candidates_of
 from jetspec_jax.device.mesh import WHOLE, everywhere
 from jetspec_jax.device.partition import is_split, own_part, parameter_specs
 from jetspec_jax.models import bind
@@ -40,7 +41,6 @@ from jetspec_jax.tree import (
     grow_tree,
     plan_of,
     reach_of,
-    top_candidates,
 )
 
 # Anchors that draft at once, and anchors that grow trees at once.
@@ -206,8 +206,7 @@ def _drafts(
         def draft(positions: Int[Array, "R"]) -> Candidates:
             # All slots read the same pages, each only the rows before its anchor.
             slots = Slots.of(jnp.broadcast_to(pages, (DRAFTED, pages.size)), positions)
-            logits = proposer.propose(head_weights, state, target, ids[positions], slots)
-            return top_candidates(logits, count)
+            return candidates_of(proposer, head_weights, state, target, ids[positions], slots, count)
 
         parts = -(-anchors // DRAFTED)
         positions = first + jnp.arange(parts * DRAFTED, dtype=jnp.int32).reshape(parts, DRAFTED)
@@ -231,9 +230,11 @@ def _accepted(
     budgets: tuple[int, ...],
 ) -> Int[Array, "A C"]:
     rows, depth = following.shape
+    # Pairs are probabilities among all candidates that were drafted.
+    assert candidates.pairs is None or candidates.tokens.shape[2] == count, "pairs of other candidates"
     best = candidates.best(count)
     tree = grow_tree(
-        best,
+        best if candidates.pairs is None else candidates,
         jnp.zeros(rows, jnp.int32),
         plan_of(algorithm, best, routing),
         jnp.full(rows, max(budgets), jnp.int32),

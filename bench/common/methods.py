@@ -117,11 +117,13 @@ def choose_methods(
         ValueError: A setting is out of range.
     """
     # All drafts of the head, one node per depth.
-    chain = Method(CHAIN, None, TreeSettings(head.config.block_size, 1))
+    selected = head.config.selected
+    chain = Method(CHAIN, None, TreeSettings(head.config.block_size, 1).for_selected(selected))
     groups = [
         [
-            Method(f"{name} {budget}", name, TreeSettings(budget, width, None, algorithm, candidates))
+            Method(f"{name} {budget}", name, settings.for_selected(selected))
             for name, algorithm in algorithms.items()
+            for settings in [TreeSettings(budget, width, None, algorithm, candidates)]
         ]
         for budget in sorted(set(budgets))
     ]

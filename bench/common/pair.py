@@ -219,7 +219,7 @@ def load_pair(
     target = read_target(source, *meshes)
     head = read_draft_head(Source(draft_head_at(head_path), dtype, arguments.ignore_config_key), target)
     for tree in settings:
-        tree.check(target.config, head.config.depth)
+        tree.for_selected(head.config.selected).check(target.config, head.config.depth)
     return Pair(target, head)
 
 

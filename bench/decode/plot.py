@@ -178,6 +178,6 @@ def _by_depth(axis: Axes, rows: Sequence[Row], budget: int, styles: Mapping[str,
     axis.set_ylim(0, 1.02)
     left_out = len(trees) - (FEW - 1)
     title = f"the {FEW - 1} longest of {len(trees)}" if left_out > 0 else None
-    axis.legend(frameon=False, fontsize=8, title=title, title_fontsize=8)
+    axis.legend(loc="best", frameon=False, fontsize=8, title=title, title_fontsize=8)
     axis.grid(alpha=0.3)
     without_frame(axis)

@@ -63,7 +63,7 @@ def _panel(axis: Axes, title: str, curves: dict[str, list[tuple[int, float]]]) -
         scale.set_minor_formatter(StrMethodFormatter("{x:,.0f}") if scale is axis.yaxis else NullFormatter())
     axis.set_title(title, fontsize=10)
     axis.set_xlabel("concurrent requests")
-    axis.legend(fontsize=7, frameon=False)
+    axis.legend(loc="best", fontsize=7, frameon=False)
     without_frame(axis)
 
 

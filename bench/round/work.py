@@ -67,7 +67,11 @@ def round_work(
     head_parts = parts if mesh is not None and is_split(head, mesh) else 1
     local = spread(head, mesh)
     features = parameters(local, FEATURES)
-    drafts = parameters(local) - features
+    # Of a selector's codebooks only the rows of candidates are read.
+    selector, codebooks = local.selector, 0
+    if selector is not None:
+        codebooks = 2 * local.layers.vocab_size * selector.rank
+    drafts = parameters(local) - features - codebooks
     # Context features become keys and values by projections that draft slots use too.
     features += local.layers.hidden_size * _token(local.layers)
     # A tree's depth is below its number of nodes, and a causal head needs no slots below that depth.
@@ -80,6 +84,10 @@ def round_work(
         itemsize * (drafts + batch * _prefix(local.layers, context)),
         2 * rows * drafts + rows * _scores(local.layers, context),
     )
+    if selector is not None:
+        looked_up = batch * depth * selector.candidates * selector.rank
+        pairs = _part(head_parts, itemsize * 2 * looked_up, 2 * looked_up * selector.candidates)
+        layers = _sum(layers, pairs)
     commit = _part(head_parts, itemsize * (features + batch * _token(local.layers)), 2 * batch * features)
     work["propose"] = _sum(tables, layers)
     work["settle"] = _sum(work["settle"], commit)

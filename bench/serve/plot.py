@@ -31,7 +31,7 @@ def draw_serve(report: Report) -> Figure:
             top.set_ylabel("good tokens per second")
             middle.set_ylabel("ms to first token, p50 to p99")
             bottom.set_ylabel("ms end to end, p50 to p99")
-            top.legend(fontsize=7, frameon=False)
+            top.legend(loc="best", fontsize=7, frameon=False)
         middle.set_yscale("log")
         bottom.set_yscale("log")
     return figure

@@ -20,6 +20,7 @@ from jetspec_jax.models import DraftHead, Transformer, abstract, dtype_of, quant
 from jetspec_jax.models.key_table import Key, Skip
 from jetspec_jax.models.quantized import VALUES, is_quantized
 from jetspec_jax.models.scale_key import ScaleKey
+from jetspec_jax.models.selector import Selector
 from pallas_kernels.quantized import FP8
 
 #: The types that are read and written, by their names in a file, but for `FILE_FP8`.
@@ -182,6 +183,12 @@ def make_plan(
     caches = [name for name in surplus if re.search(CACHE_SCALES, name)]
     other += [f"unsupported: {name} is a scale of a KV cache, which is not quantised here" for name in caches]
     surplus = [name for name in surplus if name not in caches]
+    known_parts = {key.name for key in Selector.KEYS} if isinstance(config, DraftHeadConfig) else set()
+    if parts := known_parts.intersection(surplus):
+        other.append(
+            f"config.json: {len(parts)} of the surplus tensors are those of a selector, and dflash_config "
+            "does not have its keys selector_rank and selector_top_k"
+        )
     if wrong := [*wrong, *absent, *(f"surplus: {name}" for name in surplus), *other]:
         lines = "\n  ".join(_shortened(wrong))
         raise ValueError(f"{where} does not hold the tensors of its config:\n  {lines}")

@@ -11,8 +11,16 @@ from jetspec_jax.config.draft_head import (
     parse_draft_head_config,
 )
 from jetspec_jax.config.fields import IGNORE_OPTION, read_json
-from jetspec_jax.config.geometry import DraftHeadConfig, Experts, LayerConfig, ModelConfig, Recurrence, Rope
-from jetspec_jax.config.head_dialects import causality_by_engine, dialect_of
+from jetspec_jax.config.geometry import (
+    DraftHeadConfig,
+    Experts,
+    LayerConfig,
+    ModelConfig,
+    Recurrence,
+    Rope,
+    SelectorConfig,
+)
+from jetspec_jax.config.head_dialects import MAX_SELECTED, causality_by_engine, dialect_of
 from jetspec_jax.config.target import (
     MODEL_TYPES,
     is_draft_head,
@@ -22,6 +30,7 @@ from jetspec_jax.config.target import (
 
 __all__ = [
     "IGNORE_OPTION",
+    "MAX_SELECTED",
     "MODEL_TYPES",
     "DraftHeadConfig",
     "Experts",
@@ -29,6 +38,7 @@ __all__ = [
     "ModelConfig",
     "Recurrence",
     "Rope",
+    "SelectorConfig",
     "causality_by_engine",
     "check_head_fits",
     "default_tap_layers",

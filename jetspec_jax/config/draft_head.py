@@ -68,6 +68,7 @@ def parse_draft_head_config(
         scaled_embeddings=keys.scaled_embeddings,
         capped_logits=keys.capped_logits,
         target_format=keys.target_format,
+        selector=keys.selector,
     )
     decoder.done(top=True)
     return config

@@ -234,6 +234,21 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class SelectorConfig:
+    """A draft head's selector, which scores a candidate knowing its parent.
+
+    Attributes:
+        rank: Width of its codebooks.
+        candidates: The best tokens of a draft row that it chooses among.
+        tail: Whether the probability of a row's other tokens counts when scores become probabilities.
+    """
+
+    rank: int
+    candidates: int
+    tail: bool = False
+
+
+@dataclass(frozen=True)
 class DraftHeadConfig:
     """A draft head: decoder layers of the target's width plus what it reads of the target.
 
@@ -249,6 +264,7 @@ class DraftHeadConfig:
         capped_logits: Whether draft logits pass through the target's cap, which it must have then.
         target_format: How the target was quantised that the head was trained with, as `ModelConfig.rounding`
             says it; empty for one that was not.
+        selector: Its selector; None where all nodes of a depth share a draft row.
     """
 
     layers: ModelConfig
@@ -260,8 +276,14 @@ class DraftHeadConfig:
     scaled_embeddings: bool = True
     capped_logits: bool = False
     target_format: str = ""
+    selector: SelectorConfig | None = None
 
     @property
     def depth(self) -> int:
         """Largest depth of a token tree drafted by this head."""
         return self.block_size - 1
+
+    @property
+    def selected(self) -> int | None:
+        """Among how many candidates of a draft row the selector chooses; None without one."""
+        return None if self.selector is None else self.selector.candidates

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from jetspec_jax.arguments import shown
-from jetspec_jax.config.fields import MAX_LAYERS, Fields, is_int
+from jetspec_jax.config.fields import MAX_LAYERS, MAX_SIZE, Fields, is_int
+from jetspec_jax.config.geometry import SelectorConfig
 
 #: The key that marks each dialect.
 DFLASH, SPECULATORS = "dflash_config", "speculators_model_type"
@@ -25,11 +26,14 @@ DFLASH, SPECULATORS = "dflash_config", "speculators_model_type"
 MAX_BLOCK = 256
 
 T = TypeVar("T")
+#: The most candidates that a selector may choose among: it scores all pairs of them at every depth.
+MAX_SELECTED = 128
+
 #: A key and the object that may hold it.
 Place = tuple[Fields, str]
 
 # Keys that change a head's maths in some engine, with the values that change nothing: of DFlash 2
-# (convolutions, a selector, scales), of Domino, and of heads that sample from the anchor's slot.
+# (convolutions, scales), of Domino, and of heads that sample from the anchor's slot.
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "attention_sink_bias": (None, False),
     "attention_value_scale": (None, 1.0),
@@ -43,8 +47,6 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "projector_type": (None, "dflash"),
     "rope_is_neox_style": (None, True),
     "sample_from_anchor": (None, False),
-    "selector_rank": (None, 0),
-    "selector_top_k": (None, 0),
     "shift_label": (None, False),
     "use_aux_hidden_state": (None, True),
     "use_swa": (None, False),
@@ -73,6 +75,7 @@ class HeadKeys:
         scaled_embeddings: As in `DraftHeadConfig`.
         capped_logits: As in `DraftHeadConfig`.
         target_format: As in `DraftHeadConfig`.
+        selector: As in `DraftHeadConfig`.
     """
 
     decoder: Fields
@@ -86,6 +89,7 @@ class HeadKeys:
     scaled_embeddings: bool = True
     capped_logits: bool = False
     target_format: str = ""
+    selector: SelectorConfig | None = None
 
 
 def read_head_keys(top: Fields) -> HeadKeys:
@@ -141,10 +145,12 @@ def _read_dflash(top: Fields) -> HeadKeys:
         scaled_embeddings=dflash.flag("scaled_embeddings", default=True),
         capped_logits=dflash.flag("capped_logits", default=False),
         target_format=_text(dflash, "target_format"),
+        selector=_selector(dflash, top.get("vocab_size")),
     )
     if dflash.get("draft_shift"):
         raise ValueError(f"{top.where}: draft_shift is not supported; published heads use it off")
     _check_harmless(top, dflash)
+    _check_no_selector(top)
     dflash.done()
     return keys
 
@@ -177,6 +183,7 @@ def _read_speculators(top: Fields) -> HeadKeys:
     )
     _check_proposals(top, keys.block_size)
     _check_harmless(top, decoder)
+    _check_no_selector(top, decoder)
     top.done(top=True)
     return keys
 
@@ -233,6 +240,33 @@ def _taps(own: Fields, key: str) -> tuple[int, ...]:
     return tuple(tap - first for tap in taps)
 
 
+def _selector(own: Fields, vocabulary: Any) -> SelectorConfig | None:
+    """The selector of the published layout, whose two numbers are 0 or absent in heads that have none.
+
+    Raises:
+        ValueError: A key is missing or out of its range; all such keys are listed.
+    """
+    rank, count = own.get("selector_rank"), own.get("selector_top_k")
+    tail = own.get("selector_tail", False)
+    if rank in (None, 0) and count in (None, 0) and tail is False:
+        return None
+    most = min(vocabulary, MAX_SELECTED) if is_int(vocabulary) else MAX_SELECTED
+    wrong = [
+        f"{key} must be an integer in 1..{limit}, not {shown(value)}"
+        for key, value, limit in (("selector_rank", rank, MAX_SIZE), ("selector_top_k", count, most))
+        if not is_int(value) or not 1 <= value <= limit
+    ]
+    if not isinstance(tail, bool):
+        wrong.append(f"selector_tail must be true or false, not {shown(tail)}")
+    if wrong:
+        raise ValueError(
+            f"{own.where}: a selector needs selector_rank and selector_top_k: {'; '.join(wrong)}"
+        )
+    assert is_int(rank)  # for the type checker
+    assert is_int(count)
+    return SelectorConfig(rank, count, tail)
+
+
 def _causal(own: Fields, key: str) -> bool:
     """Causality of the dialect speculators by vLLM's rule: without the key all layers are bidirectional."""
     return own.flag(key) if key == "is_causal" else not own.flag(key, default=True)
@@ -249,6 +283,13 @@ def _check_proposals(top: Fields, block_size: int) -> None:
                 f"{top.where}: speculators_config.proposal_methods has speculative_tokens={shown(tokens)}, "
                 f"and block_size={block_size} leaves 1 to {block_size - 1} slots after the anchor"
             )
+
+
+def _check_no_selector(*objects: Fields) -> None:
+    """Refuses a selector whose keys are anywhere but in `dflash_config`."""
+    for own in objects:
+        for key in ("selector_rank", "selector_top_k"):
+            own.only(key, None, 0, feature=f"a selector's keys are read in {DFLASH} only")
 
 
 def _check_harmless(*objects: Fields) -> None:

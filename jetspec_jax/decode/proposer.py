@@ -15,10 +15,12 @@ from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import chain_path, commit, empty_stores
-from jetspec_jax.config import DraftHeadConfig
+from jetspec_jax.config import MAX_SELECTED, DraftHeadConfig
 from jetspec_jax.device.mesh import WHOLE
 from jetspec_jax.device.partition import is_split, parameter_specs, spread
-from jetspec_jax.models import Transformer, Weights, bind
+from jetspec_jax.models import DraftHead, Transformer, Weights, bind
+from jetspec_jax.models.selector import parents_of
+from jetspec_jax.tree import Breadth, Candidates, pair_log_probs, top_candidates
 from pallas_kernels import shards
 from pallas_kernels.quantized import Quantized
 
@@ -77,6 +79,29 @@ class Proposer(Protocol):
 
 
 @runtime_checkable
+class SelectingProposer(Proposer, Protocol):
+    """A proposer that may know a node's parent: it says what candidates are worth below each other."""
+
+    @property
+    def selected(self) -> int | None:
+        """K, among how many candidates of a row it is made to choose; None where it knows no parent."""
+        ...
+
+    def select(
+        self,
+        weights: Any,
+        state: Any,
+        target: Transformer,
+        anchors: Int[Array, "B"],
+        slots: Slots,
+        count: int,
+        depth: int | None = None,
+    ) -> Candidates:
+        """The best ``count`` tokens of every row, with their pairs; the rest is as for `Proposer.propose`."""
+        ...
+
+
+@runtime_checkable
 class SplitProposer(Proposer, Protocol):
     """A proposer that can run on a mesh: it says how its arrays are split."""
 
@@ -110,6 +135,36 @@ def split_proposer(proposer: Proposer) -> SplitProposer:
     """A proposer of a mesh, which `check_proposer` has checked."""
     assert isinstance(proposer, SplitProposer)
     return proposer
+
+
+def selected_of(proposer: Proposer | None) -> int | None:
+    """Among how many candidates of a row a proposer's selector chooses; None where it has none."""
+    return proposer.selected if isinstance(proposer, SelectingProposer) else None
+
+
+def check_selected(proposer: Proposer | None, breadth: Breadth) -> None:
+    """Raises ValueError for more candidates than pairs are scored of."""
+    if selected_of(proposer) is not None and breadth.candidates > MAX_SELECTED:
+        raise ValueError(
+            f"candidates must be at most {MAX_SELECTED} for a draft head with a selector, which scores all "
+            f"pairs of them, not {breadth.candidates}"
+        )
+
+
+def candidates_of(
+    proposer: Proposer,
+    weights: Any,
+    state: Any,
+    target: Transformer,
+    anchors: Int[Array, "B"],
+    slots: Slots,
+    count: int,
+    depth: int | None = None,
+) -> Candidates:
+    """The best ``count`` tokens of every draft row, with their pairs if the proposer has a selector."""
+    if isinstance(proposer, SelectingProposer) and proposer.selected is not None:
+        return proposer.select(weights, state, target, anchors, slots, count, depth)
+    return top_candidates(proposer.propose(weights, state, target, anchors, slots, depth), count)
 
 
 def taps_of(proposer: Proposer | None) -> tuple[int, ...]:
@@ -151,6 +206,11 @@ class DraftHeadProposer:
         """The tap layers of the head's config."""
         return self.config.tap_layers
 
+    @property
+    def selected(self) -> int | None:
+        """The candidates of the head's selector."""
+        return self.config.selected
+
     def empty_state(self, num_pages: int, page_size: int, dtype: jnp.dtype) -> Any:
         """A store per layer of the head."""
         return empty_stores(self.config.layers, num_pages, page_size, dtype)
@@ -183,6 +243,41 @@ class DraftHeadProposer:
         depth: int | None = None,
     ) -> Float[Array, "B D V"]:
         """One forward of the head over ``[anchor, MASK, MASK, ...]``; the slots' own rows are not kept."""
+        hidden = self._hidden(weights, state, target, anchors, slots, depth)
+        return target.logits(hidden, capped=self.config.capped_logits)
+
+    def select(
+        self,
+        weights: Weights | PreparedHead,
+        state: Any,
+        target: Transformer,
+        anchors: Int[Array, "B"],
+        slots: Slots,
+        count: int,
+        depth: int | None = None,
+    ) -> Candidates:
+        """The same forward, and the selector's scores of all pairs of the candidates that it gives."""
+        selector = self.config.selector
+        assert selector is not None, "a head without a selector"
+        hidden = self._hidden(weights, state, target, anchors, slots, depth)
+        drafted = top_candidates(target.logits(hidden, capped=self.config.capped_logits), count)
+        parents = parents_of(anchors, drafted.tokens)
+        scores = self._bound(weights).selector(hidden, parents, drafted.tokens)
+        return replace(drafted, pairs=pair_log_probs(drafted.log_probs, scores, tail=selector.tail))
+
+    def _bound(self, weights: Weights | PreparedHead) -> DraftHead:
+        return bind(self.config, weights.head if isinstance(weights, PreparedHead) else weights)
+
+    def _hidden(
+        self,
+        weights: Weights | PreparedHead,
+        state: Any,
+        target: Transformer,
+        anchors: Int[Array, "B"],
+        slots: Slots,
+        depth: int | None,
+    ) -> Float[Array, "B D M"]:
+        """Final-normed hidden states of the draft rows."""
         wanted = self.depth if depth is None else depth
         # A causal head's rows do not know of those after them; another's know of all.
         rows = wanted if self.config.causal else self.depth
@@ -190,11 +285,11 @@ class DraftHeadProposer:
         tokens = jnp.concatenate([anchors[:, None], masks], axis=1)
         block = Block.chain(tokens, "chain" if self.config.causal else "full")
         attend = attend_over(state, slots, block, implementation=self.implementation)
-        head = bind(self.config, weights.head if isinstance(weights, PreparedHead) else weights)
+        head = self._bound(weights)
         slots_in = target.embed(block.tokens, scaled=self.config.scaled_embeddings)
         hidden = head(slots_in, block.positions(slots.lengths), attend)
         # The anchor's slot drafts nothing: the anchor is known.
-        return target.logits(hidden[:, 1 : 1 + wanted], capped=self.config.capped_logits)
+        return hidden[:, 1 : 1 + wanted]
 
     def commit(
         self,

@@ -2,7 +2,7 @@
 
 ::
 
-    propose   proposer -> draft logits [B, D, V] -> token tree [B, N]
+    propose   proposer -> draft logits [B, D, V] -> candidates [B, D, K] -> token tree [B, N]
     verify    target over the tree's nodes -> logits [B, N, V], taps, stash
     settle    the target's choice at every node -> accepted path [B, D + 1]
               -> stores, proposer's state, next anchors [B], record
@@ -24,7 +24,7 @@ from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.stores import after_forward, commit
 from jetspec_jax.decode.logprobs import Logprobs, logprobs_of
 from jetspec_jax.decode.models import Models
-from jetspec_jax.decode.proposer import taps_of
+from jetspec_jax.decode.proposer import candidates_of, check_selected, selected_of, taps_of
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord
 from jetspec_jax.models import bind
 from jetspec_jax.sampling.adjust import Adjustments, adjust
@@ -46,7 +46,6 @@ from jetspec_jax.tree import (
     plan_of,
     reach_of,
     root_tree,
-    top_candidates,
 )
 
 
@@ -116,8 +115,8 @@ class Round(Models):
         bucket: Nodes of a tree, root included, as a static size; 1 is plain decoding.
         width: Most children of a node; None is all candidates.
         algorithm: The tree algorithm: a name, or one with its options.
-        candidates: Tokens of a draft row that are looked at; None is the width, or without one the
-            algorithm's own number.
+        candidates: Tokens of a draft row that are looked at; None is those of the proposer's selector, or
+            else the width, or without one the algorithm's own number.
         observes: Numbers of nodes: records tell what trees of each would have had accepted, as far as it is
             no larger than the bucket.
         adjusts: Whether slots may want masks, biases and penalties: their states have arrays for these.
@@ -146,11 +145,12 @@ class Round(Models):
         if self.bucket > 1 and self.proposer is None:
             raise ValueError(f"a bucket of {self.bucket} nodes needs a proposer to fill it")
         check_breadth(self.breadth, self.target.vocab_size)
+        check_selected(self.proposer, self.breadth)
 
     @property
     def breadth(self) -> Breadth:
         """Width and candidates, none left open."""
-        return breadth_of(self.algorithm, self.width, self.candidates)
+        return breadth_of(self.algorithm, self.width, self.candidates, selected_of(self.proposer))
 
     @property
     def depth(self) -> int:
@@ -179,11 +179,9 @@ class Round(Models):
             return Proposal(root_tree(state.anchors, 1), None)
         target = bind(self.target, weights.target)
         with jax.named_scope("propose"):
-            logits = self.proposer.propose(
-                weights.proposer, state.proposer, target, state.anchors, state.slots, self.depth
-            )
             width, looked_at = self.breadth
-            candidates = top_candidates(logits, looked_at)
+            own = weights.proposer, state.proposer, target
+            candidates = candidates_of(self.proposer, *own, state.anchors, state.slots, looked_at, self.depth)
             algorithm = algorithm_of(self.algorithm)
             tree = grow_tree(
                 candidates,

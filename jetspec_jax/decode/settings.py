@@ -1,7 +1,7 @@
 """The trees of a run: their settings, checked against what the models can do, and their decoder."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from jax.sharding import Mesh
@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jetspec_jax.arguments import check_integer, check_type
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
 from jetspec_jax.decode.decoder import TreeDecoder
-from jetspec_jax.decode.proposer import DraftHeadProposer, Proposer
+from jetspec_jax.decode.proposer import DraftHeadProposer, Proposer, selected_of
 from jetspec_jax.tree import (
     DEFAULT_ALGORITHM,
     Algorithm,
@@ -35,8 +35,8 @@ class TreeSettings:
         width: Most children of a node; None is all candidates.
         depth: Largest depth; None is all that the proposer drafts.
         algorithm: The tree algorithm: a name, or one with its options.
-        candidates: Tokens of a draft row that are looked at; None is the width, or without one the
-            algorithm's own number.
+        candidates: Tokens of a draft row that are looked at; None is those of the head's selector, or else
+            the width, or without one the algorithm's own number.
     """
 
     budget: int = DEFAULT_BUDGET
@@ -49,6 +49,13 @@ class TreeSettings:
     def breadth(self) -> Breadth:
         """Width and candidates, none left open."""
         return breadth_of(self.algorithm, self.width, self.candidates)
+
+    def for_selected(self, selected: int | None) -> "TreeSettings":
+        """The settings with the width and candidates that they have with a selector of so many candidates."""
+        if selected is None or self.candidates is not None or self.budget == 1:
+            return self
+        width, candidates = breadth_of(self.algorithm, self.width, self.candidates, selected)
+        return replace(self, width=width, candidates=candidates)
 
     def check(self, target: ModelConfig, max_depth: int | None) -> None:
         """Checks each setting, by name; no head, no bound on the depth.
@@ -118,6 +125,7 @@ def make_decoder(
         check_head_fits(head, target)
         proposer = DraftHeadProposer(head, implementation)
     if proposer is not None:
+        settings = settings.for_selected(selected_of(proposer))
         settings.check(target, proposer.depth)
     if settings.budget == 1:
         settings = PLAIN  # whatever trees were meant: plain decoding is one program

@@ -4,7 +4,7 @@ Only the headers of weight files are read, or fetched from the hub.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,7 @@ def _head(raw: Mapping[str, Any], config: DraftHeadConfig) -> dict[str, Any]:
         "num_target_layers": config.num_target_layers,
         "scaled_embeddings": config.scaled_embeddings,
         "capped_logits": config.capped_logits,
+        "selector": None if config.selector is None else asdict(config.selector),
         **({"target_format": config.target_format} if config.target_format else {}),
     }
 

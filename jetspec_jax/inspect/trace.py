@@ -50,6 +50,8 @@ class RoundTrace(NamedTuple):
         path: The accepted nodes, the anchor first.
         committed: What the round emits: the choices along the path; the last is the bonus. Those after a
             stop or the request's last token are here, though not in its completion.
+        pair_log_probs: Log-probabilities of the candidates below each candidate of the row above, under the
+            head's selector; see `Candidates`. None without one.
     """
 
     start: int
@@ -63,6 +65,7 @@ class RoundTrace(NamedTuple):
     choices: Int32[np.ndarray, "N"]
     path: Int32[np.ndarray, "A"]
     committed: Int32[np.ndarray, "A"]
+    pair_log_probs: Float32[np.ndarray, "D K K"] | None = None
 
 
 class Trace(Iterator[RoundTrace]):
@@ -192,6 +195,7 @@ class _Seen(NamedTuple):
     starts: Int[Array, "B"]
     candidate_tokens: Int[Array, "B D K"]
     candidate_log_probs: Float[Array, "B D K"]
+    pair_log_probs: Float[Array, "B D K K"] | None
     tree: TokenTree
     target_log_probs: Float[Array, "B N"]
     accepted: Accepted
@@ -215,6 +219,7 @@ def _pieces(
         state.slots.lengths,
         nothing.astype(jnp.int32) if candidates is None else candidates.tokens,
         nothing if candidates is None else candidates.log_probs,
+        None if candidates is None else candidates.pairs,
         tree,
         _target_log_probs(tree, verified.logits),
         accepted,
@@ -261,4 +266,5 @@ def _of_slot(seen: Any, slot: int) -> RoundTrace:
         choices=cut(seen.accepted.choices, nodes),
         path=cut(seen.accepted.path, accepted),
         committed=cut(seen.accepted.tokens, accepted),
+        pair_log_probs=None if seen.pair_log_probs is None else np.asarray(seen.pair_log_probs)[slot],
     )

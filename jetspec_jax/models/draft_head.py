@@ -19,6 +19,7 @@ from jetspec_jax.config import DraftHeadConfig
 from jetspec_jax.models.decoder_layer import DecoderLayer
 from jetspec_jax.models.key_table import LAYER_KEYS, Key, Skip
 from jetspec_jax.models.layers import KV, Attend, RMSNorm, einsum, param
+from jetspec_jax.models.selector import Selector
 from pallas_kernels import shards
 from pallas_kernels.quantized import Quantized
 
@@ -31,6 +32,7 @@ class DraftHead(nnx.Module):
         Key("hidden_norm.weight", "hidden_norm.weight"),
         Key("norm.weight", "norm.weight"),
         *LAYER_KEYS,
+        *Selector.KEYS,
     )
     PREFIXES: ClassVar[tuple[str, ...]] = ("",)
     SKIPPED: ClassVar[tuple[Skip, ...]] = ()
@@ -46,6 +48,8 @@ class DraftHead(nnx.Module):
             [DecoderLayer(config.layers, i, rngs=rngs, dtype=dtype) for i in range(config.layers.num_layers)]
         )
         self.norm = RMSNorm(m, eps, axis="embed", dtype=dtype)
+        if config.selector is not None:
+            self.selector = Selector(config.selector, m, config.layers.vocab_size, rngs=rngs, dtype=dtype)
 
     def context_projection(self) -> Float[Array, "M L G 2 E"] | Quantized:
         """All layers' key and value projections of the context, in one array.

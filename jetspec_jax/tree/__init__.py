@@ -23,6 +23,7 @@ from jetspec_jax.tree.building import build_tree, grow_tree
 from jetspec_jax.tree.candidates import Candidates, top_candidates
 from jetspec_jax.tree.contract import check_plan, check_tree
 from jetspec_jax.tree.masks import ancestor_bits, ancestor_mask, path_sums
+from jetspec_jax.tree.pairs import pair_log_probs
 from jetspec_jax.tree.paths import path_tokens
 from jetspec_jax.tree.planning import Breadth, breadth_of, check_breadth, check_traceable, plan_of
 from jetspec_jax.tree.profiles import Profile
@@ -74,6 +75,7 @@ __all__ = [
     "get_algorithm",
     "grow_tree",
     "name_of",
+    "pair_log_probs",
     "path_sums",
     "path_tokens",
     "plan_of",

@@ -38,7 +38,8 @@ def grow_tree(
     priority, which is its cumulative log-probability unless the plan adds to it (the earliest
     inserted among equals), and append as its children the best `plan.caps[b, depth]` candidates of
     its depth's row; or, one by one, append the child that has the highest priority of all that are
-    not there. A node of probability zero is never expanded.
+    not there. A node of probability zero is never expanded. Where candidates have pairs, a node's
+    children are the best below its own token, and among equals those that the row puts first.
 
     Args:
         candidates: the draft rows, best first.
@@ -60,24 +61,33 @@ def grow_tree(
     batch, rows, looked_at = candidates.tokens.shape
     caps = jnp.minimum(plan.caps, looked_at if width is None else width)
     within = jnp.arange(rows, dtype=jnp.int32)[None, :] < max_depth[:, None]
-    priorities = log_probs = candidates.log_probs
+    log_probs, children = candidates.log_probs, None
+    if candidates.pairs is not None:
+        log_probs, children = jax.lax.top_k(candidates.pairs, looked_at if width is None else width)
+    priorities = log_probs
     if plan.bonus is not None:
         # A candidate without probability has no priority, whatever the weight.
         weighed = jnp.where(log_probs > -jnp.inf, plan.weight * log_probs, -jnp.inf)
-        priorities = weighed + plan.bonus[:, :, None]
+        priorities = weighed + jnp.expand_dims(plan.bonus, tuple(range(2, log_probs.ndim)))
     parents, ranks, depths, scores, counts = tree_growth(
         priorities,
         jnp.where(within, caps, 0).astype(jnp.int32),
         budget.astype(jnp.int32),
         num_nodes=num_nodes,
         one_by_one=one_by_one,
+        children=children,
         implementation=implementation,
     )
     sequence = jnp.arange(batch, dtype=jnp.int32)[:, None]
     row = jnp.maximum(depths - 1, 0)
     drafted = candidates.tokens[sequence, row, ranks]
     if plan.bonus is not None:
-        own = jnp.where(depths > 0, log_probs[sequence, row, ranks], 0.0)
+        if candidates.pairs is None:
+            own = log_probs[sequence, row, ranks]
+        else:
+            above = jnp.take_along_axis(ranks, jnp.maximum(parents, ROOT_INDEX), axis=1)
+            own = candidates.pairs[sequence, row, above, ranks]
+        own = jnp.where(depths > 0, own, 0.0)
         scores = jnp.where(scores > -jnp.inf, path_sums(own, parents, max_depth=rows), -jnp.inf)
     # Depth 0 is the root's and the padding's.
     is_root = jnp.arange(num_nodes, dtype=jnp.int32)[None, :] == ROOT_INDEX

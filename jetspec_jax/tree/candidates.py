@@ -21,14 +21,18 @@ class Candidates:
         tokens: token ids, best first, the lower id first among equals.
         log_probs: their log-probabilities over the full vocabulary.
         entropies: of the whole rows, in nats.
+        pairs: log-probabilities of every candidate below every candidate of the row above, from a drafter
+            that knows a node's parent: ``[b, d, u, t]`` is token t below parent u. All parents of the first
+            row are the anchor. None where all nodes of a depth share a row.
     """
 
     tokens: Int32[Array, "B D K"]
     log_probs: Float32[Array, "B D K"]
     entropies: Float32[Array, "B D"]
+    pairs: Float32[Array, "B D K K"] | None = None
 
     def best(self, count: int) -> "Candidates":
-        """The best ``count`` of every row."""
+        """The best ``count`` of every row, without pairs: as a plan sees them."""
         return Candidates(self.tokens[:, :, :count], self.log_probs[:, :, :count], self.entropies)
 
 

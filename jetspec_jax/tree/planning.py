@@ -22,20 +22,31 @@ class Breadth(NamedTuple):
     Attributes:
         width: Most children of a node.
         candidates: Tokens of a draft row that are looked at, no fewer. Where a row is the same for all nodes
-            of its depth, no child is other than one of the best ``width``.
+            of its depth, no child is other than one of the best ``width``; with a selector, any may be.
     """
 
     width: int
     candidates: int
 
 
-def breadth_of(algorithm: str | Algorithm, width: int | None, candidates: int | None) -> Breadth:
+def breadth_of(
+    algorithm: str | Algorithm, width: int | None, candidates: int | None, selected: int | None = None
+) -> Breadth:
     """Width and candidates where either may be left open: then it is the other, or else the algorithm's own.
+
+    Args:
+        algorithm: The algorithm.
+        width: Most children of a node; None leaves it open.
+        candidates: Tokens of a draft row that are looked at; None leaves them open.
+        selected: Among how many a selector chooses; None without one. Candidates that are left open are as
+            many, and a width that is left open too is at most the algorithm's own.
 
     Raises:
         ValueError: The algorithm is none.
     """
     usual = algorithm_of(algorithm).usual_candidates
+    if selected is not None and candidates is None:
+        return Breadth(min(usual, selected) if width is None else width, selected)
     if candidates is None:
         candidates = usual if width is None else width
     return Breadth(candidates if width is None else width, candidates)

@@ -26,8 +26,9 @@ def trace_data(
     """A generation and its rounds as JSON values.
 
     The fields of a round are those of `RoundTrace` without the candidates. ``ranks`` is each node's rank
-    among the candidates of its row (0 is the best), and -1 for the anchor. ``pieces`` has the text of each
-    token of the prompt and the output, ``labels`` the text of every token of the trees on one line.
+    among the candidates of its row (0 is the row's best, whatever a selector makes of it below the node's
+    parent), and -1 for the anchor. ``pieces`` has the text of each token of the prompt and the output,
+    ``labels`` the text of every token of the trees on one line.
 
     Args:
         prompt: The prompt's tokens.

@@ -15,7 +15,7 @@ class Growth(NamedTuple):
 
     Attributes:
         parents: Index of each node's parent, -1 for the root.
-        ranks: Which candidate of its level a node is; 0 for the root.
+        ranks: Which candidate of its level a node is, whatever its place among its siblings; 0 for the root.
         depths: Distance from the root.
         scores: Sum of the log-probabilities from the root on, whose own is 0.
         num_nodes: Nodes of each tree, root included.
@@ -43,17 +43,18 @@ def roots(batch: int, num_nodes: int) -> Growth:
 
 
 def tree_growth(
-    log_probs: Float32[Array, "B D W"],
+    log_probs: Float32[Array, "B D *K W"],
     fan_out: Int32[Array, "B D1"],
     budget: Int32[Array, "B"],
     *,
     num_nodes: int,
     one_by_one: bool = False,
+    children: Int32[Array, "B D K W"] | None = None,
 ) -> Growth:
     """See `api.tree_growth`, which clips `fan_out` and appends a zero for the nodes at depth D."""
     if one_by_one:
-        return _one_by_one(log_probs, fan_out, budget, num_nodes=num_nodes)
-    batch, _, width = log_probs.shape
+        return _one_by_one(log_probs, fan_out, budget, children, num_nodes=num_nodes)
+    batch, *_, width = log_probs.shape
     sequence = jnp.arange(batch, dtype=jnp.int32)
     index = jnp.arange(num_nodes, dtype=jnp.int32)[None, :]
     budget = jnp.clip(budget, 1, num_nodes)
@@ -77,7 +78,10 @@ def tree_growth(
         # A select over all nodes, not a scatter: a step is elementwise work that fuses.
         rank = index - tree.num_nodes[:, None]
         new = (rank >= 0) & (rank < added[:, None])
-        child = sequence[:, None], depth[:, None], jnp.clip(rank, 0, width - 1)
+        child = sequence[:, None], depth[:, None]
+        if children is not None:
+            child = *child, tree.ranks[sequence, node][:, None]
+        child = *child, jnp.clip(rank, 0, width - 1)
         child_scores = score[:, None] + log_probs[child]
         child_grows = fan_out[sequence, depth + 1] > 0
         priority = jnp.where(index == node[:, None], -jnp.inf, priority)
@@ -85,7 +89,7 @@ def tree_growth(
         priority = jnp.where((num_nodes < budget)[:, None], priority, -jnp.inf)
         tree = Growth(
             parents=jnp.where(new, node[:, None], tree.parents),
-            ranks=jnp.where(new, rank, tree.ranks),
+            ranks=jnp.where(new, rank if children is None else children[child], tree.ranks),
             depths=jnp.where(new, depth[:, None] + 1, tree.depths),
             scores=jnp.where(new, child_scores, tree.scores),
             num_nodes=num_nodes,
@@ -96,42 +100,52 @@ def tree_growth(
 
 
 def _one_by_one(
-    log_probs: Float32[Array, "B D W"],
+    log_probs: Float32[Array, "B D *K W"],
     fan_out: Int32[Array, "B D1"],
     budget: Int32[Array, "B"],
+    children: Int32[Array, "B D K W"] | None,
     *,
     num_nodes: int,
 ) -> Growth:
     """Growth by single children: every node offers the first of its children that is not there yet."""
-    batch, levels, width = log_probs.shape
+    batch, levels, *_, width = log_probs.shape
     sequence = jnp.arange(batch, dtype=jnp.int32)
     index = jnp.arange(num_nodes, dtype=jnp.int32)[None, :]
     budget = jnp.clip(budget, 1, num_nodes)
 
-    def offer(score: Array, depth: Array, rank: Array) -> Array:
-        """The score of a node's child of some rank, -inf where it may have none."""
+    def offer(score: Array, depth: Array, candidate: Array, place: Array) -> Array:
+        """The score of the child in some place of a node's row, -inf where the node may have none.
+
+        ``candidate`` is which of its level's the node itself is.
+        """
         level = jnp.minimum(depth, levels - 1)
-        own = score + log_probs[sequence, level, jnp.minimum(rank, width - 1)]
-        return jnp.where((rank < fan_out[sequence, depth]) & (own > -jnp.inf), own, -jnp.inf)
+        row = (level,) if children is None else (level, candidate)
+        own = score + log_probs[sequence, *row, jnp.minimum(place, width - 1)]
+        return jnp.where((place < fan_out[sequence, depth]) & (own > -jnp.inf), own, -jnp.inf)
 
     zeros = jnp.zeros((batch,), jnp.int32)
     tree = roots(batch, num_nodes)
-    offers = jnp.where(index == 0, offer(tree.scores[:, 0], zeros, zeros)[:, None], -jnp.inf)
+    offers = jnp.where(index == 0, offer(tree.scores[:, 0], zeros, zeros, zeros)[:, None], -jnp.inf)
     offers = jnp.where((budget > 1)[:, None], offers, -jnp.inf)
 
     def add(state: tuple[Growth, Array, Array]) -> tuple[Growth, Array, Array]:
-        tree, children, offers = state
+        tree, places, offers = state
         node = jnp.argmax(offers, axis=1).astype(jnp.int32)  # the first, so the earliest
         score = offers[sequence, node]
         adds = score > -jnp.inf
-        depth, rank = tree.depths[sequence, node], children[sequence, node]
+        depth, place = tree.depths[sequence, node], places[sequence, node]
         num_nodes = tree.num_nodes + adds
 
         new = (index == tree.num_nodes[:, None]) & adds[:, None]
         here = (index == node[:, None]) & adds[:, None]
-        next_one = offer(tree.scores[sequence, node], depth, rank + 1)
+        parent, rank = zeros, place
+        if children is not None:
+            parent = tree.ranks[sequence, node]
+            # Within bounds wherever a node is added.
+            rank = children[sequence, depth, parent, place]
+        next_one = offer(tree.scores[sequence, node], depth, parent, place + 1)
         # At depth D there is a zero to look up, and no node is deeper.
-        first_child = offer(score, depth + 1, zeros)
+        first_child = offer(score, depth + 1, rank, zeros)
         offers = jnp.where(here, next_one[:, None], offers)
         offers = jnp.where(new, first_child[:, None], offers)
         offers = jnp.where((num_nodes < budget)[:, None], offers, -jnp.inf)
@@ -142,7 +156,7 @@ def _one_by_one(
             scores=jnp.where(new, score[:, None], tree.scores),
             num_nodes=num_nodes.astype(jnp.int32),
         )
-        return tree, children + here, offers
+        return tree, places + here, offers
 
     return _repeat(add, tree, jnp.zeros((batch, num_nodes), jnp.int32), offers)
 

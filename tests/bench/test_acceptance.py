@@ -87,6 +87,22 @@ def test_counts_of_a_hand_made_round():
     assert accepted.nodes.tolist() == [2, 2, 2]
 
 
+def test_counts_by_the_order_below_the_parent():
+    """A selector that prefers 8 below 5, 7 below 6, 9 below 7 and 4 below 8."""
+    pairs = np.log([[[0.6, 0.3], [0.6, 0.3]], [[0.2, 0.7], [0.5, 0.4]], [[0.9, 0.1], [0.1, 0.9]]])
+
+    def selected(tokens):
+        plain = hand_made(tokens)
+        return plain._replace(trace=plain.trace._replace(pair_log_probs=pairs.astype(np.float32)))
+
+    assert ranks_of(selected([5, 8, 2])).tolist() == [0, 0, NO_RANK]
+    assert ranks_of(selected([6, 8, 4])).tolist() == [1, 1, 0]
+    tree, accepted = (count([selected([5, 8, 2])]) for count in (count_tree, count_accepted))
+    assert tree.hits.tolist() == [[1, 0], [1, 0], [0, 1]]
+    assert tree.nodes.tolist() == [1, 1, 2]
+    assert accepted.hits.tolist() == [[1, 0], [1, 0], [0, 0]]
+
+
 @pytest.fixture(scope="module")
 def work():
     """Two prompts, of the second of which it is said that it is mathematics."""

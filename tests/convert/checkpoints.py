@@ -24,6 +24,7 @@ DRAFT = {
     "num_target_layers": 2,
     "dflash_config": {"causal_head": True, "mask_token_id": 18, "target_layer_ids": [0, 1]},
 }
+SELECTING = {**DRAFT, "dflash_config": {**DRAFT["dflash_config"], "selector_rank": 3, "selector_top_k": 4}}
 
 
 def shapes_of(raw):

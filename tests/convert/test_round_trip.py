@@ -16,6 +16,7 @@ from tests.convert.checkpoints import (
     DTYPES,
     NEWER,
     OTHER_FILES,
+    SELECTING,
     TIED,
     UNTIED,
     files_of,
@@ -44,9 +45,9 @@ class TestThereAndBack:
             wide(NEWER, "bfloat16", False),
             (TIED, "float16", False),
             wide(DRAFT, "float32", False),
-            (DRAFT, "bfloat16", True),
+            (SELECTING, "bfloat16", True),
         ],
-        ids=["untied-f32-shards", "newer-bf16", "tied-f16", "head-f32", "head-bf16-shards"],
+        ids=["untied-f32-shards", "newer-bf16", "tied-f16", "head-f32", "selector-bf16-shards"],
     )
     def test_every_bit(self, tmp_path, raw, dtype, sharded):
         source = make(tmp_path / "source", raw, random_bits(shapes_of(raw), dtype), sharded)

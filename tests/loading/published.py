@@ -67,6 +67,10 @@ def with_dflash(**changes):
     return {**HEAD, "dflash_config": {key: value for key, value in dflash.items() if value is not None}}
 
 
+#: The head with a selector, in the tensors and keys of DFlash 2.
+SELECTING = with_dflash(selector_rank=2, selector_top_k=5, selector_tail=True)
+
+
 def layer_shapes(prefix, raw):
     m, f, e = raw["hidden_size"], raw["intermediate_size"], raw["head_dim"]
     h, g = raw["num_attention_heads"], raw["num_key_value_heads"]
@@ -101,7 +105,18 @@ def target_shapes(raw):
 def head_shapes(raw):
     m, taps = raw["hidden_size"], len(raw["dflash_config"]["target_layer_ids"])
     ends = {"fc.weight": (m, taps * m), "hidden_norm.weight": (m,), "norm.weight": (m,)}
-    return ends | layer_shapes("", raw)
+    return ends | selector_shapes(raw) | layer_shapes("", raw)
+
+
+def selector_shapes(raw):
+    if not (rank := raw["dflash_config"].get("selector_rank")):
+        return {}
+    codebook = (raw["vocab_size"], rank)
+    return {
+        "candidate_selector.hidden_projection.weight": (rank, raw["hidden_size"]),
+        "candidate_selector.predecessor_codebook": codebook,
+        "candidate_selector.successor_codebook": codebook,
+    }
 
 
 def random_tensors(shapes, dtype=np.float32):

@@ -19,6 +19,7 @@ from jetspec_jax.inspect.describe import describe
 from tests.decode.tiny import word_tokenizer
 from tests.loading.published import (
     HEAD,
+    SELECTING,
     V4,
     V5,
     halves,
@@ -91,11 +92,18 @@ class TestLayout:
         np.testing.assert_array_equal(weights["layers"][1]["input_layernorm"]["weight"], norm)
 
     @pytest.mark.parametrize(
-        ("raw", "dtype"), [(V4, "float32"), (V5, "bfloat16"), (TIED, "float16"), (HEAD, "float32")]
+        ("raw", "dtype"),
+        [
+            (V4, "float32"),
+            (V5, "bfloat16"),
+            (TIED, "float16"),
+            (HEAD, "float32"),
+            (SELECTING, "bfloat16"),
+        ],
     )
     def test_written_as_it_was_read(self, tmp_path, raw, dtype):
         """Names, shapes, types and every bit of the file."""
-        is_head = raw is HEAD
+        is_head = "dflash_config" in raw
         shapes = (head_shapes if is_head else target_shapes)(raw)
         tensors = random_tensors(shapes, jnp.dtype(dtype))
         load = load_draft_head if is_head else load_target
@@ -228,6 +236,51 @@ class TestTensors:
         with pytest.raises(ValueError, match=r"missing: fc\.weight") as info:
             load_draft_head(write(tmp_path / "head", HEAD, tensors))
         assert "surplus: hidden_dim_adapter.proj.weight" in str(info.value)
+
+    @pytest.mark.parametrize(
+        ("changes", "complaints"),
+        [
+            (
+                {"predecessor_codebook": None, "successor_codebook": (7, 2)},
+                (
+                    "missing: candidate_selector.predecessor_codebook",
+                    r"misshapen: candidate_selector.successor_codebook is [7, 2], expected [19, 2]",
+                ),
+            ),
+            (
+                {"predecessor_codebook": (19, 3), "hidden_projection.weight": (12, 2)},
+                (
+                    "candidate_selector.predecessor_codebook is [19, 3], expected [19, 2]",
+                    "candidate_selector.hidden_projection.weight is [12, 2], expected [2, 12]",
+                ),
+            ),
+        ],
+    )
+    def test_a_selector_with_other_tensors(self, tmp_path, changes, complaints):
+        shapes = head_shapes(SELECTING)
+        shapes |= {f"candidate_selector.{name}": shape for name, shape in changes.items()}
+        tensors = random_tensors({name: shape for name, shape in shapes.items() if shape is not None})
+        with pytest.raises(ValueError, match="does not hold the tensors of its config") as info:
+            load_draft_head(write(tmp_path / "head", SELECTING, tensors))
+        for complaint in complaints:
+            assert complaint in str(info.value)
+
+    def test_a_selector_of_an_unread_type(self, tmp_path):
+        tensors = random_tensors(head_shapes(SELECTING))
+        for name in tensors:
+            if name.endswith("codebook"):
+                tensors[name] = tensors[name].astype(np.int8)
+        with pytest.raises(ValueError, match=r"unsupported type: \S*predecessor_codebook is I8") as info:
+            load_draft_head(write(tmp_path / "head", SELECTING, tensors))
+        assert "successor_codebook is I8" in str(info.value)
+
+    def test_a_selector_of_tensors_or_of_keys_alone(self, tmp_path):
+        with pytest.raises(ValueError, match=r"missing: candidate_selector\.predecessor_codebook") as info:
+            load_draft_head(write(tmp_path / "keys", SELECTING, random_tensors(head_shapes(HEAD))))
+        assert str(info.value).count("missing: candidate_selector") == 3
+        with pytest.raises(ValueError, match=r"surplus: candidate_selector\.predecessor_codebook") as info:
+            load_draft_head(write(tmp_path / "tensors", HEAD, random_tensors(head_shapes(SELECTING))))
+        assert "3 of the surplus tensors are those of a selector" in str(info.value)
 
     def test_a_head_with_other_taps(self, tmp_path):
         folder = write(

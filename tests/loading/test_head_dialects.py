@@ -1,10 +1,12 @@
 """Draft heads as other engines write them: one meaning, and contradictions refused by key."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from jetspec_jax.config import (
+    SelectorConfig,
     causality_by_engine,
     check_head_fits,
     dialect_of,
@@ -110,7 +112,21 @@ class TestDflash:
             (HEAD | {"is_causal": 1}, "is_causal must be true or false, not 1"),
             (HEAD | {"draft_vocab_size": 8}, "draft_vocab_size 8 differs from the head's vocab_size 19"),
             (HEAD | {"sample_from_anchor": True}, "sample_from_anchor=True changes the model"),
-            (with_dflash(selector_rank=8), "dflash_config: selector_rank=8 changes the model"),
+            (with_dflash(selector_rank=8), "dflash_config: .*selector_top_k must be .* 1..19, not None"),
+            (
+                with_dflash(selector_top_k=5),
+                "dflash_config: .*selector_rank must be an integer in 1.*, not None",
+            ),
+            (
+                with_dflash(selector_rank=-1, selector_top_k=20, selector_tail=1),
+                "selector_rank must .*, not -1; selector_top_k must .* 1..19, not 20; selector_tail .* not 1",
+            ),
+            (with_dflash(selector_tail=True), "selector_rank must .*; selector_top_k must"),
+            (HEAD | {"selector_rank": 8}, "selector_rank=8 changes .* read in dflash_config only"),
+            (
+                with_dflash(selector_rank=8, selector_top_k=5, conv_kernel_size=2),
+                "conv_kernel_size=2 changes the model",
+            ),
             (with_dflash(projector_type="domino"), "projector_type='domino' changes the model"),
             (HEAD | {"logit_scale": 2.0}, "logit_scale=2.0 changes the model"),
         ],
@@ -118,6 +134,21 @@ class TestDflash:
     def test_refused(self, raw, complaint):
         with pytest.raises(ValueError, match=complaint):
             parse_draft_head_config(raw)
+
+    @pytest.mark.parametrize(
+        ("keys", "expected"),
+        [
+            ({"selector_rank": 8, "selector_top_k": 5}, SelectorConfig(8, 5)),
+            (
+                {"selector_rank": 8, "selector_top_k": 5, "selector_tail": True},
+                SelectorConfig(8, 5, tail=True),
+            ),
+            ({"selector_rank": 0, "selector_top_k": 0, "selector_tail": False}, None),
+        ],
+    )
+    def test_a_selector(self, keys, expected):
+        found = parse_draft_head_config(with_dflash(**keys))
+        assert found == replace(parse_draft_head_config(HEAD), selector=expected)
 
 
 class TestSpeculators:

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from train.loop.plot import ABOVE, ACCURACY, DEPTHS, LEGEND, save, shades
+from train.loop.plot import ABOVE, ACCURACY, DEPTHS, save, shades
 
 INCHES = (14.0, 6.0)
 
@@ -38,7 +38,7 @@ def plot_ablations(results: Mapping[str, Any], picture: Path) -> None:
     left.invert_yaxis()
     left.margins(x=0.1, y=0.02)
     left.set_xlabel("acceptance length τ (tokens a round)")
-    left.legend(ncols=len(budgets), **LEGEND, **ABOVE)
+    left.legend(ncols=len(budgets), **ABOVE)
 
     last = max(len(variant["accuracy_by_depth"]) for variant in variants)
     depths = [*(depth for depth in DEPTHS if depth < last), last]
@@ -60,7 +60,7 @@ def plot_ablations(results: Mapping[str, Any], picture: Path) -> None:
     right.xaxis.set_major_formatter(PercentFormatter(1))
     right.set_xlabel(f"{ACCURACY}\n(figures: accepted tokens of a greedy chain)")
     right.grid(axis="y", alpha=0.3)
-    right.legend(title="at draft depth", ncols=len(depths), **LEGEND, **ABOVE)
+    right.legend(title="at draft depth", ncols=len(depths), **ABOVE)
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"Draft heads trained in different ways, measured on {results['device']}", fontsize=11)

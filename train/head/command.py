@@ -19,6 +19,7 @@ from train.head.export import export_best, export_head
 from train.head.frozen import decoding_mesh, mesh_to_load
 from train.head.recipe import HeadRecipe
 from train.head.recipe_file import CONFIGS, add_set_option, read_head_recipe
+from train.head.start import check_start
 from train.head.target_states import check_bound
 from train.head.training import train_head
 from train.head.verdict import read_verdict
@@ -50,6 +51,9 @@ def add_command(commands: Any) -> None:
         choices=list(ENGINES),
         default="jetspec",
         help="the engine that loads it (default: jetspec, whose folder vllm and sglang read too)",
+    )
+    export.add_argument(
+        "--without-selector", action="store_true", help="leaves out the selector, for engines that know none"
     )
     add_target_option(export, "the head's target, for configs that name it or hold its number of layers")
     tune = commands.add_parser(
@@ -97,7 +101,11 @@ def _export(arguments: argparse.Namespace) -> int:
     The head is the best one so far of a run, finished or not, or one that is there already.
     """
     out, engine = arguments.out, arguments.engine
-    more = {"target": arguments.target, "ignore_config_keys": arguments.ignore_config_key}
+    more = {
+        "target": arguments.target,
+        "without_selector": arguments.without_selector,
+        "ignore_config_keys": arguments.ignore_config_key,
+    }
     if arguments.head is not None:
         export_head(arguments.head, out, engine, **more)
         said = "the head"
@@ -126,6 +134,9 @@ def _finetune(arguments: argparse.Namespace) -> int:
     """
     recipe, deadline = read_head_recipe(arguments.recipe, arguments.set), Deadline(arguments.minutes)
     _check(arguments)
+    # Documents may take hours.
+    recipe.check()
+    check_start(recipe.head, _checkpoint(arguments), recipe.selector)
     made = make_data(
         arguments.target,
         arguments.prompts,
@@ -154,19 +165,25 @@ def _check(arguments: argparse.Namespace) -> None:
         check_bound(arguments.states_gib)
 
 
+def _checkpoint(arguments: argparse.Namespace) -> Source | None:
+    """The head that the trained one begins as."""
+    if arguments.draft_head is None:
+        return None
+    return Source(draft_head_at(arguments.draft_head), ignore_config_keys=arguments.ignore_config_key)
+
+
 def _train(
     arguments: argparse.Namespace, recipe: HeadRecipe, data: Path, work: Path, deadline: Deadline
 ) -> int:
-    checkpoint, ignored = arguments.draft_head, arguments.ignore_config_key
+    checkpoint, ignored = _checkpoint(arguments), arguments.ignore_config_key
     target = read_target(Source(arguments.target, recipe.dtype, ignored), mesh_to_load(recipe.mesh))
-    begin = None if checkpoint is None else Source(draft_head_at(checkpoint), ignore_config_keys=ignored)
     folder = train_head(
         work,
         recipe,
         target,
         data,
         deadline,
-        checkpoint=begin,
+        checkpoint=checkpoint,
         tracking=_tracking(arguments),
         states_gib=arguments.states_gib,
     )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jetspec_jax.checkpoint.loading import Target
-from jetspec_jax.config import ModelConfig, default_tap_layers
+from jetspec_jax.config import ModelConfig, SelectorConfig, default_tap_layers
 from train.head.recipe import HeadSettings
 
 #: Values of the published heads.
@@ -51,6 +51,16 @@ def trained_with(target: Target, raw: Mapping[str, Any]) -> dict[str, Any]:
     rounding = target.config.rounding
     said = {"target_format": rounding} if rounding else {}
     return {**raw, "dflash_config": {**dflash, **said}}
+
+
+def with_selector(raw: Mapping[str, Any], selector: SelectorConfig | None) -> dict[str, Any]:
+    """A head's ``config.json`` in the published layout with another selector, or without one."""
+    names = ("selector_rank", "selector_top_k", "selector_tail")
+    dflash = {key: value for key, value in raw["dflash_config"].items() if key not in names}
+    if selector is not None:
+        tail = {"selector_tail": True} if selector.tail else {}
+        dflash |= {"selector_rank": selector.rank, "selector_top_k": selector.candidates, **tail}
+    return {**raw, "dflash_config": dflash}
 
 
 def decoder_json(config: ModelConfig, layers: int, intermediate_size: int) -> dict[str, Any]:

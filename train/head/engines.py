@@ -46,7 +46,8 @@ class Engine(NamedTuple):
 
     Attributes:
         write: Makes the engine's ``config.json`` of one in the published layout, the config, and the target.
-        own_flags: Whether it reads ``scaled_embeddings`` and ``capped_logits``.
+        own_flags: Whether it reads ``scaled_embeddings``, ``capped_logits``, and a selector without
+            convolutions.
         names_target: Whether its config names the target, which the engine loads by that name.
         needs_depth: Whether its config holds the target's number of layers.
     """
@@ -151,6 +152,8 @@ def engine_json(
             reasons.append("the head takes unscaled embeddings (scaled_embeddings=False)")
         if config.capped_logits:
             reasons.append("the head's logits go through the target's cap (capped_logits=True)")
+        if config.selector is not None:
+            reasons.append(f"the head has a selector (selector_rank={config.selector.rank})")
     if reasons:
         raise ValueError(
             f"{engine} cannot express this head: {', and '.join(reasons)}, and it has no such key"

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.config import DraftHeadConfig
+from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.sharding import on_one_device
 from jetspec_jax.generation import generate_tree
 from jetspec_jax.models import Weights
@@ -27,8 +28,9 @@ from train.loop.trainer import Evaluated, mean_of
 from train.loss.objectives import Loss
 from train.loss.precision import as_shipped
 
-#: Of the trees of all evaluations: the reference implementation's, so that their figures can be compared.
-ALGORITHM = "accum_logp"
+#: Of the trees of evaluations: the reference implementation's, so that their figures can be compared; and the
+#: one for heads with a selector, whose trees must grow best first.
+ALGORITHM, SELECTOR_ALGORITHM = "accum_logp", "top_nodes"
 
 
 class HeldOut(NamedTuple):
@@ -79,7 +81,7 @@ class HeldOut(NamedTuple):
 
 
 class HeadEvaluator:
-    """Evaluates a head's weights as they are saved: rounded to bfloat16."""
+    """Evaluates a head's weights as they are saved: rounded, most often to bfloat16."""
 
     def __init__(
         self,
@@ -94,6 +96,8 @@ class HeadEvaluator:
         dtype: jnp.dtype,
         mesh: Mesh,
         seed: int,
+        stored: str = "bfloat16",
+        fixed: bool = False,
     ):
         """Prepares the validation batches; compiles nothing yet.
 
@@ -108,6 +112,8 @@ class HeadEvaluator:
             dtype: Dtype of both forward passes.
             mesh: The devices.
             seed: Seed of the anchors and of sampled completions.
+            stored: The type that weights are saved in.
+            fixed: Whether only the head's selector differs between evaluations.
         """
         self.config, self.target, self.frozen = config, target, frozen
         self.settings, self.held = settings, held
@@ -115,13 +121,15 @@ class HeadEvaluator:
         self.key, self.seed = jax.random.key(seed), seed
 
         def rounded(weights: Weights, frozen: Weights, batch: Any, key: jax.Array) -> Any:
-            return loss(as_shipped(weights, dtype), frozen, batch, key)
+            return loss(as_shipped(weights, dtype, stored), frozen, batch, key)
 
         self._loss = jax.jit(rounded)
-        self._as_shipped = jax.jit(partial(as_shipped, dtype=dtype))
+        self._as_shipped = jax.jit(partial(as_shipped, dtype=dtype, stored=stored))
+        self._fixed = fixed
+        self._without: dict[str, Any] | None = None
 
     def __call__(self, weights: Weights) -> Evaluated:
-        """Validation loss, and tau at every temperature and budget.
+        """Validation loss, and tau at every temperature and budget; with a selector also tau without it.
 
         The score is tau at the first temperature and the largest budget; without prompts it is the negative
         loss.
@@ -131,14 +139,20 @@ class HeadEvaluator:
         record = {f"validation_{name}": value for name, value in means.items()}
         if not self.held.prompts:
             return Evaluated(record, -means["loss"])
-        decoded = self.decode(Head(self.config, on_one_device(self._as_shipped(weights))))
-        record |= tau_record(decoded, self.held.sources)
+        head = Head(self.config, on_one_device(self._as_shipped(weights)))
+        record |= tau_record(self.decode(head), self.held.sources)
+        if self.config.selector is not None:
+            if self._without is None or not self._fixed:
+                without = tau_record(self.decode(without_selector(head)), self.held.sources)
+                self._without = {f"{name}_without": without[name] for name in ("tau", "tau_by_temperature")}
+            record |= self._without
         return Evaluated(record, record["tau"][str(max(self.settings.budgets))])
 
     def decode(self, head: Head) -> Decoded:
         """Completions of the held-out prompts at every temperature and budget; none without prompts.
 
-        Each prompt has a seed of its own, the same in all evaluations.
+        Each prompt has a seed of its own, the same in all evaluations. Without its selector a head decodes by
+        the same trees.
         """
         if not self.held.prompts:
             return {}
@@ -150,6 +164,9 @@ class HeadEvaluator:
             head = replace(head, weights=jax.device_put(head.weights, device))
         elif head.mesh is None:
             head = Head(head.config, place(head.weights, head.config, group), group)
+        trees = {
+            budget: evaluation_trees(self.config, self.settings, budget) for budget in self.settings.budgets
+        }
         return {
             temperature: {
                 budget: generate_tree(
@@ -158,11 +175,12 @@ class HeadEvaluator:
                     self.held.prompts,
                     self._sampling(temperature),
                     budget=budget,
-                    width=self.settings.width,
-                    algorithm=ALGORITHM,
+                    width=own.width,
+                    algorithm=own.algorithm,
+                    candidates=own.candidates,
                     max_slots=len(self.held.prompts),
                 )
-                for budget in self.settings.budgets
+                for budget, own in trees.items()
             }
             for temperature in self.settings.temperatures
         }
@@ -188,6 +206,19 @@ class HeadEvaluator:
                 own = np.split(part, processes)[jax.process_index()]
                 parts[name] = put_batch(own, self.mesh, axis=0)
             yield parts, jax.random.fold_in(self.key, i)
+
+
+def evaluation_trees(config: DraftHeadConfig, settings: HeadEvaluation, budget: int) -> TreeSettings:
+    """The trees of a budget; a selector's have as many children as it has candidates."""
+    if config.selected is None:
+        return TreeSettings(budget, settings.width, None, ALGORITHM)
+    return TreeSettings(budget, config.selected, None, SELECTOR_ALGORITHM, config.selected)
+
+
+def without_selector(head: Head) -> Head:
+    """The head without its selector."""
+    weights = {name: own for name, own in head.weights.items() if name != "selector"}
+    return replace(head, config=replace(head.config, selector=None), weights=weights)
 
 
 def prompt_of(document: Document, prompt_tokens: int) -> list[int]:

@@ -16,6 +16,7 @@ from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import DraftHeadConfig, check_head_fits, parse_draft_head_config, read_json
 from jetspec_jax.models import Weights, abstract, weights_of
+from train.head.config import with_selector
 from train.head.engines import UNNAMED, Verifier, engine_json
 from train.loop.checkpoints import Checkpoints
 from train.loop.mesh import one_device, replicated
@@ -27,6 +28,7 @@ def export_head(
     engine: str,
     *,
     target: str | None = None,
+    without_selector: bool = False,
     ignore_config_keys: Collection[str] = (),
 ) -> None:
     """Writes a copy of a draft head for an engine; each parameter keeps its type and bits.
@@ -37,18 +39,23 @@ def export_head(
         engine: One of `ENGINES`.
         target: The head's target. Its name goes into a config that has a key for it, and its number of layers
             into one whose source does not say.
+        without_selector: Whether the head's selector, which it must have, is left out.
         ignore_config_keys: Unknown keys of either ``config.json`` that the caller vouches for.
 
     Raises:
         FileExistsError: ``out`` exists.
         FileNotFoundError: The head or the target cannot be found or fetched.
-        ValueError: It is no draft head or does not fit the target, or the engine cannot express it.
+        ValueError: It is no draft head or does not fit the target, the engine cannot express it, or there is
+            no selector to leave out.
     """
     refuse_existing(out)
     found = locate(draft_head_at(head), ignore_config_keys=ignore_config_keys)
     if not isinstance(found.config, DraftHeadConfig):
         raise ValueError(f"{found.folder} is a target; what is exported is a draft head")
-    raw = _config_for(engine, found.raw, found.config, target, ignore_config_keys)
+    raw, config = found.raw, found.config
+    if without_selector:
+        raw, config = _without_selector(str(head), raw, config)
+    raw = _config_for(engine, raw, config, target, ignore_config_keys)
     _save(out, raw, nnx.traversals.unflatten_mapping(found.opened()), None, ignore_config_keys)
 
 
@@ -58,6 +65,7 @@ def export_best(
     engine: str = "jetspec",
     *,
     target: str | None = None,
+    without_selector: bool = False,
     ignore_config_keys: Collection[str] = (),
 ) -> int:
     """Writes the best head so far of a run, finished or not, and returns its step.
@@ -67,20 +75,25 @@ def export_best(
         out: The head's folder; it must not exist.
         engine: One of `ENGINES`.
         target: As for `export_head`.
+        without_selector: As for `export_head`.
         ignore_config_keys: The same as those of the run.
 
     Raises:
         FileNotFoundError: The folder holds no run, or nothing was evaluated yet.
         FileExistsError: ``out`` exists.
-        ValueError: The engine cannot express the head.
+        ValueError: The engine cannot express the head, or there is no selector to leave out.
     """
     refuse_existing(out)
     if not (work / "recipe.json").exists():
         raise FileNotFoundError(f"{work} holds no recipe.json, so no training run began there")
     recipe = read_json(work / "recipe.json")
-    config = parse_draft_head_config(recipe["begins_as"], ignore_config_keys=ignore_config_keys)
+    raw, stored = recipe["begins_as"], recipe.get("stored", "bfloat16")
+    config = parse_draft_head_config(raw, ignore_config_keys=ignore_config_keys)
     config = replace(config, num_target_layers=len(recipe["target"]["layers"]))
-    raw = _config_for(engine, recipe["begins_as"], config, target, ignore_config_keys)
+    written = config
+    if without_selector:
+        raw, written = _without_selector(str(work), raw, config)
+    raw = _config_for(engine, raw, written, target, ignore_config_keys)
     sharding = replicated(one_device())
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=sharding),
@@ -91,8 +104,17 @@ def export_best(
         if found is None:
             raise FileNotFoundError(f"no weights in {work} have been evaluated yet")
         best, weights = found
-        _save(out, raw, weights, "bfloat16", ignore_config_keys)
+        _save(out, raw, weights, stored, ignore_config_keys)
     return best.step
+
+
+def _without_selector(
+    name: str, raw: Mapping[str, Any], config: DraftHeadConfig
+) -> tuple[dict[str, Any], DraftHeadConfig]:
+    """A head's ``config.json`` and config without its selector."""
+    if config.selector is None:
+        raise ValueError(f"{name} has no selector, so there is none to leave out")
+    return with_selector(raw, None), replace(config, selector=None)
 
 
 def _config_for(
@@ -120,4 +142,6 @@ def _save(
     ignore_config_keys: Collection[str],
 ) -> None:
     config = parse_draft_head_config(raw, ignore_config_keys=ignore_config_keys)
+    if config.selector is None:
+        weights = {name: own for name, own in weights.items() if name != "selector"}
     save_checkpoint(out, raw, weights, dtype=dtype, config=config)

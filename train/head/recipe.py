@@ -3,13 +3,19 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jetspec_jax.config import MAX_SELECTED
+from jetspec_jax.config.fields import MAX_SIZE
 from jetspec_jax.sampling.params import SamplingParams
 from train.loop.fit import Fit
 from train.loop.mesh import MeshSettings
 from train.loss.objectives import Objective
+from train.loss.selection import SelectionLossName
 
 #: First weights of a head: random ones, the target's layers, or those of a checkpoint of a head.
 Start = Literal["random", "target", "checkpoint"]
+
+#: What to do about a selector that the head has already.
+Existing = Literal["refuse", "replace", "continue"]
 
 # The order of the data takes seeds below this.
 MOST_SEED = 2**32
@@ -43,6 +49,57 @@ class HeadSettings:
     intermediate_size: int | None = None
     scaled_embeddings: bool | None = None
     capped_logits: bool | None = None
+
+
+@dataclass(frozen=True)
+class SelectorSettings:
+    """A selector to train beside a head that begins as a checkpoint.
+
+    Attributes:
+        rank: Width of its codebooks.
+        candidates: The best tokens of a draft row that it chooses among.
+        tail: Whether the probability of a row's other tokens counts when scores become probabilities.
+        existing: Whether a head that has a selector is refused, or gets another one, or keeps training its
+            own; one that is continued has this rank, these candidates and this tail.
+        joint: Whether the head is trained too, by ``objective``; otherwise it stays as it is, to the bit.
+        loss: The selector's loss.
+        temperature: Temperature of the target's distribution, such as the one that it will be served at.
+        weight: Weight of the selector's loss beside the head's own in a joint stage.
+        table_rate: How fast the free part of the codebooks learns, as a share of the learning rate; 0 leaves
+            them projections of the target's embedding.
+    """
+
+    rank: int
+    candidates: int = 16
+    tail: bool = True
+    existing: Existing = "refuse"
+    joint: bool = False
+    loss: SelectionLossName = "forward_kl"
+    temperature: float = 1.0
+    weight: float = 1.0
+    table_rate: float = 0.1
+
+    def check(self) -> list[str]:
+        """Messages about all settings out of their ranges."""
+        ranges = {"rank": (1, MAX_SIZE), "candidates": (1, MAX_SELECTED)}
+        wrong = [
+            f"selector.{name} must lie in {least}..{most}, not {getattr(self, name)}"
+            for name, (least, most) in ranges.items()
+            if not least <= getattr(self, name) <= most
+        ]
+        wrong += [
+            f"selector.{name} must be above 0, not {getattr(self, name)}"
+            for name in ("temperature", "weight")
+            if getattr(self, name) <= 0
+        ]
+        if self.table_rate < 0:
+            wrong.append(f"selector.table_rate must be at least 0, not {self.table_rate}")
+        if self.loss == "forward_kl" and not self.tail:
+            wrong.append(
+                "selector.loss must be candidates_kl or total_variation where selector.tail is false, not "
+                "forward_kl, which compares the tails"
+            )
+        return wrong
 
 
 @dataclass(frozen=True)
@@ -103,6 +160,7 @@ class HeadRecipe:
         deterministic: Whether a run gives the same bits again on the same device, at some cost on a GPU.
         dtype: "float32", "bfloat16" or "auto", for the target and the head's forward pass. The head's master
             weights are float32.
+        selector: A selector to train beside the head; None trains the head alone.
         seed: Seed of the head's first weights, of the order of the data and of the anchors.
     """
 
@@ -116,6 +174,7 @@ class HeadRecipe:
     remat: bool = False
     deterministic: bool = False
     dtype: str = "auto"
+    selector: SelectorSettings | None = None
     seed: int = 0
 
     def check(self) -> None:
@@ -140,9 +199,22 @@ class HeadRecipe:
                 "objective.gamma must be 0 with the loss dpace, which has weights of its own, not "
                 f"{objective.gamma}"
             )
+        if self.selector is not None:
+            wrong += self._check_selector(self.selector)
         if self.dtype == "float16":
             wrong.append("dtype must be auto, float32 or bfloat16: float16 would lose small gradients")
         if not 0 <= self.seed < MOST_SEED:
             wrong.append(f"seed must lie in 0..{MOST_SEED - 1}, not {self.seed}")
         if wrong:
             raise ValueError("; ".join(wrong))
+
+    def _check_selector(self, selector: SelectorSettings) -> list[str]:
+        wrong = selector.check()
+        if self.head.start != "checkpoint":
+            wrong.append(f"head.start must be 'checkpoint' with a selector, not {self.head.start!r}")
+        if self.mesh.expert * self.mesh.tensor > 1:
+            wrong.append(
+                "mesh.expert and mesh.tensor must be 1 with a selector, whose training needs the target's "
+                f"whole embedding on each device, not {self.mesh.expert} and {self.mesh.tensor}"
+            )
+        return wrong

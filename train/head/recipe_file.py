@@ -95,13 +95,12 @@ def _record(kind: Any, table: Mapping[str, Any], where: str, wrong: list[str]) -
 
 
 def _value(hint: Any, value: Any, where: str, wrong: list[str]) -> Any:
-    if is_dataclass(hint):
-        if isinstance(value, dict):
-            return _record(hint, value, f"{where}.", wrong)
-    else:
-        for kind in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
-            if _is(kind, value):
-                return tuple(value) if isinstance(value, list) else value
+    for kind in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
+        if is_dataclass(kind):
+            if isinstance(value, dict):
+                return _record(kind, value, f"{where}.", wrong)
+        elif _is(kind, value):
+            return tuple(value) if isinstance(value, list) else value
     wrong.append(f"{where} must be {_name(hint)}, not {value!r}")
     return None
 

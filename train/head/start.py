@@ -1,6 +1,6 @@
 """The beginning of a draft head: its ``config.json`` and its first weights."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -8,16 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from convert.folders import locate
 from jetspec_jax.checkpoint.loading import Target, read_draft_head
 from jetspec_jax.checkpoint.source import Source
-from jetspec_jax.config import DraftHeadConfig, check_head_fits, dialect_of, parse_draft_head_config
+from jetspec_jax.config import (
+    DraftHeadConfig,
+    SelectorConfig,
+    check_head_fits,
+    dialect_of,
+    parse_draft_head_config,
+)
 from jetspec_jax.config.head_dialects import SPECULATORS
 from jetspec_jax.device.partition import spread
 from jetspec_jax.models import Weights, build, quantized_blocks, weights_of
 from jetspec_jax.models.quantized import widened
-from train.head.config import head_json, trained_with
+from train.head.config import head_json, trained_with, with_selector
 from train.head.engines import published_json
-from train.head.recipe import HeadSettings
+from train.head.recipe import HeadSettings, SelectorSettings
 
 
 class Beginning(NamedTuple):
@@ -26,15 +33,24 @@ class Beginning(NamedTuple):
     Attributes:
         raw: Its ``config.json``.
         config: The parsed ``config.json``.
-        weights: Its first weights, float32.
+        weights: Its first weights, float32. Those of a selector are there if it is to be continued.
+        stored: The type that the trained head is written in. A head that stays as it is beside a selector
+            keeps all of its bits.
     """
 
     raw: dict[str, Any]
     config: DraftHeadConfig
     weights: Weights
+    stored: str = "bfloat16"
 
 
-def begin_head(target: Target, settings: HeadSettings, checkpoint: Source | None, seed: int) -> Beginning:
+def begin_head(
+    target: Target,
+    settings: HeadSettings,
+    checkpoint: Source | None,
+    seed: int,
+    selector: SelectorSettings | None = None,
+) -> Beginning:
     """A new head, or the one of a checkpoint.
 
     Args:
@@ -42,41 +58,110 @@ def begin_head(target: Target, settings: HeadSettings, checkpoint: Source | None
         settings: The head's settings.
         checkpoint: For a head that begins as one, which keeps its config, ignored keys too; read in float32.
         seed: Seed of random weights.
+        selector: The selector that is trained beside the head, which the config has then.
 
     Raises:
         FileNotFoundError: The checkpoint cannot be found.
         ValueError: Settings, checkpoint and target do not fit together.
     """
-    if settings.start == "checkpoint":
-        if checkpoint is None:
-            raise ValueError("the recipe begins with a checkpoint: name a head with --draft-head")
-        named = [name for name, value in vars(settings).items() if name != "start" and value is not None]
-        if named:
-            raise ValueError(f"a head that begins as a checkpoint is what that is; unset {', '.join(named)}")
+    check_start(settings, checkpoint, selector)
+    if checkpoint is not None:
         config = checkpoint.head_config
         check_head_fits(config, target.config)
-        if config.layers.quantization is not None:
-            raise ValueError(
-                f"{checkpoint.path_or_id} is {config.layers.quantization.format}, and quantised weights "
-                "cannot be trained; begin with the head that it was made of"
-            )
         # On one device whatever the target's are: training lays the head out in its own way.
         head = read_draft_head(replace(checkpoint, dtype="float32"))
+        weights = head.weights
+        if selector is None or selector.existing != "continue":
+            weights = {name: part for name, part in weights.items() if name != "selector"}
         raw = checkpoint.raw_config
         if dialect_of(raw) == SPECULATORS:  # the run writes the published layout
             raw = published_json(raw, replace(config, num_target_layers=target.config.num_layers))
-        raw = trained_with(target, raw)
-        trained = replace(head.config, target_format=raw["dflash_config"].get("target_format", ""))
-        return Beginning(raw, trained, head.weights)
-    if checkpoint is not None:
-        raise ValueError(
-            f"the recipe's head begins {settings.start!r}, not as {checkpoint.path_or_id}; set head.start to "
-            "'checkpoint'"
+        own = None
+        if selector is not None:
+            own = SelectorConfig(selector.rank, selector.candidates, selector.tail)
+        raw = with_selector(trained_with(target, raw), own)
+        trained = replace(
+            head.config, target_format=raw["dflash_config"].get("target_format", ""), selector=own
         )
+        frozen = selector is not None and not selector.joint
+        return Beginning(raw, trained, weights, _stored(checkpoint) if frozen else "bfloat16")
     raw = head_json(target, settings)
     config = parse_draft_head_config(raw, where="the head")
     weights = random_head(config, seed) if settings.start == "random" else head_of_target(config, target)
     return Beginning(raw, config, weights)
+
+
+def check_start(settings: HeadSettings, checkpoint: Source | None, selector: SelectorSettings | None) -> None:
+    """Checks what is known of a beginning without its target.
+
+    Args:
+        settings: The head's settings.
+        checkpoint: The head to begin as; None without one.
+        selector: The selector that is trained beside it.
+
+    Raises:
+        FileNotFoundError: The checkpoint cannot be found.
+        ValueError: Settings, checkpoint and selector do not fit together.
+    """
+    if settings.start != "checkpoint":
+        if checkpoint is not None:
+            raise ValueError(
+                f"the recipe's head begins {settings.start!r}, not as {checkpoint.path_or_id}; set "
+                "head.start to 'checkpoint'"
+            )
+        return
+    if checkpoint is None:
+        raise ValueError("the recipe begins with a checkpoint: name a head with --draft-head")
+    named = [name for name, value in vars(settings).items() if name != "start" and value is not None]
+    if named:
+        raise ValueError(f"a head that begins as a checkpoint is what that is; unset {', '.join(named)}")
+    config = checkpoint.head_config
+    if config.layers.quantization is not None:
+        raise ValueError(
+            f"{checkpoint.path_or_id} is {config.layers.quantization.format}, and quantised weights "
+            "cannot be trained; begin with the head that it was made of"
+        )
+    if wrong := _wrong_selector(config, selector):
+        raise ValueError(f"{checkpoint.path_or_id} {wrong}")
+
+
+def _wrong_selector(config: DraftHeadConfig, settings: SelectorSettings | None) -> str | None:
+    """Why a selector cannot be trained beside a head, to stand after the head's name; None if it can."""
+    found = config.selector
+    if settings is None:
+        if found is None:
+            return None
+        return (
+            f"has a selector, which the recipe does not train: set selector.rank={found.rank} and "
+            "selector.existing=continue, or begin with the head without it (export --without-selector)"
+        )
+    if settings.candidates > config.layers.vocab_size:
+        return (
+            f"has a vocabulary of {config.layers.vocab_size} tokens, and selector.candidates must be at most "
+            f"that, not {settings.candidates}"
+        )
+    if found is None:
+        if settings.existing == "refuse":
+            return None
+        return f"has no selector to {settings.existing}; leave selector.existing out"
+    if settings.existing == "refuse":
+        return (
+            f"has a selector already, of rank {found.rank}: set selector.existing to 'continue' or 'replace'"
+        )
+    wanted = {"rank": settings.rank, "candidates": settings.candidates, "tail": settings.tail}
+    differing = [
+        f"{key} is {own}, not {wanted[key]}" for key, own in asdict(found).items() if own != wanted[key]
+    ]
+    if settings.existing == "replace" or not differing:
+        return None
+    return f"has a selector that cannot be continued with other settings: {'; '.join(differing)}"
+
+
+def _stored(checkpoint: Source) -> str:
+    """The type in which all tensors of a head keep their bits: bfloat16 if all have it, else float32."""
+    found = locate(checkpoint.path_or_id, ignore_config_keys=checkpoint.ignore_config_keys)
+    types = {parameter.dtype for parameter in found.opened().values()}
+    return "bfloat16" if types == {np.dtype(jnp.bfloat16)} else "float32"
 
 
 def random_head(config: DraftHeadConfig, seed: int) -> Weights:

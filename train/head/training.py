@@ -21,7 +21,6 @@ from jetspec_jax.checkpoint.loading import Head, Target, read_draft_head
 from jetspec_jax.checkpoint.source import Source, resolve_dtype
 from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import check_head_fits
-from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.peers import say_apart
 from jetspec_jax.device.processes import in_turn, is_first
 from jetspec_jax.device.sharding import on_one_device, parameter_shardings
@@ -31,9 +30,10 @@ from train.data.loader import AHEAD, WindowSource, batches
 from train.data.manifest import HELDOUT, TRAIN
 from train.data.windows import PackedWindows, Windows, check_enough, make_windows
 from train.head.engines import published_json
-from train.head.evaluation import ALGORITHM, HeadEvaluator, HeldOut
+from train.head.evaluation import HeadEvaluator, HeldOut, evaluation_trees
 from train.head.frozen import Frozen, freeze
 from train.head.recipe import HeadRecipe
+from train.head.selector import trainee_of
 from train.head.start import Beginning, begin_head
 from train.head.target_states import TargetStates, check_bound
 from train.head.tau import by_budget, tau_record
@@ -96,7 +96,7 @@ def train_head(
     say_apart((mesh,))
     frozen = freeze(target, mesh)
     target = frozen.decoding
-    beginning = begin_head(target, recipe.head, checkpoint, recipe.seed)
+    beginning = begin_head(target, recipe.head, checkpoint, recipe.seed, recipe.selector)
     check_head_fits(beginning.config, target.config)
     if beginning.config.block_size > recipe.window:
         raise ValueError(
@@ -104,7 +104,7 @@ def train_head(
         )
     if recipe.evaluation.prompts:
         for budget in recipe.evaluation.budgets:
-            trees = TreeSettings(budget, recipe.evaluation.width, None, ALGORITHM)
+            trees = evaluation_trees(beginning.config, recipe.evaluation, budget)
             trees.check(target.config, beginning.config.depth)
     windows = make_windows(documents, recipe.window, recipe.seed, packing=recipe.packing)
     check_enough(windows, recipe.fit.batch)
@@ -122,6 +122,7 @@ def train_head(
                 **asdict(recipe),
                 "begins_as": beginning.raw,
                 "begins_with": fingerprint(beginning.weights),
+                "stored": beginning.stored,
                 "data": documents.settings.plain(),
                 "target": asdict(target.config),
                 "target_weights": fingerprint(target.weights),
@@ -139,7 +140,8 @@ def train_head(
         if first:
             # A head that began in a dialect without the target's depth is written with it.
             config = replace(beginning.config, num_target_layers=target.config.num_layers)
-            save_checkpoint(fresh(folder), published_json(beginning.raw, config), weights, config=config)
+            raw = published_json(beginning.raw, config)
+            save_checkpoint(fresh(folder), raw, weights, dtype=beginning.stored, config=config)
             plot_training(work / "log.jsonl", work / "training.png", label)
             # Written last: its presence marks the run as finished.
             ignored = () if checkpoint is None else checkpoint.ignore_config_keys
@@ -205,9 +207,9 @@ class _HeadRun:
         self.frozen, target = frozen
         dtype = resolve_dtype(recipe.dtype)
         parts = recipe.fit.parts(batch_parts(mesh))
-        self.shardings = parameter_shardings(beginning.config, mesh)
-        self.loss = distillation_loss(
-            beginning.config, target.config, recipe.objective, dtype, remat=recipe.remat
+        self.trainee = trainee_of(beginning, recipe, target.config, self.frozen, mesh, dtype)
+        self.assemble = jax.jit(
+            self.trainee.assemble, out_shardings=parameter_shardings(beginning.config, mesh)
         )
         self.states = jax.jit(
             target_states(beginning.config, target.config, dtype),
@@ -217,14 +219,20 @@ class _HeadRun:
             beginning.config,
             target,
             self.frozen,
-            self.loss,
+            self.trainee.head_loss,
             recipe.evaluation,
             HeldOut.of(held, recipe, target.config.max_position_embeddings),
             batch=recipe.fit.batch // parts,
             dtype=dtype,
             mesh=self.mesh,
             seed=recipe.seed + 1,
+            stored=beginning.stored,
+            fixed=recipe.selector is not None and not recipe.selector.joint,
         )
+
+    def head(self, weights: Weights) -> Weights:
+        """The head's weights, of what is trained."""
+        return self.assemble(weights, self.trainee.frozen)
 
     def target_states(self, windows: Windows | PackedWindows) -> TargetStates:
         """The states of all windows, of which nothing is computed yet."""
@@ -255,20 +263,21 @@ class _HeadRun:
             return train(
                 self.work,
                 recipe.fit,
-                self.loss,
-                self.beginning.weights,
-                frozen=self.frozen,
+                self.trainee.loss,
+                self.trainee.weights,
+                frozen=self.trainee.frozen,
                 batches=source,
-                evaluate=self.evaluator,
+                evaluate=lambda weights: self.evaluator(self.head(weights)),
                 seed=recipe.seed,
                 deadline=deadline,
                 label=label,
                 mesh=self.mesh,
-                shardings=self.shardings,
+                shardings=self.trainee.shardings,
                 deterministic=recipe.deterministic,
                 tokens_per_step=recipe.fit.batch * recipe.window,
                 # A fine-tuned head must not become worse than it was.
                 evaluate_first=recipe.head.start != "random",
+                keep=self.head,
                 watch=LivePicture(self.work / "log.jsonl", self.work / "training.png", label),
                 trackers=lambda: tracking.open(self.work, dotted(asdict(recipe))),
             )
@@ -288,6 +297,6 @@ class _HeadRun:
             "score": trained.score,
             **(tau_record(decoded, held.sources) if held.prompts else {"tau": {}}),
             "new_tokens": self.recipe.evaluation.new_tokens,
-            "width": self.recipe.evaluation.width,
+            "width": evaluation_trees(self.beginning.config, self.recipe.evaluation, 1).width,
             "prompts": prompts,
         }

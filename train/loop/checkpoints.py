@@ -105,7 +105,7 @@ class Checkpoints:
             TrainingCheckpointError: There are some, and none is whole.
         """
         args = ocp.args.Composite(
-            state=ocp.args.StandardRestore(_abstract(state)), host=ocp.args.JsonRestore()
+            state=ocp.args.StandardRestore(placed_shapes(state)), host=ocp.args.JsonRestore()
         )
         found = self._newest(self._last, args)
         return None if found is None else Resumed(found[0], found[1]["state"], found[1]["host"])
@@ -144,7 +144,7 @@ class Checkpoints:
         """
         self.wait()
         args = ocp.args.Composite(
-            weights=ocp.args.StandardRestore(_abstract(weights)), best=ocp.args.JsonRestore()
+            weights=ocp.args.StandardRestore(placed_shapes(weights)), best=ocp.args.JsonRestore()
         )
         found = self._newest(self._best, args)
         return None if found is None else (Best(**found[1]["best"]), found[1]["weights"])
@@ -311,5 +311,6 @@ def _unheard() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _abstract(tree: Any) -> Any:
+def placed_shapes(tree: Any) -> Any:
+    """Shapes, types and places of arrays, which need no memory."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)

@@ -24,13 +24,16 @@ LIVE_SECONDS = 60.0
 SMOOTHED = 0.02  # share of a run's steps that a point of a smoothed curve averages
 TRAIN_ACCURACY, VALIDATION_ACCURACY = "accuracy_by_depth", "validation_accuracy_by_depth"
 ACCURACY = "drafts equal to the target's choice"
-LEGEND: dict[str, Any] = {"framealpha": 0.8, "edgecolor": "none", "fontsize": 9, "title_fontsize": 9}
+# Where a place is named, matplotlib does not warn of a legend that a busy machine takes a second to place.
+LEGEND: dict[str, Any] = {
+    "loc": "best", "framealpha": 0.8, "edgecolor": "none", "fontsize": 9, "title_fontsize": 9,
+}  # fmt: skip
 # Line styles of temperatures; they recur after the last one.
 STYLES = ("-", "--", ":", "-.")
 # Characters of a source's name in a legend.
 LONGEST_NAME = 24
 # A legend above the panel, where curves may leave no room inside.
-ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "handlelength": 1.2}
+ABOVE: dict[str, Any] = {**LEGEND, "loc": "lower left", "bbox_to_anchor": (0, 1), "handlelength": 1.2}
 
 Panel = Callable[[Axes, Sequence[Record]], None]
 
@@ -152,9 +155,7 @@ def _accuracies(axis: Axes, records: Sequence[Record]) -> None:
     axis.set_ylabel(ACCURACY)
     axis.yaxis.set_major_formatter(PercentFormatter(1))
     _step_axis(axis)
-    axis.legend(
-        title="a chain at depth: train (lines), validation (dots)", ncols=len(depths), **LEGEND, **ABOVE
-    )
+    axis.legend(title="a chain at depth: train (lines), validation (dots)", ncols=len(depths), **ABOVE)
 
 
 def _last_accuracies(axis: Axes, records: Sequence[Record]) -> None:
@@ -168,7 +169,7 @@ def _last_accuracies(axis: Axes, records: Sequence[Record]) -> None:
             range(1, train.shape[1] + 1), train[-1], "o", color=TRAIN, markersize=4, label="train, smoothed"
         )
     _depth_axis(axis)
-    axis.legend(title="a chain at the end", ncols=2, **LEGEND, **ABOVE)
+    axis.legend(title="a chain at the end", ncols=2, **ABOVE)
 
 
 def _chain(axis: Axes, records: Sequence[Record]) -> None:

@@ -80,6 +80,7 @@ LATER = {
     "packing": False,
     "objective.smoothing": 0.5,
     "evaluation.temperatures": [0.0],
+    "stored": "bfloat16",
 }
 
 

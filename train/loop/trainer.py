@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, Key, UInt32
 from jetspec_jax.device.processes import agreed
 from jetspec_jax.models import Weights
 from jetspec_jax.progress import Progress
-from train.loop.checkpoints import Best, Checkpoints
+from train.loop.checkpoints import Best, Checkpoints, placed_shapes
 from train.loop.fit import Fit, make_optimizer, schedule
 from train.loop.log import TrainingLog
 from train.loop.mesh import batch_parts, one_device, put_batch, replicated, spread
@@ -95,7 +95,7 @@ class Trained(NamedTuple):
     """A finished run.
 
     Attributes:
-        weights: Those with the best evaluation.
+        weights: What is kept of those with the best evaluation.
         step: Steps before it.
         score: Its score.
     """
@@ -122,6 +122,7 @@ def train(
     deterministic: bool = False,
     tokens_per_step: int = 0,
     evaluate_first: bool = False,
+    keep: Callable[[Weights], Weights] = lambda weights: weights,
     watch: Callable[[], None] = lambda: None,
     trackers: Callable[[], Sequence[Tracker]] = tuple,
 ) -> Trained:
@@ -143,6 +144,7 @@ def train(
         deterministic: Whether a GPU must give the same bits again.
         tokens_per_step: Tokens of the windows, padding included, for the log.
         evaluate_first: Whether the initial weights are evaluated too and may stay the best.
+        keep: Makes of the weights what is kept of the best ones, in ``best/`` and in the result.
         watch: Called by the first process once the log has steps and a new evaluation of their weights.
         trackers: Opens trackers beside TensorBoard, in the first process.
 
@@ -158,9 +160,10 @@ def train(
     main = jax.process_index() == 0
     shardings = jax.tree.map(lambda _: replicated(mesh), weights) if shardings is None else shardings
     state = loop.begin(weights, shardings, seed)
+    kept = placed_shapes(keep(state.weights))
     with Checkpoints(folder) as checkpoints:
         first, best = 0, Best()
-        if (found := checkpoints.restore_best(state.weights)) is not None:
+        if (found := checkpoints.restore_best(kept)) is not None:
             best = found[0]
             del found  # its arrays take the room of a whole model
         if (resumed := checkpoints.restore(state)) is not None:
@@ -184,7 +187,7 @@ def train(
                         watch()
                     if not agreed(bool(score > best.score), "whether weights are the best"):
                         return best
-                    checkpoints.save_best(Best(step, score), state.weights)
+                    checkpoints.save_best(Best(step, score), keep(state.weights))
                     return Best(step, score)
 
             if evaluate_first and not first:
@@ -209,7 +212,7 @@ def train(
                     checkpoints.save(done, state, {"data": batches.get_state()})
                 if stop:
                     deadline.stop(f"{label}: step {done} of {fit.steps}")
-        if (found := checkpoints.restore_best(state.weights)) is None:
+        if (found := checkpoints.restore_best(kept)) is None:
             raise ValueError(f"{label}: no evaluation gave a score, so no weights are best")
         best, weights = found
         return Trained(weights, best.step, best.score)

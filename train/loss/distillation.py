@@ -2,17 +2,19 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Key, Shaped
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import Weights, bind
 from jetspec_jax.models.transformer import Transformer
 from train.loss.attention import best_implementation, causal_attend
-from train.loss.blocks import count_anchors, draft_blocks, learnable, lessons, sample_anchors
+from train.loss.blocks import Lessons, count_anchors, draft_blocks, learnable, lessons, sample_anchors
 from train.loss.objectives import (
     Count,
+    DraftRows,
     Loss,
     Mean,
     Means,
@@ -51,58 +53,83 @@ def distillation_loss(
         dtype: Of both forward passes.
         remat: Whether the backward pass computes the head's layers again.
     """
-    slots = head_config.block_size
 
     def loss(weights: Weights, frozen: Weights, batch: dict[str, Array], key: Key[Array, ""]) -> Means:
-        tokens, starts = batch["tokens"], batch.get("starts")
-        learn = learnable(batch["learn"], starts)
-        anchors = sample_anchors(key, learn, objective.anchors)
-        teacher = Teacher(target_config, cast(frozen, dtype))
-        # Whole on the devices that share the target, each of which computes the same: a head is small, and
-        # need not divide as the target does. Only its rows' way through the target's table is shared.
-        head = bind(head_config, whole(cast(weights, dtype)))
-        if "states" in batch:
-            hidden, taps = jnp.split(batch["states"], [target_config.hidden_size], axis=-1)
-        else:
-            hidden, taps = _states(teacher, head_config, tokens, starts, dtype)
-        student = draft_blocks(head, teacher, tokens, taps, anchors, starts=starts, remat=remat)[:, :, 1:]
-        task = lessons(tokens, learn, anchors, slots)
-        b, a, d = task.rows.shape
-        rows = draft_losses(
-            student.reshape(b, a * d, -1),
-            hidden,
-            task.rows.reshape(b, a * d),
-            task.labels.reshape(b, a * d),
-            partial(teacher.read, capped=head_config.capped_logits),
-            loss=objective.loss,
-            temperature=objective.temperature,
-            chunk=objective.chunk,
+        drafts = draft_at_anchors(
+            head_config, target_config, weights, frozen, batch, key, objective.anchors, dtype, remat=remat
         )
-        value, matches = rows.loss.reshape(b, a, d), rows.matches.reshape(b, a, d)
-        counted = task.learn.astype(jnp.float32)
-        if objective.loss == "dpace":
-            weight = pace_weights(value, task.learn, objective.smoothing)
-        else:
-            weight = counted * depth_weights(d, objective.gamma)[None, None, :]
-
-        def by_depth(x: Array) -> Mean:
-            return Mean(jnp.sum(counted * x, axis=(0, 1)), jnp.sum(counted, axis=(0, 1)))
-
-        means = {
-            "loss": Mean(jnp.sum(weight * value), jnp.sum(weight)),
-            "loss_by_depth": by_depth(value),
-            "accuracy_by_depth": by_depth(matches.astype(jnp.float32)),
-            "accepted_length": accepted_length(matches, task.learn),
-        }
-        if "real" not in batch:
-            return means
-        return means | {
-            "real_tokens": Count(jnp.sum(batch["real"])),
-            "learnable_tokens": Count(jnp.sum(learn)),
-            "distinct_anchors": Count(count_anchors(anchors, learn)),
+        rows, task = head_rows(drafts, head_config, objective), drafts.task
+        weight = row_weights(rows.loss, task.learn, objective)
+        return {
+            "loss": Mean(jnp.sum(weight * rows.loss), jnp.sum(weight)),
+            "loss_by_depth": by_depth(rows.loss, task.learn),
+            "accuracy_by_depth": by_depth(rows.matches, task.learn),
+            "accepted_length": accepted_length(rows.matches, task.learn),
+            **batch_counts(drafts, batch),
         }
 
     return loss
+
+
+class Drafts(NamedTuple):
+    """What a head drafts at the anchors of a batch, and what it learns from.
+
+    Attributes:
+        teacher: The frozen target.
+        hidden: The target's last hidden states of all tokens.
+        student: The head's final-normed hidden states, without those of the anchors' slots.
+        anchors: Indices of the anchors.
+        learn: Which tokens can be learnt.
+        task: What the slots learn.
+    """
+
+    teacher: Teacher
+    hidden: Float[Array, "B T M"]
+    student: Float[Array, "B A D M"]
+    anchors: Int[Array, "B A"]
+    learn: Bool[Array, "B T"]
+    task: Lessons
+
+
+def draft_at_anchors(
+    head_config: DraftHeadConfig,
+    target_config: ModelConfig,
+    weights: Weights,
+    frozen: Weights,
+    batch: dict[str, Array],
+    key: Key[Array, ""],
+    anchors: int,
+    dtype: jnp.dtype,
+    *,
+    remat: bool = False,
+) -> Drafts:
+    """Runs the target over a batch, and the head at random anchors.
+
+    Args:
+        head_config: The head.
+        target_config: The target.
+        weights: Those of the head.
+        frozen: Those of the target.
+        batch: As for `distillation_loss`.
+        key: Chooses the anchors.
+        anchors: Blocks per sequence.
+        dtype: Of both forward passes.
+        remat: Whether the backward pass computes the head's layers again.
+    """
+    tokens, starts = batch["tokens"], batch.get("starts")
+    learn = learnable(batch["learn"], starts)
+    places = sample_anchors(key, learn, anchors)
+    teacher = Teacher(target_config, cast(frozen, dtype))
+    # Whole on the devices that share the target, each of which computes the same: a head is small, and
+    # need not divide as the target does. Only its rows' way through the target's table is shared.
+    head = bind(head_config, whole(cast(weights, dtype)))
+    if "states" in batch:
+        hidden, taps = jnp.split(batch["states"], [target_config.hidden_size], axis=-1)
+    else:
+        hidden, taps = _states(teacher, head_config, tokens, starts, dtype)
+    student = draft_blocks(head, teacher, tokens, taps, places, starts=starts, remat=remat)[:, :, 1:]
+    task = lessons(tokens, learn, places, head_config.block_size)
+    return Drafts(teacher, hidden, student, places, learn, task)
 
 
 def target_states(
@@ -139,3 +166,45 @@ def _states(
         return out.hidden, out.taps
 
     return teacher(states, tokens) if starts is None else teacher(states, tokens, starts)
+
+
+def head_rows(drafts: Drafts, head_config: DraftHeadConfig, objective: Objective) -> DraftRows:
+    """The head's own loss of every slot, ``[B, A, D]``."""
+    b, a, d = drafts.task.rows.shape
+    rows = draft_losses(
+        drafts.student.reshape(b, a * d, -1),
+        drafts.hidden,
+        drafts.task.rows.reshape(b, a * d),
+        drafts.task.labels.reshape(b, a * d),
+        partial(drafts.teacher.read, capped=head_config.capped_logits),
+        loss=objective.loss,
+        temperature=objective.temperature,
+        chunk=objective.chunk,
+    )
+    return DraftRows(*(x.reshape(b, a, d) for x in rows))
+
+
+def row_weights(
+    losses: Float[Array, "B A D"], learn: Bool[Array, "B A D"], objective: Objective
+) -> Float[Array, "B A D"]:
+    """What each slot weighs in the mean: by depth, or by D-PACE of the head's losses."""
+    if objective.loss == "dpace":
+        return pace_weights(losses, learn, objective.smoothing)
+    return learn.astype(jnp.float32) * depth_weights(learn.shape[2], objective.gamma)[None, None, :]
+
+
+def by_depth(values: Shaped[Array, "B A D"], learn: Bool[Array, "B A D"]) -> Mean:
+    """Means of each depth over the slots to learn."""
+    counted = learn.astype(jnp.float32)
+    return Mean(jnp.sum(counted * values, axis=(0, 1)), jnp.sum(counted, axis=(0, 1)))
+
+
+def batch_counts(drafts: Drafts, batch: dict[str, Array]) -> Means:
+    """Numbers of tokens of a batch that says which of its tokens are no padding."""
+    if "real" not in batch:
+        return {}
+    return {
+        "real_tokens": Count(jnp.sum(batch["real"])),
+        "learnable_tokens": Count(jnp.sum(drafts.learn)),
+        "distinct_anchors": Count(count_anchors(drafts.anchors, drafts.learn)),
+    }

@@ -184,7 +184,7 @@ def draft_losses(
             # that goes through its part of the vocabulary.
             return value, matches, shards.all_sum(pull(jnp.full_like(value, 1 / shards.count()))[0])
 
-        return _by_chunks(with_gradient if gradient else losses, draft, chunk)
+        return by_chunks(with_gradient if gradient else losses, draft, chunk)
 
     # A row's loss depends on that row alone, so its gradient is all that the backward pass needs, however the
     # rows are weighted later.
@@ -212,7 +212,7 @@ def next_token_losses(
         log_p = jax.nn.log_softmax(logits(x).astype(jnp.float32), axis=-1)
         return -jnp.take_along_axis(log_p, label[:, :, None], axis=2)[:, :, 0]
 
-    return _by_chunks(jax.checkpoint(losses), (hidden, labels), chunk)
+    return by_chunks(jax.checkpoint(losses), (hidden, labels), chunk)
 
 
 def depth_weights(depth: int, gamma: float) -> Float[Array, "D"]:
@@ -257,7 +257,7 @@ def accepted_length(matches: Bool[Array, "*blocks D"], learn: Bool[Array, "*bloc
     return Mean(jnp.sum(leading), jnp.sum(learn[..., 0].astype(jnp.float32)))
 
 
-def _by_chunks(function: Callable[..., Any], arrays: tuple[Array, ...], chunk: int) -> Any:
+def by_chunks(function: Callable[..., Any], arrays: tuple[Array, ...], chunk: int) -> Any:
     """Maps a function over chunks of the arrays' second axis, one after the other.
 
     The first axis, of sequences, stays whole because it is split over devices.

@@ -30,6 +30,6 @@ def whole(weights: Weights) -> Weights:
     return jax.tree.map(lambda w: jax.lax.with_sharding_constraint(w, PartitionSpec()), weights)
 
 
-def as_shipped(weights: Weights, dtype: jnp.dtype) -> Weights:
-    """Weights rounded to bfloat16, as they are saved, in ``dtype``."""
-    return cast(cast(weights, jnp.dtype(jnp.bfloat16)), dtype)
+def as_shipped(weights: Weights, dtype: jnp.dtype, stored: str = "bfloat16") -> Weights:
+    """Weights rounded to the type that they are saved in, in ``dtype``."""
+    return cast(cast(weights, jnp.dtype(stored)), dtype)

@@ -254,6 +254,23 @@ def test_a_cache_that_holds_nothing_is_refused_before_anything_is_made(folder, t
     assert not (tmp_path / "work").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ("selector.rank=0", "selector.rank must lie in 1.."),
+        ("selector.existing=replace", "demo/draft_head has no selector to replace"),
+        ("head.layers=2", "a head that begins as a checkpoint is what that is; unset layers"),
+    ],
+)
+def test_fine_tuning_refuses_a_beginning_before_it_makes_documents(
+    folder, tmp_path, monkeypatch, capsys, change, complaint
+):
+    monkeypatch.setattr(head_command, "make_data", None)
+    given = ["finetune", "--target", str(folder / "target"), "--draft-head", "demo", "--work", str(tmp_path)]
+    assert main([*given, "--prompts", "log.jsonl", "--recipe", "selector", "--set", change]) == 2
+    assert complaint in capsys.readouterr().err
+
+
 def test_one_of_several_processes_must_know_which(folder, tmp_path, capsys):
     assert head(folder, tmp_path, tmp_path, "--coordinator", "localhost:1") == 2
     assert "belong together; add --processes, --process" in capsys.readouterr().err

@@ -144,9 +144,11 @@ def test_what_is_written_of_the_target():
 
 @pytest.mark.parametrize("engine", [name for name, row in ENGINES.items() if not row.own_flags])
 def test_an_engine_that_cannot_express_a_head_is_named(engine):
-    raw = with_dflash(scaled_embeddings=False, capped_logits=True)
+    selector = {"selector_rank": 2, "selector_top_k": 5}
+    raw = with_dflash(scaled_embeddings=False, capped_logits=True, **selector)
     config = parse_draft_head_config(raw)
-    with pytest.raises(ValueError, match=f"^{engine} cannot express this head: .*scaled_.* and .*capped_"):
+    reasons = "cannot express this head: .*scaled_.* and .*capped_.* and .*selector_rank=2"
+    with pytest.raises(ValueError, match=f"^{engine} {reasons}"):
         engine_json(engine, raw, config)
     again = engine_json("jetspec", raw, config)
     assert parse_draft_head_config(again) == config

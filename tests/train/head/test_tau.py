@@ -82,7 +82,7 @@ def test_prompts_are_decoded_at_each_temperature_and_budget_with_their_own_seeds
     settings = HeadEvaluation(prompts=3, new_tokens=6, budgets=(2, 4), temperatures=(0.5, 0.0))
     chosen = HeldOut.of(held, changed(RECIPE, evaluation=settings), 256)
     evaluator = HeadEvaluator(
-        SimpleNamespace(),
+        SimpleNamespace(selected=None),
         target(),
         {},
         None,

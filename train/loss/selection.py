@@ -1,0 +1,244 @@
+"""What a selector learns: which candidate of a draft row follows a token of the text.
+
+Each row is scored below its true parent, the text's token before it, and compared with the target's row that
+predicts the same token. What counts of both are the row's K candidates and the *tail*, which is all other
+tokens together. Shapes: B sequences, A anchors, D draft depth, N draft rows of a sequence (A times D),
+K candidates, M model.
+"""
+
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
+
+from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.models import Weights, bind
+from jetspec_jax.models.selector import Selector
+from jetspec_jax.tree import pair_log_probs, top_candidates
+from train.loss.distillation import (
+    Drafts,
+    batch_counts,
+    by_depth,
+    draft_at_anchors,
+    head_rows,
+    row_weights,
+)
+from train.loss.objectives import (
+    Logits,
+    Loss,
+    Mean,
+    Means,
+    Objective,
+    accepted_length,
+    by_chunks,
+    depth_weights,
+)
+from train.loss.precision import whole
+
+#: Forward KL over the candidates and the tail; forward KL of both distributions renormalised over the
+#: candidates; total variation over the candidates and the tail.
+SelectionLossName = Literal["forward_kl", "candidates_kl", "total_variation"]
+SELECTION_LOSSES: tuple[str, ...] = get_args(SelectionLossName)
+
+# The least probability of a tail, which is the difference of float32 numbers near 1.
+_LEAST_TAIL = 1e-6
+
+
+class Choices(NamedTuple):
+    """What a selector chooses among in each draft row, and what the target says of it.
+
+    Attributes:
+        tokens: The row's candidates, the head's best first.
+        log_q: The head's log-probabilities of them, over the whole vocabulary.
+        p: The target's probabilities of them, likewise.
+        likeliest: The target's likeliest token.
+    """
+
+    tokens: Int32[Array, "B N K"]
+    log_q: Float32[Array, "B N K"]
+    p: Float32[Array, "B N K"]
+    likeliest: Int[Array, "B N"]
+
+
+class SelectedRows(NamedTuple):
+    """Results of the draft rows under some scores.
+
+    Attributes:
+        loss: In nats.
+        matches: Whether the best candidate is the target's likeliest token.
+    """
+
+    loss: Float[Array, "B A D"]
+    matches: Bool[Array, "B A D"]
+
+
+def selection_loss(
+    head_config: DraftHeadConfig,
+    target_config: ModelConfig,
+    objective: Objective,
+    dtype: jnp.dtype,
+    *,
+    loss: SelectionLossName,
+    temperature: float,
+    joint: float | None,
+    remat: bool = False,
+) -> Loss:
+    """The loss of a draft head's selector, at anchors and with depth weights as in `distillation_loss`.
+
+    Trees grow by the head's distribution at temperature 1 whatever the target samples at, so only the
+    target's distribution has a temperature here.
+
+    The means "loss_by_depth", "accuracy_by_depth" and "accepted_length" are with the selector; those whose
+    names end in "_without" have all scores 0. "coverage_by_depth" is how often the text's token is among the
+    candidates. A joint loss adds "head_loss" and "head_loss_by_depth", the head's own.
+
+    Sources: teacher forcing and the tail as in the design of DFlash 2's candidate selector; the loss over
+    candidates alone as UBTree's; total variation as in `draft_losses`.
+
+    Args:
+        head_config: The head, which has a selector.
+        target_config: The target, whose weights are the loss's ``frozen`` argument; no devices share it.
+        objective: The head's own loss, and over how many blocks.
+        dtype: Of both forward passes.
+        loss: The selector's loss.
+        temperature: Of the target's distribution.
+        joint: The weight of the selector's loss beside the head's own; None for a head that is frozen, whose
+            own loss does not count.
+        remat: Whether the backward pass computes the head's layers again.
+    """
+    selector_config = head_config.selector
+    assert selector_config is not None, "a head without a selector"
+    tail = selector_config.tail
+
+    def computed(weights: Weights, frozen: Weights, batch: dict[str, Array], key: Key[Array, ""]) -> Means:
+        drafts = draft_at_anchors(
+            head_config, target_config, weights, frozen, batch, key, objective.anchors, dtype, remat=remat
+        )
+        if drafts.teacher.split:
+            raise ValueError("a selector's loss needs a target that no devices share")
+        task, (b, a, d) = drafts.task, drafts.task.rows.shape
+        choices = choices_of(
+            drafts, head_config, selector_config.candidates, temperature, chunk=objective.chunk
+        )
+        selector = bind(head_config, whole(weights)).selector
+        scores = score_below(selector, drafts, batch["tokens"], choices.tokens)
+
+        def rows(scores: Float[Array, "B N K"]) -> SelectedRows:
+            own = selected_rows(choices, scores, loss=loss, tail=tail)
+            return SelectedRows(*(x.reshape(b, a, d) for x in own))
+
+        selected, without = rows(scores), rows(jnp.zeros_like(scores))
+        covered = jnp.any(choices.tokens == task.labels.reshape(b, a * d)[:, :, None], axis=-1)
+        value, own = selected.loss, {}
+        if joint is None:
+            # D-PACE weighs by the head's own loss, which is not computed here.
+            weight = task.learn.astype(jnp.float32) * depth_weights(d, objective.gamma)[None, None, :]
+        else:
+            head = head_rows(drafts, head_config, objective)
+            weight = row_weights(head.loss, task.learn, objective)
+            value = head.loss + joint * selected.loss
+            own = {
+                "head_loss": Mean(jnp.sum(weight * head.loss), jnp.sum(weight)),
+                "head_loss_by_depth": by_depth(head.loss, task.learn),
+            }
+        return {
+            "loss": Mean(jnp.sum(weight * value), jnp.sum(weight)),
+            "loss_by_depth": by_depth(selected.loss, task.learn),
+            "loss_by_depth_without": by_depth(without.loss, task.learn),
+            "accuracy_by_depth": by_depth(selected.matches, task.learn),
+            "accuracy_by_depth_without": by_depth(without.matches, task.learn),
+            "coverage_by_depth": by_depth(covered.reshape(b, a, d), task.learn),
+            "accepted_length": accepted_length(selected.matches, task.learn),
+            "accepted_length_without": accepted_length(without.matches, task.learn),
+            **own,
+            **batch_counts(drafts, batch),
+        }
+
+    return computed
+
+
+def choices_of(
+    drafts: Drafts, head_config: DraftHeadConfig, count: int, temperature: float, *, chunk: int
+) -> Choices:
+    """The candidates of all draft rows; logits are computed and dropped chunk by chunk.
+
+    Args:
+        drafts: What the head drafts.
+        head_config: The head.
+        count: K.
+        temperature: Of the target's distribution.
+        chunk: Rows of a sequence whose logits exist at a time.
+    """
+    b, a, d = drafts.task.rows.shape
+    states = jnp.take_along_axis(drafts.hidden, drafts.task.rows.reshape(b, a * d)[:, :, None], axis=1)
+
+    def chosen(
+        logits: Logits, draft_logits: Logits, student: Array, states: Array
+    ) -> tuple[Array, Array, Array, Array]:
+        def part(student: Array, states: Array) -> tuple[Array, Array, Array, Array]:
+            drafted = top_candidates(draft_logits(student), count)
+            given = jax.lax.stop_gradient(logits(states)).astype(jnp.float32) / temperature
+            p = jnp.take_along_axis(jax.nn.softmax(given, axis=-1), drafted.tokens, axis=2)
+            return drafted.tokens, drafted.log_probs, p, jnp.argmax(given, axis=-1)
+
+        # The backward pass of a joint stage computes the logits again; of a frozen head there is none.
+        return by_chunks(jax.checkpoint(part), (student, states), chunk)
+
+    student = drafts.student.reshape(b, a * d, -1)
+    return Choices(*drafts.teacher.read(chosen, student, states, capped=head_config.capped_logits))
+
+
+def score_below(
+    selector: Selector, drafts: Drafts, tokens: Int[Array, "B T"], candidates: Int32[Array, "B N K"]
+) -> Float32[Array, "B N K"]:
+    """The selector's scores of candidates below the text's token before each draft row."""
+    b, a, d = drafts.task.rows.shape
+    # The target's row that predicts a token is that of the token before.
+    parents = jnp.take_along_axis(tokens, drafts.task.rows.reshape(b, a * d), axis=1)
+    student = drafts.student.reshape(b, a * d, -1)
+    return selector(student, parents[:, :, None], candidates)[:, :, 0]
+
+
+def selected_rows(
+    choices: Choices, scores: Float32[Array, "B N K"], *, loss: SelectionLossName, tail: bool
+) -> SelectedRows:
+    """The loss of each row, ``[B, N]``, under scores of its candidates.
+
+    With p the target's distribution, q the head's with the scores, and t the tail: forward KL is
+    ``sum over K of p log(p / q) + p_t log(p_t / q_t)``, total variation ``(sum over K of |p - q|
+    + |p_t - q_t|) / 2``. Renormalised, p and q are divided by what they give all candidates together.
+
+    Args:
+        choices: The candidates, and both distributions.
+        scores: What is added to the head's log-probabilities.
+        loss: Which loss.
+        tail: Whether q keeps the tail; without it q_t is 0.
+    """
+    log_q = pair_log_probs(choices.log_q, scores[:, :, None], tail=tail)[:, :, 0]
+    best = jnp.take_along_axis(choices.tokens, jnp.argmax(log_q, axis=-1)[:, :, None], axis=2)[:, :, 0]
+    matches = best == choices.likeliest
+    p = choices.p
+    if loss == "candidates_kl":
+        return SelectedRows(_divergence(jax.nn.log_softmax(_log(p)), jax.nn.log_softmax(log_q)), matches)
+    p_tail = jnp.maximum(1 - jnp.sum(p, axis=-1), 0.0)
+    if loss == "total_variation":
+        q = jnp.exp(log_q)
+        q_tail = jnp.maximum(1 - jnp.sum(q, axis=-1), 0.0)
+        return SelectedRows((jnp.sum(jnp.abs(p - q), axis=-1) + jnp.abs(p_tail - q_tail)) / 2, matches)
+    # Normalising takes the same from the tail's log-probability as from the candidates'.
+    normaliser = choices.log_q[:, :, 0] + scores[:, :, 0] - log_q[:, :, 0]
+    rest = jnp.maximum(1 - jnp.sum(jnp.exp(choices.log_q), axis=-1), _LEAST_TAIL)
+    log_q = jnp.concatenate([log_q, (jnp.log(rest) - normaliser)[:, :, None]], axis=-1)
+    p = jnp.concatenate([p, p_tail[:, :, None]], axis=-1)
+    return SelectedRows(_divergence(_log(p), log_q), matches)
+
+
+def _log(p: Float32[Array, "*s"]) -> Float32[Array, "*s"]:
+    """A finite logarithm of probabilities."""
+    return jnp.log(jnp.maximum(p, jnp.finfo(jnp.float32).tiny))
+
+
+def _divergence(log_p: Float32[Array, "B N X"], log_q: Float32[Array, "B N X"]) -> Float32[Array, "B N"]:
+    """``sum of p log(p / q)``."""
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
