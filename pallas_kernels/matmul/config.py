@@ -58,10 +58,13 @@ def config_for(device_kind: str, stored: str, rows: int, depth: int, columns: in
     return default_config(stored, rows, depth, columns) if entry is None else Config(**entry["config"])
 
 
-def is_faster(device_kind: str, stored: str, rows: int, depth: int, columns: int) -> bool:
-    """Whether the kernel was measured to be faster than XLA at such a call; see `config_for`."""
+def is_faster(device_kind: str, stored: str, rows: int, depth: int, columns: int) -> bool | None:
+    """Whether the kernel was measured to be faster than XLA at such a call; see `config_for`.
+
+    None: it was not measured.
+    """
     entry = _entry(device_kind, stored, rows, depth, columns)
-    return entry is not None and entry["micros"] < entry["xla_micros"]
+    return None if entry is None else entry["micros"] < entry["xla_micros"]
 
 
 def default_config(stored: str, rows: int, depth: int, columns: int) -> Config:

@@ -272,11 +272,11 @@ class TestChoice:
         measured()
         assert is_faster("X", "plain", 9, 32, 64)
         for other in (("Y", "plain", 9, 32, 64), ("X", "fp8", 9, 32, 64), ("X", "plain", 17, 32, 64)):
-            assert not is_faster(*other)
+            assert is_faster(*other) is None
             assert config_for(*other) == default_config(*other[1:])
         assert config_for("X", "plain", 16, 32, 64) == Config(**SETTINGS, num_stages=2)
         measured(micros=3.5)
-        assert not is_faster("X", "plain", 9, 32, 64)
+        assert is_faster("X", "plain", 9, 32, 64) is False
 
     @pytest.mark.parametrize(
         ("dtype", "rows", "taken"), [("bfloat16", 16, 1), ("bfloat16", 17, 0), ("float32", 1, 0)]
@@ -288,6 +288,27 @@ class TestChoice:
         monkeypatch.setattr(api, "_device_kind", lambda: "X")
         arrays = jnp.zeros((rows, 32), dtype), jnp.zeros((32, 64), dtype)
         assert lower_for_gpu(partial(matmul, "bm,mf->bf"), *arrays).count(KERNEL) == taken
+
+    @pytest.mark.parametrize(
+        ("capability", "block", "rows", "taken"),
+        [
+            ((9, 0), (128, 128), 128, 1),
+            ((9, 0), (128, 128), 129, 0),
+            ((9, 0), (256, 1), 1, 0),
+            ((10, 0), (128, 128), 1, 0),
+            ((8, 9), (128, 128), 1, 0),
+        ],
+        ids=["blocks", "many rows", "columns", "Blackwell", "Ada"],
+    )
+    def test_quantised_blocks_on_hopper(self, capability, block, rows, taken, monkeypatch):
+        """Without a measurement of these sizes; "columns" has one scale for each column."""
+        monkeypatch.setattr(api, "gpu_problem", lambda: None)
+        monkeypatch.setattr("pallas_kernels.dispatch.gpu_problem", lambda: None)
+        monkeypatch.setattr(api, "compute_capability", lambda: capability)
+        shape = 256, 128
+        w = Quantized(jnp.zeros(shape, FP8), jnp.ones(scale_shape(shape, block), jnp.float32), block)
+        lowered = lower_for_gpu(partial(matmul, "bm,mf->bf"), jnp.zeros((rows, 256), jnp.bfloat16), w)
+        assert lowered.count(KERNEL) == taken
 
     def test_what_is_shipped_is_valid(self):
         for entries in config.tuned().values():
