@@ -304,6 +304,18 @@ def test_configurations_are_checked():
 
 
 @pytest.mark.usefixtures("no_type_checks")
+def test_xla_takes_no_kernel_for_its_products(monkeypatch):
+    """Where products alone would take theirs: on Hopper, with FP8 in blocks."""
+    for place in ("pallas_kernels.dispatch", "pallas_kernels.matmul.api"):
+        monkeypatch.setattr(f"{place}.gpu_problem", lambda: None)
+        monkeypatch.setattr(f"{place}.compute_capability", lambda: (9, 0))
+    case = Case(3, 4, 2, 256, 128, jnp.bfloat16)
+    x, gate_up, down, experts, weights, *_ = make_case(case)
+    quantized = Quantized.of(gate_up, (1, 128, 1, 128)), Quantized.of(down, (1, 128, 128))
+    run = partial(expert_mlp, activation=SILU, implementation="xla")
+    assert lower_for_gpu(run, x, *quantized, experts, weights).count(KERNEL) == 0
+
+
 class TestRefusals:
     """Static mistakes are ValueErrors with or without run-time type checking."""
 
