@@ -74,9 +74,7 @@ def _is_faster(spec: str, x: Array, w: Array | Narrow) -> bool:
     faster = is_faster(_device_kind(), problem.stored, *problem.sizes)
     if faster is not None:
         return faster
-    # Scales of whole columns have not been measured, nor are they checked on a GPU.
-    in_blocks = problem.stored != "plain" and problem.depth_run > 0
-    return in_blocks and problem.rows <= _MOST_QUANTISED_ROWS and compute_capability() == _HOPPER
+    return problem.in_blocks and problem.rows <= _MOST_QUANTISED_ROWS and compute_capability() == _HOPPER
 
 
 def _device_kind() -> str:

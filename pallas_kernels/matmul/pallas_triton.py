@@ -55,6 +55,11 @@ class Problem:
         return self.rows, math.prod(self.depth), math.prod(self.columns)
 
     @property
+    def in_blocks(self) -> bool:
+        """Whether the weights are MXFP4, or FP8 with scales that several columns share."""
+        return self.stored == "mxfp4" or (self.stored == "fp8" and math.prod(self.columns_block) > 1)
+
+    @property
     def depth_run(self) -> int:
         """So many terms from any multiple of it on have the same scales; 0 is all terms."""
         run = 1

@@ -290,24 +290,31 @@ class TestChoice:
         assert lower_for_gpu(partial(matmul, "bm,mf->bf"), *arrays).count(KERNEL) == taken
 
     @pytest.mark.parametrize(
-        ("capability", "block", "rows", "taken"),
+        ("capability", "block", "depth", "rows", "taken"),
         [
-            ((9, 0), (128, 128), 128, 1),
-            ((9, 0), (128, 128), 129, 0),
-            ((9, 0), (256, 1), 1, 0),
-            ((10, 0), (128, 128), 1, 0),
-            ((8, 9), (128, 128), 1, 0),
+            ((9, 0), (128, 128), 256, 128, 1),
+            ((9, 0), (128, 128), 128, 128, 1),
+            ((9, 0), (128, 128), 96, 128, 1),
+            ((9, 0), (128, 128), 256, 129, 0),
+            ((9, 0), (256, 1), 256, 1, 0),
+            ((9, 0), None, 256, 128, 1),
+            ((9, 0), None, 256, 129, 0),
+            ((10, 0), (128, 128), 256, 1, 0),
+            ((8, 9), (128, 128), 256, 1, 0),
+            ((8, 9), None, 256, 1, 0),
         ],
-        ids=["blocks", "many rows", "columns", "Blackwell", "Ada"],
     )
-    def test_quantised_blocks_on_hopper(self, capability, block, rows, taken, monkeypatch):
-        """Without a measurement of these sizes; "columns" has one scale for each column."""
+    def test_quantised_blocks_on_hopper(self, capability, block, depth, rows, taken, monkeypatch):
+        """Without a measurement of these sizes; None is MXFP4, and (256, 1) one scale for each column."""
         monkeypatch.setattr(api, "gpu_problem", lambda: None)
         monkeypatch.setattr("pallas_kernels.dispatch.gpu_problem", lambda: None)
         monkeypatch.setattr(api, "compute_capability", lambda: capability)
-        shape = 256, 128
-        w = Quantized(jnp.zeros(shape, FP8), jnp.ones(scale_shape(shape, block), jnp.float32), block)
-        lowered = lower_for_gpu(partial(matmul, "bm,mf->bf"), jnp.zeros((rows, 256), jnp.bfloat16), w)
+        shape = depth, 128
+        if block is None:
+            w = Mxfp4.of(jnp.zeros(shape), 0)
+        else:
+            w = Quantized(jnp.zeros(shape, FP8), jnp.ones(scale_shape(shape, block), jnp.float32), block)
+        lowered = lower_for_gpu(partial(matmul, "bm,mf->bf"), jnp.zeros((rows, depth), jnp.bfloat16), w)
         assert lowered.count(KERNEL) == taken
 
     def test_what_is_shipped_is_valid(self):
