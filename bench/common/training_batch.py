@@ -60,7 +60,8 @@ def make_batch(
         if not 2 <= document_tokens <= window:
             raise ValueError(f"documents must have 2..{window} tokens on average, not {document_tokens}")
         # More documents than a batch holds, so that packed windows are as full as those of a large data set.
-        drawn = rng.lognormal(np.log(document_tokens) - DEVIATION**2 / 2, DEVIATION, 4096)
+        count = max(4096, 2 * batch * (window // document_tokens if packing else 1))
+        drawn = rng.lognormal(np.log(document_tokens) - DEVIATION**2 / 2, DEVIATION, count)
         lengths, prompt = drawn.round().astype(np.int64).clip(2, window), PROMPT
     if packing:
         packed = pack(lengths, window, 0)

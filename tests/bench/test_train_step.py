@@ -77,3 +77,11 @@ def test_two_windows_stand_for_a_set_of_documents(packing, tokens, documents):
     batch = make_batch(2, 2048, 100, document_tokens=550, packing=packing)
     assert batch.real / 2 == pytest.approx(tokens, rel=0.1)
     assert len(batch.lengths) / 2 == pytest.approx(documents, rel=0.1)
+
+
+@pytest.mark.parametrize(("packing", "batch"), [(True, 3), (False, 5000)])
+def test_there_are_documents_for_all_windows(packing, batch):
+    """4,096 documents of 2 tokens fill fewer windows than these."""
+    made = make_batch(batch, 4096 if packing else 4, 100, document_tokens=2, packing=packing)
+    assert made.arrays["real"].shape == (batch,)
+    assert made.arrays["real"].min() > 0
