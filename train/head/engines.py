@@ -153,7 +153,10 @@ def engine_json(
         if config.capped_logits:
             reasons.append("the head's logits go through the target's cap (capped_logits=True)")
         if config.selector is not None:
-            reasons.append(f"the head has a selector (selector_rank={config.selector.rank})")
+            rank = config.selector.rank
+            reasons.append(
+                f"the head has a selector (selector_rank={rank}; --without-selector leaves it out)"
+            )
     if reasons:
         raise ValueError(
             f"{engine} cannot express this head: {', and '.join(reasons)}, and it has no such key"

@@ -147,7 +147,9 @@ def test_an_engine_that_cannot_express_a_head_is_named(engine):
     selector = {"selector_rank": 2, "selector_top_k": 5}
     raw = with_dflash(scaled_embeddings=False, capped_logits=True, **selector)
     config = parse_draft_head_config(raw)
-    reasons = "cannot express this head: .*scaled_.* and .*capped_.* and .*selector_rank=2"
+    reasons = (
+        "cannot express this head: .*scaled_.* and .*capped_.* and .*selector_rank=2; --without-selector"
+    )
     with pytest.raises(ValueError, match=f"^{engine} {reasons}"):
         engine_json(engine, raw, config)
     again = engine_json("jetspec", raw, config)
