@@ -303,7 +303,6 @@ def test_configurations_are_checked():
         Config(8, 64, 64, 64, 64, num_warps=4, num_stages=0)
 
 
-@pytest.mark.usefixtures("no_type_checks")
 def test_xla_takes_no_kernel_for_its_products(monkeypatch):
     """Where products alone would take theirs: on Hopper, with FP8 in blocks."""
     for place in ("pallas_kernels.dispatch", "pallas_kernels.matmul.api"):
@@ -316,6 +315,7 @@ def test_xla_takes_no_kernel_for_its_products(monkeypatch):
     assert lower_for_gpu(run, x, *quantized, experts, weights).count(KERNEL) == 0
 
 
+@pytest.mark.usefixtures("no_type_checks")
 class TestRefusals:
     """Static mistakes are ValueErrors with or without run-time type checking."""
 
