@@ -64,12 +64,12 @@ def test_a_small_crowd(monkeypatch, no_type_checks):
 def test_a_crowd_of_the_demo_pair(monkeypatch, no_type_checks):
     target = load_target(DEMO_TARGET, dtype="float32")
     head, rng = load_draft_head(DEMO_DRAFT_HEAD, dtype="float32"), np.random.default_rng(1)
-    crowd = make_crowd(target, 50, rng, lengths=(1, 100, 150, 150))
+    crowd = make_crowd(target, 30, rng, lengths=(1, 100, 150, 150))
     told = serve_and_check(
         monkeypatch, target, head, crowd, rng, slots=4, num_pages=6, most_rounds=8, live=()
     )
-    assert told.preemptions >= 5
-    assert told.prefix_hits >= 12
+    assert told.preemptions >= 3
+    assert told.prefix_hits >= 7
     assert {len(batch.live) for batch in told.batches} == {0, 4}
     assert {batch.bucket for batch in told.batches} == {1, 16}
 
