@@ -126,6 +126,11 @@ def compute_capability() -> tuple[int, ...] | None:
     return None if version is None else tuple(map(int, version.groups()))
 
 
+def device_kind() -> str:
+    """The default device's kind, by which tables of tuned configurations are sorted."""
+    return _default_device().device_kind
+
+
 def _default_device() -> Any:
     config: Any = jax.config  # whose flags have types from JAX 0.12 on
     device = config.jax_default_device

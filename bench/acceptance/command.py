@@ -78,8 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
             for (name, count), settings in trees.items():
                 bar.set_description(f"T = {temperature:g}: {name}, {count} candidates")
                 about = {"temperature": temperature, "algorithm": name, "candidates": count}
-                own = drafts[count if selects else most]
-                rows += [{**about, **row} for row in _rows(own, settings, budgets)]
+                drafted = drafts[count if selects else most]
+                rows += [{**about, **row} for row in _rows(drafted, settings, budgets)]
                 bar.update()
     report = {
         **opening_of("acceptance", arguments),

@@ -78,6 +78,6 @@ def with_storage(source: Source, *meshes: Mesh | None) -> Source:
     needed = {mesh: weight_bytes(config, dtype, mesh) for mesh in meshes or (None,)}
     if all(fits({TARGET_WEIGHTS: round(size / _SHARE)}, mesh) for mesh, size in needed.items()):
         return wide
-    own = max(needed.values()) / 2**30
-    _log.warning("experts stay in MXFP4: widened, the target's weights would take %.1f GiB of a device", own)
+    most = max(needed.values()) / 2**30
+    _log.warning("experts stay in MXFP4: widened, the target's weights would take %.1f GiB of a device", most)
     return packed

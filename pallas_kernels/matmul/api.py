@@ -5,12 +5,11 @@ shapes. So by default the kernel is taken where it was measured to be faster, on
 sizes (`config.is_faster`), and on Hopper GPUs for weights in quantised blocks, which XLA widens first.
 """
 
-import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.checks import FLOATS, refuse, wrong_arrays
 from pallas_kernels.differentiable import differentiable
-from pallas_kernels.dispatch import Operation, compute_capability, gpu_problem
+from pallas_kernels.dispatch import Operation, compute_capability, device_kind, gpu_problem
 from pallas_kernels.matmul import pallas_triton, reference
 from pallas_kernels.matmul.config import is_faster
 from pallas_kernels.weights import Narrow, expected_weights
@@ -52,7 +51,7 @@ def matmul(
         x: of float32, bfloat16 or float16.
         w: the weights, in x's dtype or quantised.
         wide: whether the result is in float32, not in x's dtype.
-        implementation: one of `implementations()`; None is what was measured to be faster, else "xla".
+        implementation: one of `implementations()`; None chooses as this module says.
 
     Raises:
         ValueError: an argument is misshapen or of the wrong dtype (all of them are listed), or there is no
@@ -66,16 +65,15 @@ def matmul(
 
 
 def _is_faster(spec: str, x: Array, w: Array | Narrow) -> bool:
-    """Whether the kernel runs here, and was measured to be faster."""
-    if gpu_problem() is not None or x.dtype.itemsize != 2 or _unsupported(x, w, spec) is not None:
+    """Whether the kernel runs here and is taken to be faster."""
+    if gpu_problem() is not None or x.dtype.itemsize != 2:
         return False
     problem = pallas_triton.problem_of(spec, x, w)
-    assert isinstance(problem, pallas_triton.Problem)
-    faster = is_faster(_device_kind(), problem.stored, *problem.sizes)
-    if faster is not None:
-        return faster
-    return problem.in_blocks and problem.rows <= _MOST_QUANTISED_ROWS and compute_capability() == _HOPPER
-
-
-def _device_kind() -> str:
-    return jax.devices()[0].device_kind
+    # Scales of single columns have not been measured, and measurements do not tell them from blocks.
+    if isinstance(problem, str) or problem.scaled_by_column:
+        return False
+    measured = is_faster(device_kind(), problem.stored, *problem.sizes)
+    if measured is not None:
+        return measured
+    few = problem.rows <= _MOST_QUANTISED_ROWS
+    return problem.stored != "plain" and few and compute_capability() == _HOPPER

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.dispatch import device_kind
 from pallas_kernels.matmul.config import Config, config_for
 from pallas_kernels.mxfp4 import BLOCK, BLOCK_BYTES, Mxfp4
 from pallas_kernels.quantized import Quantized
@@ -55,9 +56,9 @@ class Problem:
         return self.rows, math.prod(self.depth), math.prod(self.columns)
 
     @property
-    def in_blocks(self) -> bool:
-        """Whether the weights are MXFP4, or FP8 with scales that several columns share."""
-        return self.stored == "mxfp4" or (self.stored == "fp8" and math.prod(self.columns_block) > 1)
+    def scaled_by_column(self) -> bool:
+        """Whether the weights are FP8 and no two columns share a scale."""
+        return self.stored == "fp8" and math.prod(self.columns_block) == 1
 
     @property
     def depth_run(self) -> int:
@@ -108,7 +109,7 @@ def matmul(
     assert isinstance(problem, Problem), problem
     rows, depth, columns = problem.sizes
     if config is None:
-        config = config_for(jax.devices()[0].device_kind, problem.stored, rows, depth, columns)
+        config = config_for(device_kind(), problem.stored, rows, depth, columns)
     block_depth = min(config.block_depth, (problem.depth_run & -problem.depth_run) or config.block_depth)
     # Tensor cores would round float32 to TF32.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None

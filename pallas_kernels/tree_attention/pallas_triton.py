@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int, UInt32
 
+from pallas_kernels.dispatch import device_kind
 from pallas_kernels.tree_attention.config import Config, config_for
 from pallas_kernels.tree_attention.reference import PagedPrefix, visible_in_block
 
@@ -69,7 +70,7 @@ def tree_attention(
     kv_heads = k.shape[2]
     ratio = heads // kv_heads
     if config is None:
-        config = config_for(jax.devices()[0].device_kind, q.dtype.name, size, rows * ratio)
+        config = config_for(device_kind(), q.dtype.name, size, rows * ratio)
     block_keys = config.block_keys
     capacity = 0
     if prefix is not None:

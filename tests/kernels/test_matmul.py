@@ -285,7 +285,7 @@ class TestChoice:
         measured()
         monkeypatch.setattr(api, "gpu_problem", lambda: None)
         monkeypatch.setattr("pallas_kernels.dispatch.gpu_problem", lambda: None)
-        monkeypatch.setattr(api, "_device_kind", lambda: "X")
+        monkeypatch.setattr(api, "device_kind", lambda: "X")
         arrays = jnp.zeros((rows, 32), dtype), jnp.zeros((32, 64), dtype)
         assert lower_for_gpu(partial(matmul, "bm,mf->bf"), *arrays).count(KERNEL) == taken
 
@@ -316,6 +316,20 @@ class TestChoice:
             w = Quantized(jnp.zeros(shape, FP8), jnp.ones(scale_shape(shape, block), jnp.float32), block)
         lowered = lower_for_gpu(partial(matmul, "bm,mf->bf"), jnp.zeros((rows, depth), jnp.bfloat16), w)
         assert lowered.count(KERNEL) == taken
+
+    def test_a_measurement_of_blocks_says_nothing_of_columns(self, measured, monkeypatch):
+        measured(stored="fp8")
+        monkeypatch.setattr(api, "gpu_problem", lambda: None)
+        monkeypatch.setattr("pallas_kernels.dispatch.gpu_problem", lambda: None)
+        monkeypatch.setattr(api, "device_kind", lambda: "X")
+        taken = []
+        for block in ((32, 64), (32, 1)):
+            w = Quantized(
+                jnp.zeros((32, 64), FP8), jnp.ones(scale_shape((32, 64), block), jnp.float32), block
+            )
+            lowered = lower_for_gpu(partial(matmul, "bm,mf->bf"), jnp.zeros((1, 32), jnp.bfloat16), w)
+            taken.append(lowered.count(KERNEL))
+        assert taken == [1, 0]
 
     def test_what_is_shipped_is_valid(self):
         for entries in config.tuned().values():
