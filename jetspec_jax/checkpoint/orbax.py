@@ -23,7 +23,7 @@ from jetspec_jax.checkpoint.parts import Placement, part_of, take_rows, to_devic
 from jetspec_jax.checkpoint.tensor_plan import Parameter, ParameterPath, expected_parameters
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import Weights, dtype_of
-from jetspec_jax.models.key_table import OwnRows
+from jetspec_jax.models.key_table import ShardRows
 from jetspec_jax.progress import unseen
 from jetspec_jax.version import __version__
 
@@ -137,7 +137,7 @@ class OrbaxParameters:
         return tqdm(self.parameters, desc=text, unit=" parameters", delay=1, disable=unseen(), leave=False)
 
     def read(
-        self, parameter: Parameter, rows: OwnRows | None = None, shape: tuple[int, ...] | None = None
+        self, parameter: Parameter, rows: ShardRows | None = None, shape: tuple[int, ...] | None = None
     ) -> np.ndarray:
         """A parameter, or a device's part of it; see `Parameters`."""
         if rows is None or shape is None:

@@ -24,11 +24,11 @@ from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.device.mesh import size_of
 from jetspec_jax.device.partition import channel_order, parameter_specs, ranges, spread
 from jetspec_jax.models import Weights, abstract, weights_of
-from jetspec_jax.models.key_table import OwnRows
+from jetspec_jax.models.key_table import ShardRows
 from jetspec_jax.models.quantized import BLOCKS, VALUES
 
 #: Makes the part of a parameter that has these rows, in this shape.
-MakePart = Callable[[OwnRows, tuple[int, ...]], np.ndarray]
+MakePart = Callable[[ShardRows, tuple[int, ...]], np.ndarray]
 
 
 class Part(NamedTuple):
@@ -40,7 +40,7 @@ class Part(NamedTuple):
         devices: The devices.
     """
 
-    rows: OwnRows
+    rows: ShardRows
     shape: tuple[int, ...]
     devices: tuple[Any, ...]
 
@@ -102,7 +102,7 @@ class Placement:
         ordered = [arrays[device] for device in sharding.addressable_devices_indices_map(shape)]
         return jax.make_array_from_single_device_arrays(shape, sharding, ordered)
 
-    def _own_rows(self, parameter: Parameter, bounds: Sequence[tuple[int, int]]) -> OwnRows:
+    def _own_rows(self, parameter: Parameter, bounds: Sequence[tuple[int, int]]) -> ShardRows:
         rows, sizes, repeats = [], [], []
         placed = self._shapes[parameter.path]
         block = parameter.block or (1,) * len(placed)
@@ -123,7 +123,7 @@ class Placement:
             rows.append(row)
             sizes.append(size)
             repeats.append(repeat)
-        return OwnRows(tuple(rows), tuple(sizes), tuple(repeats))
+        return ShardRows(tuple(rows), tuple(sizes), tuple(repeats))
 
 
 @runtime_checkable
@@ -144,7 +144,7 @@ class Parameters(Protocol):
         ...
 
     def read(
-        self, parameter: Parameter, rows: OwnRows | None = None, shape: tuple[int, ...] | None = None
+        self, parameter: Parameter, rows: ShardRows | None = None, shape: tuple[int, ...] | None = None
     ) -> np.ndarray:
         """A parameter, or a device's part of it.
 
@@ -185,7 +185,7 @@ def place(weights: Weights, config: ModelConfig | DraftHeadConfig, mesh: Mesh) -
     """
     placement, flat = Placement(config, mesh), nnx.traversals.flatten_mapping(weights)
 
-    def make(parameter: Parameter, rows: OwnRows, shape: tuple[int, ...]) -> np.ndarray:
+    def make(parameter: Parameter, rows: ShardRows, shape: tuple[int, ...]) -> np.ndarray:
         return part_of(parameter, np.asarray(flat[parameter.path]), rows, shape)
 
     return nnx.traversals.unflatten_mapping(
@@ -196,7 +196,7 @@ def place(weights: Weights, config: ModelConfig | DraftHeadConfig, mesh: Mesh) -
     )
 
 
-def part_of(parameter: Parameter, whole: np.ndarray, rows: OwnRows, shape: tuple[int, ...]) -> np.ndarray:
+def part_of(parameter: Parameter, whole: np.ndarray, rows: ShardRows, shape: tuple[int, ...]) -> np.ndarray:
     """A device's part of a parameter that is there whole."""
     part = np.empty(shape, whole.dtype)
     for key in parameter.forms[0]:

@@ -40,7 +40,7 @@ from jetspec_jax.checkpoint.tensor_plan import (
 )
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import Weights, dtype_of
-from jetspec_jax.models.key_table import Each, Key, OwnRows
+from jetspec_jax.models.key_table import Each, Key, ShardRows
 from jetspec_jax.models.mxfp4 import check_scales
 from jetspec_jax.models.quantized import SCALES
 from jetspec_jax.progress import unseen
@@ -174,7 +174,7 @@ class StoredParameters:
         return tqdm(parameters, desc=text, unit=" parameters", delay=1, disable=unseen(), leave=False)
 
     def read(
-        self, parameter: Parameter, rows: OwnRows | None = None, shape: tuple[int, ...] | None = None
+        self, parameter: Parameter, rows: ShardRows | None = None, shape: tuple[int, ...] | None = None
     ) -> np.ndarray:
         """A parameter, or a device's part of it, for which no other rows are read; see `Parameters`."""
         value = np.empty(parameter.shape if shape is None else shape, self.dtypes[parameter.path])
@@ -216,7 +216,7 @@ class StoredParameters:
                 where = self.files[name].path.name
                 raise CheckpointError(f"{self.folder}: {untied(name, embedding)} ({where})")
 
-    def _tensors(self, key: Key, rows: OwnRows | None) -> tuple[Key, list[np.ndarray]] | None:
+    def _tensors(self, key: Key, rows: ShardRows | None) -> tuple[Key, list[np.ndarray]] | None:
         """The tensors of an entry as far as rows need them, and the entry of those; None is nothing."""
         if rows is None:
             return key, [np.asarray(self.files[name].tensor(name)) for name in key.names]
@@ -227,7 +227,7 @@ class StoredParameters:
         tensors = [self.files[name].tensor(name) for name in key.names]
         return entry, [take_rows(*each) for each in zip(tensors, wanted, strict=True)]
 
-    def _fill(self, value: np.ndarray, key: Key, rows: OwnRows | None, each: Each) -> None:
+    def _fill(self, value: np.ndarray, key: Key, rows: ShardRows | None, each: Each) -> None:
         """Fills what an entry is of a parameter, or of a part of it."""
         if (found := self._tensors(key, rows)) is not None:
             entry, tensors = found
@@ -242,7 +242,7 @@ class StoredParameters:
             where = self.files[key.name].path.name
             raise CheckpointError(f"{self.folder}: {', '.join(key.names)}: {error} ({where})") from error
 
-    def _nonfinite(self, parameter: Parameter, value: np.ndarray, rows: OwnRows | None) -> str:
+    def _nonfinite(self, parameter: Parameter, value: np.ndarray, rows: ShardRows | None) -> str:
         """What to say of a parameter that is not finite: which of its tensors, as stored or as read."""
         for key in self._keys[parameter.path]:
             path, found = self.files[key.name].path, self._tensors(key, rows)
