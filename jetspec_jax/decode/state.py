@@ -239,7 +239,7 @@ def put_adjustments(all_: Adjustments, slot: Int[Array, ""], own: Adjustments) -
 @functools.partial(jax.jit, donate_argnums=0)
 def forget_adjustments(all_: Adjustments, slot: Int[Array, ""]) -> Adjustments:
     """The same, but that a slot's request wants nothing. ``all_`` is donated."""
-    return all_._replace(wanted=all_.wanted.at[slot].set(False))
+    return all_._replace(active=all_.active.at[slot].set(False))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
