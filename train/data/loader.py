@@ -8,16 +8,16 @@ from jaxtyping import Int
 
 from train.data.windows import Window
 
-# Threads that read whole batches, and how many batches they read ahead unless told otherwise.
+# Reader threads, and the default number of batches that they read ahead.
 THREADS, AHEAD = 4, 8
 
 
 @runtime_checkable
 class WindowSource(Protocol):
-    """Windows by their indices."""
+    """Windows by index."""
 
     def __len__(self) -> int:
-        """How many windows there are."""
+        """The number of windows."""
         ...
 
     def __getitem__(self, index: int) -> Window:
@@ -45,8 +45,8 @@ def batches(
         batch: Windows per batch of this process.
         seed: Seed of the order.
         process_index: The index of this process.
-        process_count: How many processes read.
-        ahead: Batches that are read ahead; they change no batch.
+        process_count: The number of processes.
+        ahead: Batches to read ahead; does not affect their contents.
 
     Raises:
         ValueError: A setting is out of its range.

@@ -89,7 +89,7 @@ def test_layers_of_another_family_are_no_beginning(target):
     with pytest.raises(ValueError, match="a dense Qwen3's: ") as error:
         begin_head(experts, shape(start="target"), None, 0)
     assert "no ['layers'][0]['mlp']['down_proj']" in str(error.value)
-    assert "['layers'][1]['mlp']['router'], which the head has not" in str(error.value)
+    assert "['layers'][1]['mlp']['router'], which the head does not have" in str(error.value)
     assert "set head.start to 'random'" in str(error.value)
 
 
