@@ -251,35 +251,37 @@ class _Store:
 
     def exchange(self, about: str, value: Any, *, everyone: bool) -> list[Any]:
         """The values of the first or of all processes. A turn that fails can be repeated."""
-        mine, store = distributed.global_state.process_id, self._client
-        if mine == 0 or everyone:
-            self._send(store, mine, about, value)
+        process_id, store = distributed.global_state.process_id, self._client
+        if process_id == 0 or everyone:
+            self._send(store, process_id, about, value)
         processes = range(distributed.global_state.num_processes) if everyone else [0]
-        values = [value if process == mine else self._receive(store, process, about) for process in processes]
+        values = [
+            value if process == process_id else self._receive(store, process, about) for process in processes
+        ]
         self._turn += 1
         if self._turn % _BLOCK == 0 and about != _DONE:
             # After this exchange no process reads older turns.
             self.exchange(_DONE, None, everyone=True)
-            if mine == 0:
+            if process_id == 0:
                 store.key_value_delete(f"{ROOT}/said/{self._turn // _BLOCK - 1}/")
         return values
 
     def end(self) -> None:
         """Announces the end of this process; in the first process, cancels all followed objects."""
-        mine = distributed.global_state.process_id
-        closed = list(self._followed) if mine == 0 else []
+        process_id = distributed.global_state.process_id
+        closed = list(self._followed) if process_id == 0 else []
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # the other processes have ended
-            self._set(self._client, mine, _END, None, closed)
+            self._set(self._client, process_id, _END, None, closed)
 
-    def _send(self, store: Any, mine: int, about: str, value: Any) -> None:
+    def _send(self, store: Any, process_id: int, about: str, value: Any) -> None:
         closed = []
-        if mine == 0:
+        if process_id == 0:
             closed = [number for number, thing in self._followed.items() if thing.unwanted]
-        self._set(store, mine, about, value, closed)
+        self._set(store, process_id, about, value, closed)
         self._close(closed)
 
-    def _set(self, store: Any, mine: int, *message: Any) -> None:
-        store.key_value_set(self._key(mine), json.dumps(message), allow_overwrite=True)
+    def _set(self, store: Any, process_id: int, *message: Any) -> None:
+        store.key_value_set(self._key(process_id), json.dumps(message), allow_overwrite=True)
 
     def _receive(self, store: Any, process: int, about: str) -> Any:
         theirs, value, closed = json.loads(_wait_for(store, self._key(process)))

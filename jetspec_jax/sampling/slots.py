@@ -29,8 +29,8 @@ class Sampling(NamedTuple):
     @classmethod
     def greedy(cls, slots: int) -> "Sampling":
         """The settings of unused slots."""
-        one = cls.of(SamplingParams(seed=0))
-        return cls(*(jnp.broadcast_to(value, (slots, *value.shape)) for value in one))
+        settings = cls.of(SamplingParams(seed=0))
+        return cls(*(jnp.broadcast_to(value, (slots, *value.shape)) for value in settings))
 
     @classmethod
     def of(cls, params: SamplingParams) -> "Sampling":

@@ -82,11 +82,12 @@ def _difference(plan: Plan, other: Plan, first: int = 0) -> str | None:
         return f"weight is {other.weight} and not {plan.weight}"
     if (plan.bonus is None) != (other.bonus is None):
         return f"bonus is {'None' if other.bonus is None else 'an array'}, unlike before"
-    for name, one, two in (("cap", plan.caps, other.caps), ("bonus", plan.bonus, other.bonus)):
-        one, two = np.asarray(one, np.float64), np.asarray(two, np.float64)
-        same = np.isclose(one, two, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
+    for name, expected, found in (("cap", plan.caps, other.caps), ("bonus", plan.bonus, other.bonus)):
+        expected, found = np.asarray(expected, np.float64), np.asarray(found, np.float64)
+        same = np.isclose(expected, found, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
         for b, d in np.argwhere(~same)[:1]:
-            return f"the {name} of sequence {first + b} at depth {d} is {two[b, d]:g} and not {one[b, d]:g}"
+            where = f"the {name} of sequence {first + b} at depth {d}"
+            return f"{where} is {found[b, d]:g} and not {expected[b, d]:g}"
     return None
 
 

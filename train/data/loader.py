@@ -57,10 +57,10 @@ def batches(
         raise ValueError(f"the seed of the order must lie in 0..2**32 - 1, not {seed}")
     if not 0 <= process_index < process_count:
         raise ValueError(f"process {process_index} is none of {process_count}: 0..{process_count - 1} are")
-    mine = slice(process_index * batch, (process_index + 1) * batch)
+    local = slice(process_index * batch, (process_index + 1) * batch)
 
     def read(indices: Int[np.ndarray, "G"]) -> Window:
-        rows = [windows[int(index)] for index in indices[mine]]
+        rows = [windows[int(index)] for index in indices[local]]
         batch: Any = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
         return batch
 

@@ -234,14 +234,14 @@ class DocumentsManifest:
                 planned.append(PlannedShard(split, f"{split}-{number:05d}.array_record", part))
         return planned
 
-    def refuse_other(self, folder: Path, mine: "DocumentsManifest") -> None:
-        """Raises ValueError that lists the settings in which this folder's manifest differs from ``mine``."""
-        theirs, ours = self.settings.plain(), mine.settings.plain()
+    def refuse_other(self, folder: Path, other: "DocumentsManifest") -> None:
+        """Raises ValueError that lists the settings that differ between this manifest and ``other``."""
+        theirs, ours = self.settings.plain(), other.settings.plain()
         differing = [f"{n}: {theirs[n]} there, {ours[n]} here" for n in ours if ours[n] != theirs[n]]
-        if not differing and self.held != mine.held:
+        if not differing and self.held != other.held:
             differing = ["other documents are held out"]
         # A folder of an earlier version lists one source, and can be resumed.
-        if not differing and self.sources not in (mine.sources, _undivided(self.settings)):
+        if not differing and self.sources not in (other.sources, _undivided(self.settings)):
             differing = ["its documents come from other sources"]
         if differing:
             listed = "; ".join(differing)

@@ -19,14 +19,14 @@ from train.head.recipe import HeadRecipe
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
-def add_set_option(parser: argparse.ArgumentParser, whose: str) -> None:
+def add_set_option(parser: argparse.ArgumentParser, owner: str) -> None:
     """Adds the option ``--set``, whose values are the ``changes`` of `read_head_recipe`."""
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help=f"replaces a setting of {whose} recipe, for example fit.steps=100; repeatable",
+        help=f"replaces a setting of {owner} recipe, for example fit.steps=100; repeatable",
     )
 
 

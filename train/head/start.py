@@ -76,12 +76,12 @@ def begin_head(
         raw = checkpoint.raw_config
         if dialect_of(raw) == SPECULATORS:  # the run writes the published layout
             raw = published_json(raw, replace(config, num_target_layers=target.config.num_layers))
-        own = None
+        added = None
         if selector is not None:
-            own = SelectorConfig(selector.rank, selector.candidates, selector.tail)
-        raw = with_selector(trained_with(target, raw), own)
+            added = SelectorConfig(selector.rank, selector.candidates, selector.tail)
+        raw = with_selector(trained_with(target, raw), added)
         trained = replace(
-            head.config, target_format=raw["dflash_config"].get("target_format", ""), selector=own
+            head.config, target_format=raw["dflash_config"].get("target_format", ""), selector=added
         )
         frozen = selector is not None and not selector.joint
         return Beginning(raw, trained, weights, _stored(checkpoint) if frozen else "bfloat16")

@@ -91,11 +91,11 @@ def claim(work: Path, settings: Mapping[str, Any]) -> None:
         ValueError: The folder has other settings (the message lists them), or its file is damaged.
     """
     path = work / "recipe.json"
-    mine = json.loads(json.dumps(settings))
+    given = json.loads(json.dumps(settings))
     if not path.exists():
-        write_json(path, mine)
+        write_json(path, given)
         return
-    here, there = dotted(mine), dotted(read_json(path))
+    here, there = dotted(given), dotted(read_json(path))
     for name in here.keys() - there.keys():
         parts = name.split(".")
         # A head's recipe may be part of a larger one.

@@ -139,7 +139,7 @@ def _forward(
     size = _chunk(keys)
     padded = tuple(_pad_tokens(x, size) for x in (keys, values))
 
-    def one(part: tuple[_Blocks, Array]) -> tuple[Array, Array]:
+    def of_chunk(part: tuple[_Blocks, Array]) -> tuple[Array, Array]:
         blocks, reach = part
         scores = _block_scores(how, blocks)
         top = jnp.max(scores, axis=-1)
@@ -161,7 +161,7 @@ def _forward(
         return out.astype(blocks.q.dtype), state.top + jnp.log(state.total)
 
     parts = _parts(blocks, size)
-    out, norms = jax.lax.map(one, parts)
+    out, norms = jax.lax.map(of_chunk, parts)
     out, norms = (_joined(x, blocks.q.shape[2]) for x in (out, norms))
     return out, (blocks, keys, values, out, norms)
 
@@ -173,7 +173,7 @@ def _backward(how: _How, saved: tuple[Any, ...], given: Array) -> tuple[Any, ...
     # The mean gradient of each row of scores: the sum of the row's weights times their gradients.
     mean = jnp.sum(given.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
 
-    def one(sums: tuple[Array, Array], part: tuple[Any, ...]) -> tuple[tuple[Array, Array], Any]:
+    def of_chunk(sums: tuple[Array, Array], part: tuple[Any, ...]) -> tuple[tuple[Array, Array], Any]:
         (blocks, reach), given, norm, mean = part
 
         def of_scores(scores: Array, values: Array, spec: str) -> tuple[Array, Array]:
@@ -208,7 +208,7 @@ def _backward(how: _How, saved: tuple[Any, ...], given: Array) -> tuple[Any, ...
         for x, mode in ((given, "constant"), (norms, "edge"), (mean, "constant"))
     )
     zeros = jnp.zeros(padded[0].shape, jnp.float32)
-    (dkeys, dvalues), gradients = jax.lax.scan(one, (zeros, zeros), (parts, *rows))
+    (dkeys, dvalues), gradients = jax.lax.scan(of_chunk, (zeros, zeros), (parts, *rows))
     dq, dk, dv = (_joined(x, anchors) for x in gradients)
     dkeys, dvalues = (x[:, :, : keys.shape[2]].astype(keys.dtype) for x in (dkeys, dvalues))
     integers: Any = None

@@ -33,7 +33,7 @@ from train.head.training import train_head
 from train.loop.stages import Deadline, claim, run_stages
 from train.smollm2.overlap import RUN, Evaluated
 from train.smollm2.prompts import (
-    Asked,
+    UserPrompt,
     gsm8k_questions,
     read_written,
     to_write,
@@ -176,12 +176,12 @@ class _Head:
         written, faulty = read_written(documents, tokenizer, end_ids, recipe.writing)
         questions = gsm8k_questions(self.rows, recipe.questions, rng)
         kept, overlapping = without_overlap([*questions, *written], self.runs)
-        rows = [self._row(one, place) for place, one in enumerate(_by_kind(kept))]
+        rows = [self._row(prompt, place) for place, prompt in enumerate(_by_kind(kept))]
         order = rng.permutation(len(rows))
         lines = [json.dumps(rows[i], ensure_ascii=False) + "\n" for i in order]
         write_text(self.work / "prompts.jsonl", "".join(lines))
         counts = {
-            "kept": Counter(f"{one.kind} {one.form}".strip() for one in kept),
+            "kept": Counter(f"{prompt.kind} {prompt.form}".strip() for prompt in kept),
             "dropped": {f"{kind}: {reason}": n for (kind, reason), n in (faulty + overlapping).items()},
             "run": RUN,
         }
@@ -206,12 +206,12 @@ class _Head:
         """The head's training."""
         train_head(self.work / "head", self.recipe.head, self.target, self.work / "answers", self.deadline)
 
-    def _row(self, one: Asked, place: int) -> dict[str, Any]:
+    def _row(self, prompt: UserPrompt, place: int) -> dict[str, Any]:
         temperatures = self.recipe.temperatures
         return {
-            "messages": [{"role": "user", "content": one.text}],
-            "kind": one.kind,
-            "form": one.form,
+            "messages": [{"role": "user", "content": prompt.text}],
+            "kind": prompt.kind,
+            "form": prompt.form,
             "temperature": temperatures[place % len(temperatures)],
         }
 
@@ -237,9 +237,9 @@ class _Head:
         regenerate(writer, self.target, prompts, slots=self.recipe.slots, deadline=self.deadline)
 
 
-def _by_kind(asked: Sequence[Asked]) -> list[Asked]:
+def _by_kind(prompts: Sequence[UserPrompt]) -> list[UserPrompt]:
     """Prompts sorted by kind and form, so that temperatures alternate within each."""
-    return sorted(asked, key=lambda one: (one.kind, one.form))
+    return sorted(prompts, key=lambda prompt: (prompt.kind, prompt.form))
 
 
 def _files(options: Sequence[str]) -> dict[str, Path]:

@@ -37,7 +37,7 @@ class Beginning(NamedTuple):
     phrase: str
 
 
-class Asked(NamedTuple):
+class UserPrompt(NamedTuple):
     """A prompt: its kind, the form that a set has it in ("" for the target's own prompts), and its text."""
 
     kind: str
@@ -71,7 +71,7 @@ def to_write(tokenizer: Any, writing: Writing) -> Prompts:
 
 def read_written(
     documents: Iterable[Document], tokenizer: Any, end_ids: Sequence[int], writing: Writing
-) -> tuple[list[Asked], Counter[tuple[str, str]]]:
+) -> tuple[list[UserPrompt], Counter[tuple[str, str]]]:
     """The prompts that the target wrote, and the number dropped by kind and reason.
 
     Args:
@@ -80,7 +80,7 @@ def read_written(
         end_ids: Tokens that end a turn.
         writing: The limits on prompts.
     """
-    asked, dropped = [], Counter()
+    prompts, dropped = [], Counter()
     for beginning, document in zip(beginnings(writing), documents, strict=True):
         written = document.tokens[document.learn].tolist()
         ended = bool(written) and written[-1] in end_ids
@@ -88,32 +88,32 @@ def read_written(
         if reason := _fault(text.split(), writing) if ended else UNENDED:
             dropped[beginning.kind, reason] += 1
         else:
-            asked.append(Asked(beginning.kind, "", text.strip()))
-    return asked, dropped
+            prompts.append(UserPrompt(beginning.kind, "", text.strip()))
+    return prompts, dropped
 
 
-def gsm8k_questions(rows: Sequence[Any], count: int | None, rng: np.random.Generator) -> list[Asked]:
+def gsm8k_questions(rows: Sequence[Any], count: int | None, rng: np.random.Generator) -> list[UserPrompt]:
     """Questions of GSM8K in a random order, each in the published and in the plain form."""
     gsm8k = PROMPT_SETS["gsm8k"]
     assert gsm8k.plain is not None
     forms = ((PUBLISHED, gsm8k.turns), (PLAIN, gsm8k.plain))
     chosen = [rows[int(number)] for number in rng.permutation(len(rows))[:count]]
-    return [Asked(GSM8K, form, turns(row)[0]) for row in chosen for form, turns in forms]
+    return [UserPrompt(GSM8K, form, turns(row)[0]) for row in chosen for form, turns in forms]
 
 
 def without_overlap(
-    asked: Iterable[Asked], evaluated: Evaluated
-) -> tuple[list[Asked], Counter[tuple[str, str]]]:
+    prompts: Iterable[UserPrompt], evaluated: Evaluated
+) -> tuple[list[UserPrompt], Counter[tuple[str, str]]]:
     """The distinct prompts that share no run of words with an evaluated prompt."""
     kept, dropped, seen = [], Counter(), set()
-    for one in asked:
-        if one.text in seen:
-            dropped[one.kind, TWICE] += 1
-        elif evaluated.shares_a_run(one.text):
-            dropped[one.kind, OVERLAPS] += 1
+    for prompt in prompts:
+        if prompt.text in seen:
+            dropped[prompt.kind, TWICE] += 1
+        elif evaluated.shares_a_run(prompt.text):
+            dropped[prompt.kind, OVERLAPS] += 1
         else:
-            seen.add(one.text)
-            kept.append(one)
+            seen.add(prompt.text)
+            kept.append(prompt)
     return kept, dropped
 
 
