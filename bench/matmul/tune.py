@@ -6,7 +6,7 @@ of these shapes on that kind of device.
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,11 @@ from pallas_kernels.matmul.config import Config, default_config
 TUNED = Path(matmul_config.__file__).with_name("tuned.json")
 # Shared memory of the GPUs that are tuned for.
 _MOST_BYTES = 200 << 10
+# Sums of a thread.
+_MOST_ACCUMULATORS = 128
+# About one, two and four programs for each of their processors; each has at least so many steps.
+_PROGRAMS = (132, 264, 528)
+_FEWEST_STEPS = 3
 
 #: Microseconds of each configuration, None if it does not run or is wrong, and of XLA's product.
 Score = Callable[[Case, Sequence[Config]], tuple[list[float | None], float]]
@@ -36,20 +41,42 @@ Score = Callable[[Case, Sequence[Config]], tuple[list[float | None], float]]
 
 def candidates(case: Case) -> list[Config]:
     """The rule's configuration, then all whose tiles fit into shared memory and registers."""
-    sizes = case.stored, case.rows, case.shape.depth, case.shape.columns
-    rule = default_config(*sizes)
-    found = [rule]
+    shape = case.shape
+    rule = default_config(case.stored, case.rows, shape.depth, shape.columns)
     itemsize = {"plain": 2, "fp8": 1, "mxfp4": 0.5}[case.stored]
-    shares = dict.fromkeys((1, rule.splits, 2 * rule.splits))
-    tiles = itertools.product((32, 64, 128), (64, 128), shares, (4, 8), (3, 5))
-    for columns, depth, splits, warps, stages in tiles:
-        config = Config(rule.block_rows, columns, depth, splits, warps, stages)
-        # Rows have 16 bits. Weights are loaded as stored, and a 16-bit copy of one tile is multiplied.
-        step = depth * (2 * config.block_rows + itemsize * columns)
-        fits = stages * step + 2 * depth * columns <= _MOST_BYTES
-        if fits and config.block_rows * columns <= 128 * 32 * warps and config != rule:
-            found.append(config)
-    return found
+    found = [rule]
+    for (rows, product_rows, columns, warps), depth, stages in itertools.product(
+        _tiles(case), (64, 128), (3, 4, 6)
+    ):
+        # Rows have 16 bits. Weights are loaded as stored; where products read them from shared memory, a
+        # 16-bit copy of one tile lies there too.
+        copied = case.stored != "fp8" or product_rows >= 64
+        loaded = (stages - 1) * depth * (2 * rows + itemsize * columns)
+        if loaded + copied * 2 * depth * columns > _MOST_BYTES:
+            continue
+        programs = -(-shape.columns // columns) * -(-case.rows // rows)
+        most = max(1, shape.depth // depth // _FEWEST_STEPS)
+        shares = (min(most, max(1, round(count / programs))) for count in _PROGRAMS)
+        found += [Config(rows, columns, depth, n, warps, stages, product_rows) for n in shares]
+    return list(dict.fromkeys(found))
+
+
+def _tiles(case: Case) -> Iterator[tuple[int, int, int, int]]:
+    """Rows of a program and of a product, columns, and warps."""
+    rows = min(128, max(16, 1 << (case.rows - 1).bit_length()))
+    if case.stored != "fp8":
+        for columns, warps in itertools.product((64, 128), (4, 8)):
+            if rows * columns <= _MOST_ACCUMULATORS * 32 * warps:
+                yield rows, rows, columns, warps
+        return
+    # From registers: a warp has at least eight words of columns. More than 64 rows do not fit beside them.
+    for columns, warps in ((64, 2), (128, 4), (256, 8)):
+        yield min(rows, 64), min(rows, 32), columns, warps
+    if rows >= 64:
+        for columns, warps in ((128, 4), (128, 8), (256, 8)):
+            yield 64, 64, columns, warps
+    if rows == 128:
+        yield 128, 128, 128, 8
 
 
 def tune_products(

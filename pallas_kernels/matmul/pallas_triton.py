@@ -2,13 +2,17 @@
 
 A program has some columns of some rows, and a share of the sums' terms:
 
-    program (c, r, s)  =  columns c of rows r, terms s
+    program (r, c, s)  =  rows r of columns c, terms s
+
+Programs of the same columns follow each other, so that those after the first find the weights in the cache.
+FP8 is read in words of four columns, each of which becomes a tile of its own.
 
 Shapes: M rows, K terms, N columns.
 """
 
 import functools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import device_kind
+from pallas_kernels.fp8_words import WORD, columns_of, side_by_side, words_of
 from pallas_kernels.matmul.config import Config, config_for
 from pallas_kernels.mxfp4 import BLOCK, BLOCK_BYTES, Mxfp4
 from pallas_kernels.quantized import Quantized
@@ -28,6 +33,8 @@ from pallas_kernels.weights import Narrow
 #: The most rows of a call: with more, products compute longer than they read.
 MOST_ROWS = 256
 _LEAST_DEPTH = 16  # of a tensor core's product
+# From so many rows on Hopper's tensor cores read weights from shared memory.
+_SHARED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +70,23 @@ class Problem:
     @property
     def depth_run(self) -> int:
         """So many terms from any multiple of it on have the same scales; 0 is all terms."""
-        run = 1
-        for i in reversed(range(len(self.depth))):
-            size, block = self.depth[i], self.depth_block[i]
-            if block < size:
-                return run * (block if math.prod(self.depth[:i]) == 1 else math.gcd(block, size))
-            run *= size
-        return 0
+        return _run(self.depth, self.depth_block)
+
+    @property
+    def columns_run(self) -> int:
+        """Likewise of columns."""
+        return _run(self.columns, self.columns_block)
+
+
+def _run(sizes: Sequence[int], blocks: Sequence[int]) -> int:
+    """So many elements of some axes from any multiple of it on lie in one block; 0 is all elements."""
+    run = 1
+    for i in reversed(range(len(sizes))):
+        size, block = sizes[i], blocks[i]
+        if block < size:
+            return run * (block if math.prod(sizes[:i]) == 1 else math.gcd(block, size))
+        run *= size
+    return 0
 
 
 def problem_of(spec: str, x: Array, w: Array | Narrow) -> Problem | str:
@@ -89,7 +106,9 @@ def problem_of(spec: str, x: Array, w: Array | Narrow) -> Problem | str:
     found = Problem(rows, w.shape[:count], w.shape[count:], stored, block[:count], block[count:])
     if not 0 < rows <= MOST_ROWS:
         return f"{rows} rows: it is for 1 to {MOST_ROWS}"
-    terms = found.sizes[1]
+    _, terms, all_columns = found.sizes
+    if stored == "fp8" and all_columns % WORD:
+        return f"{all_columns} columns, no multiple of {WORD}"
     return (
         unsupported(w, found.depth_run or terms, terms, _LEAST_DEPTH if stored == "fp8" else BLOCK) or found
     )
@@ -119,7 +138,7 @@ def matmul(
     launch: Any = pl.pallas_call(
         functools.partial(_program, call),
         out_shape=jax.ShapeDtypeStruct((splits, rows, columns), out_dtype if splits == 1 else jnp.float32),
-        grid=(pl.cdiv(columns, config.block_columns), pl.cdiv(rows, config.block_rows), splits),
+        grid=(pl.cdiv(rows, config.block_rows), pl.cdiv(columns, config.block_columns), splits),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name=f"matmul_{problem.stored}",
@@ -137,7 +156,7 @@ def _matrices(problem: Problem, x: Array, w: Array | Narrow) -> tuple[Array, ...
         return x, w.values.reshape(columns, -1, BLOCK_BYTES), w.scales.reshape(columns, -1)
     if isinstance(w, Quantized):
         cells = math.prod(w.scales.shape[: len(problem.depth)])
-        return x, w.values.reshape(depth, columns), w.scales.reshape(cells, -1)
+        return x, words_of(w.values.reshape(depth, columns)), w.scales.reshape(cells, -1)
     return x, w.reshape(depth, columns)
 
 
@@ -160,32 +179,94 @@ class _Call:
         """Programs that share them; each has at least one."""
         return pl.cdiv(self.steps, pl.cdiv(self.steps, self.config.splits))
 
+    @property
+    def parts(self) -> int:
+        """Tiles that the columns of a program are multiplied in.
+
+        Those of FP8's words are put side by side after the product, where tensor cores take them from
+        registers, or before it.
+        """
+        return WORD if self.problem.stored == "fp8" and self.config.product_rows < _SHARED_ROWS else 1
+
 
 def _program(call: _Call, x_ref: Any, *refs: Any) -> None:
     """One program: some columns of some rows, of some terms."""
     *weights, out_ref = refs
-    problem, config = call.problem, call.config
-    row = Lanes.of(pl.program_id(1), config.block_rows, problem.sizes[0])
-    column = Lanes.of(pl.program_id(0), config.block_columns, problem.sizes[2])
-    tiles = Tiles(
-        tuple(weights),
-        problem.stored,
-        problem.sizes[1],
-        lambda *index: index,
-        lambda term: cell_of(term, problem.depth, problem.depth_block),
-        lambda column: cell_of(column, problem.columns, problem.columns_block),
-    )
+    (rows, _, columns), config = call.problem.sizes, call.config
+    products = config.block_rows // config.product_rows
+    row = [
+        Lanes.of(pl.program_id(0) * products + i, config.product_rows, rows) for i in range(products)
+    ]
+    parts = call.parts
+    zeros = jnp.zeros((config.product_rows, config.block_columns // parts), jnp.float32)
+    place = pl.program_id(1)
 
-    def step(i: Array, out: Array) -> Array:
-        for terms, w, scales in tiles.of_step(i, call.block_depth, column, x_ref.dtype):
-            x = load(x_ref, (row.lane[:, None], terms.lane[None, :]), both(row, terms))
-            product = plgpu.dot(x, w, precision=call.precision)
-            out += product if scales is None else product * scales[None, :]
-        return out
+    def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        added = list(sums)
+        for terms, tiles in _tiles_of_step(call, weights, place, i, x_ref.dtype):
+            for j, own in enumerate(row):
+                x = load(x_ref, (own.lane[:, None], terms.lane[None, :]), both(own, terms))
+                for part, (tile, scales) in enumerate(tiles):
+                    product = plgpu.dot(x, tile, precision=call.precision)
+                    added[parts * j + part] += product if scales is None else product * scales
+        return tuple(added)
 
     each = pl.cdiv(call.steps, call.splits)
     first = pl.program_id(2) * each
-    out = jnp.zeros((config.block_rows, config.block_columns), jnp.float32)
-    out = jax.lax.fori_loop(first, jnp.minimum(first + each, call.steps), step, out)
-    index = pl.program_id(2), row.lane[:, None], column.lane[None, :]
-    plgpu.store(out_ref.at[index], out.astype(out_ref.dtype), mask=both(row, column))
+    last = jnp.minimum(first + each, call.steps)
+    sums = jax.lax.fori_loop(first, last, step, (zeros,) * (parts * products))
+    column = Lanes.of(place, config.block_columns, columns)
+    for j, own in enumerate(row):
+        out = sums[j] if parts == 1 else side_by_side(sums[parts * j : parts * (j + 1)])
+        index = pl.program_id(2), own.lane[:, None], column.lane[None, :]
+        plgpu.store(out_ref.at[index], out.astype(out_ref.dtype), mask=both(own, column))
+
+
+def _tiles_of_step(
+    call: _Call, refs: Sequence[Any], place: Array, i: Array, dtype: jnp.dtype
+) -> Iterator[tuple[Lanes, list[tuple[Array, Array | None]]]]:
+    """The weights of the columns at a place, for the terms of one step.
+
+    Yields:
+        Terms; and tiles [terms, columns] with what multiplies the products: one, or of FP8 a tile for each
+        column of a word.
+    """
+    problem = call.problem
+    if problem.stored == "fp8":
+        yield _fp8_tiles(call, refs, place, i, dtype)
+        return
+    tiles = Tiles(tuple(refs), problem.stored, problem.sizes[1], lambda *index: index)
+    column = Lanes.of(place, call.config.block_columns, problem.sizes[2])
+    for terms, tile, scales in tiles.of_step(i, call.block_depth, column, dtype):
+        yield terms, [(tile, scales)]
+
+
+def _fp8_tiles(
+    call: _Call, refs: Sequence[Any], place: Array, i: Array, dtype: jnp.dtype
+) -> tuple[Lanes, list[tuple[Array, Array | None]]]:
+    """See `_tiles_of_step`."""
+    problem, block = call.problem, call.config.block_columns
+    _, depth, columns = problem.sizes
+    words_ref, scales_ref = refs
+    terms = Lanes.of(i, call.block_depth, depth)
+    word = Lanes.of(place, block // WORD, columns // WORD)
+    words = load(words_ref, (terms.lane[:, None], word.lane[None, :]), both(terms, word))
+    term_cell = cell_of(i * call.block_depth, problem.depth, problem.depth_block)
+
+    def scales_of(column: Array, inside: Array | None) -> Array:
+        cell = cell_of(column, problem.columns, problem.columns_block)
+        return load(scales_ref, (term_cell, cell), inside).astype(jnp.float32)
+
+    tiles = columns_of(words, dtype)
+    if call.parts == 1:
+        column = Lanes.of(place, block, columns)
+        one = problem.columns_run % block == 0
+        scales = scales_of(place * block, None) if one else scales_of(column.lane, column.inside)[None, :]
+        return terms, [(side_by_side(tiles), scales)]
+    if problem.columns_run % block == 0:  # one scale for all
+        scales = [scales_of(place * block, None)] * WORD
+    elif problem.columns_run % WORD == 0:  # one for each word
+        scales = [scales_of(WORD * word.lane, word.inside)[None, :]] * WORD
+    else:
+        scales = [scales_of(WORD * word.lane + part, word.inside)[None, :] for part in range(WORD)]
+    return terms, list(zip(tiles, scales, strict=True))
