@@ -48,7 +48,7 @@ def _widened(bits: Array, dtype: jnp.dtype) -> Array:
 
 
 def side_by_side(columns: tuple[Array, ...]) -> Array:
-    """The matrix [rows, N] of whose columns there are the first of each four, the second, third and fourth."""
+    """The matrix [rows, N] of the first columns of all words, the second, third and fourth, [rows, N / 4]."""
     first, second, third, fourth = columns
     pairs = [jnp.stack(pair, axis=-1) for pair in ((first, third), (second, fourth))]
     return jnp.stack(pairs, axis=-1).reshape(first.shape[0], -1)

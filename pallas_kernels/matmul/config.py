@@ -43,7 +43,13 @@ class Config:
         Raises:
             ValueError: naming every setting that is out of its range.
         """
-        powers = {"block_rows": 16, "block_columns": 16, "block_depth": 32, "num_warps": 1, "product_rows": 16}
+        powers = {
+            "block_rows": 16,
+            "block_columns": 16,
+            "block_depth": 32,
+            "num_warps": 1,
+            "product_rows": 16,
+        }
         check_config(self, powers=powers, counts=("splits", "num_stages"))
         if self.product_rows > self.block_rows:
             raise ValueError(f"Config: {self.product_rows} product_rows of {self.block_rows} block_rows")

@@ -194,9 +194,7 @@ def _program(call: _Call, x_ref: Any, *refs: Any) -> None:
     *weights, out_ref = refs
     (rows, _, columns), config = call.problem.sizes, call.config
     products = config.block_rows // config.product_rows
-    row = [
-        Lanes.of(pl.program_id(0) * products + i, config.product_rows, rows) for i in range(products)
-    ]
+    row = [Lanes.of(pl.program_id(0) * products + i, config.product_rows, rows) for i in range(products)]
     parts = call.parts
     zeros = jnp.zeros((config.product_rows, config.block_columns // parts), jnp.float32)
     place = pl.program_id(1)

@@ -170,7 +170,9 @@ PRODUCTS = [
 ]
 MORE_PRODUCTS = [
     Product("bhe,hem->bm", 4, (4, 16, 96), "fp8", (4, 16, 1), 2),
-    Product("bm,mgre->bgre", 2, (160, 2, 3, 16), "fp8", (128, 1, 1, 16), config=Config(16, 16, 128, 1, 4, 2, 16)),
+    Product(
+        "bm,mgre->bgre", 2, (160, 2, 3, 16), "fp8", (128, 1, 1, 16), config=Config(16, 16, 128, 1, 4, 2, 16)
+    ),
     Product("bm,mf->bf", 256, (64, 64), "plain", config=Config(128, 64, 32, 1, 4, 2, 128)),
     Product("bm,mf->bf", 16, (96, 32), "mxfp4", dtype=jnp.float32, config=Config(16, 32, 32, 3, 4, 2, 16)),
     Product("bm,mf->bf", 2, (64, 48), "mxfp4", dtype=jnp.float16),
@@ -273,7 +275,14 @@ class TestWhatTheKernelCannotDo:
         assert why == "the GPU has no FP8: compute capability 8.6 is below 8.9"
 
 
-SETTINGS = {"block_rows": 16, "block_columns": 16, "block_depth": 32, "splits": 1, "num_warps": 4, "product_rows": 16}
+SETTINGS = {
+    "block_rows": 16,
+    "block_columns": 16,
+    "block_depth": 32,
+    "splits": 1,
+    "num_warps": 4,
+    "product_rows": 16,
+}
 ENTRY = {"stored": "plain", "rows": 16, "depth": 32, "columns": 64, "micros": 2.0, "xla_micros": 3.0}
 
 
