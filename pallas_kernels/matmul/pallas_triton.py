@@ -12,7 +12,7 @@ Shapes: M rows, K terms, N columns.
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,76 +195,75 @@ def _program(call: _Call, x_ref: Any, *refs: Any) -> None:
     (rows, _, columns), config = call.problem.sizes, call.config
     products = config.block_rows // config.product_rows
     row = [Lanes.of(pl.program_id(0) * products + i, config.product_rows, rows) for i in range(products)]
-    parts = call.parts
-    zeros = jnp.zeros((config.product_rows, config.block_columns // parts), jnp.float32)
     place = pl.program_id(1)
-
-    def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        added = list(sums)
-        for terms, tiles in _tiles_of_step(call, weights, place, i, x_ref.dtype):
-            for j, own in enumerate(row):
-                x = load(x_ref, (own.lane[:, None], terms.lane[None, :]), both(own, terms))
-                for part, (tile, scales) in enumerate(tiles):
-                    product = plgpu.dot(x, tile, precision=call.precision)
-                    added[parts * j + part] += product if scales is None else product * scales
-        return tuple(added)
-
+    column = Lanes.of(place, config.block_columns, columns)
     each = pl.cdiv(call.steps, call.splits)
     first = pl.program_id(2) * each
     last = jnp.minimum(first + each, call.steps)
-    sums = jax.lax.fori_loop(first, last, step, (zeros,) * (parts * products))
-    column = Lanes.of(place, config.block_columns, columns)
+    zeros = jnp.zeros((config.product_rows, config.block_columns // call.parts), jnp.float32)
+
+    def multiplied(sums: tuple[Array, ...], terms: Lanes, tiles: Sequence[Array], scales: Any) -> Any:
+        added = list(sums)
+        for j, own in enumerate(row):
+            x = load(x_ref, (own.lane[:, None], terms.lane[None, :]), both(own, terms))
+            for part, tile in enumerate(tiles):
+                product = plgpu.dot(x, tile, precision=call.precision)
+                added[call.parts * j + part] += product if scales is None else product * scales[part]
+        return tuple(added)
+
+    def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        tiles = Tiles(tuple(weights), call.problem.stored, call.problem.sizes[1], lambda *index: index)
+        for terms, tile, _ in tiles.of_step(i, call.block_depth, column, x_ref.dtype):
+            sums = multiplied(sums, terms, [tile], None)
+        return sums
+
+    def step_of_fp8(i: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        sums, scales = carry
+        # Scales are on their way for a step: nothing else prefetches them.
+        later = _scales(call, weights[1], place, jnp.minimum(i + 1, last - 1))
+        terms, tiles = _fp8_tiles(call, weights[0], place, i, x_ref.dtype)
+        return multiplied(sums, terms, tiles, scales), later
+
+    sums = (zeros,) * (call.parts * products)
+    if call.problem.stored == "fp8":
+        scales = _scales(call, weights[1], place, first)
+        sums, _ = jax.lax.fori_loop(first, last, step_of_fp8, (sums, scales))
+    else:
+        sums = jax.lax.fori_loop(first, last, step, sums)
     for j, own in enumerate(row):
-        out = sums[j] if parts == 1 else side_by_side(sums[parts * j : parts * (j + 1)])
+        out = sums[j] if call.parts == 1 else side_by_side(sums[call.parts * j : call.parts * (j + 1)])
         index = pl.program_id(2), own.lane[:, None], column.lane[None, :]
         plgpu.store(out_ref.at[index], out.astype(out_ref.dtype), mask=both(own, column))
 
 
-def _tiles_of_step(
-    call: _Call, refs: Sequence[Any], place: Array, i: Array, dtype: jnp.dtype
-) -> Iterator[tuple[Lanes, list[tuple[Array, Array | None]]]]:
-    """The weights of the columns at a place, for the terms of one step.
-
-    Yields:
-        Terms; and tiles [terms, columns] with what multiplies the products: one, or of FP8 a tile for each
-        column of a word.
-    """
-    problem = call.problem
-    if problem.stored == "fp8":
-        yield _fp8_tiles(call, refs, place, i, dtype)
-        return
-    tiles = Tiles(tuple(refs), problem.stored, problem.sizes[1], lambda *index: index)
-    column = Lanes.of(place, call.config.block_columns, problem.sizes[2])
-    for terms, tile, scales in tiles.of_step(i, call.block_depth, column, dtype):
-        yield terms, [(tile, scales)]
-
-
 def _fp8_tiles(
-    call: _Call, refs: Sequence[Any], place: Array, i: Array, dtype: jnp.dtype
-) -> tuple[Lanes, list[tuple[Array, Array | None]]]:
-    """See `_tiles_of_step`."""
-    problem, block = call.problem, call.config.block_columns
-    _, depth, columns = problem.sizes
-    words_ref, scales_ref = refs
+    call: _Call, words_ref: Any, place: Array, i: Array, dtype: jnp.dtype
+) -> tuple[Lanes, Sequence[Array]]:
+    """The terms of a step, and `_Call.parts` tiles of the weights of the columns at a place."""
+    _, depth, columns = call.problem.sizes
     terms = Lanes.of(i, call.block_depth, depth)
-    word = Lanes.of(place, block // WORD, columns // WORD)
+    word = Lanes.of(place, call.config.block_columns // WORD, columns // WORD)
     words = load(words_ref, (terms.lane[:, None], word.lane[None, :]), both(terms, word))
+    tiles = columns_of(words, dtype)
+    return terms, tiles if call.parts == WORD else [side_by_side(tiles)]
+
+
+def _scales(call: _Call, ref: Any, place: Array, i: Array) -> tuple[Array, ...]:
+    """What multiplies the products of a step, for each of its tiles."""
+    problem, block = call.problem, call.config.block_columns
+    columns = problem.sizes[2]
     term_cell = cell_of(i * call.block_depth, problem.depth, problem.depth_block)
 
-    def scales_of(column: Array, inside: Array | None) -> Array:
+    def of_columns(column: Array, inside: Array | None) -> Array:
         cell = cell_of(column, problem.columns, problem.columns_block)
-        return load(scales_ref, (term_cell, cell), inside).astype(jnp.float32)
+        return load(ref, (term_cell, cell), inside).astype(jnp.float32)
 
-    tiles = columns_of(words, dtype)
+    if problem.columns_run % block == 0:  # one scale for all
+        return (of_columns(place * block, None),) * call.parts
     if call.parts == 1:
         column = Lanes.of(place, block, columns)
-        one = problem.columns_run % block == 0
-        scales = scales_of(place * block, None) if one else scales_of(column.lane, column.inside)[None, :]
-        return terms, [(side_by_side(tiles), scales)]
-    if problem.columns_run % block == 0:  # one scale for all
-        scales = [scales_of(place * block, None)] * WORD
-    elif problem.columns_run % WORD == 0:  # one for each word
-        scales = [scales_of(WORD * word.lane, word.inside)[None, :]] * WORD
-    else:
-        scales = [scales_of(WORD * word.lane + part, word.inside)[None, :] for part in range(WORD)]
-    return terms, list(zip(tiles, scales, strict=True))
+        return (of_columns(*column)[None, :],)
+    word = Lanes.of(place, block // WORD, columns // WORD)
+    if problem.columns_run % WORD == 0:  # one for each word
+        return (of_columns(WORD * word.lane, word.inside)[None, :],) * WORD
+    return tuple(of_columns(WORD * word.lane + part, word.inside)[None, :] for part in range(WORD))
