@@ -23,8 +23,8 @@ from bench.matmul.cases import SPEC, Case, calls_of, chain, product_by, random_r
 from bench.matmul.check import judge
 from jetspec_jax.progress import Progress
 from pallas_kernels.matmul import config as matmul_config
-from pallas_kernels.matmul import pallas_triton
-from pallas_kernels.matmul.config import Config, default_config
+from pallas_kernels.matmul import pallas_mosaic, pallas_triton
+from pallas_kernels.matmul.config import CONFIGS, Config, MosaicConfig, default_config
 
 TUNED = Path(matmul_config.__file__).with_name("tuned.json")
 # Shared memory of the GPUs that are tuned for.
@@ -35,16 +35,18 @@ _MOST_ACCUMULATORS = 128
 _PROGRAMS = (132, 264, 528)
 _FEWEST_STEPS = 3
 
+_KERNELS = {"pallas_mosaic": pallas_mosaic.matmul, "pallas_triton": pallas_triton.matmul}
+
 #: Microseconds of each configuration, None if it does not run or is wrong, and of XLA's product.
-Score = Callable[[Case, Sequence[Config]], tuple[list[float | None], float]]
+Score = Callable[[Case, Sequence[Config | MosaicConfig]], tuple[list[float | None], float]]
 
 
-def candidates(case: Case) -> list[Config]:
+def candidates(case: Case) -> list[Config | MosaicConfig]:
     """The rule's configuration, then all whose tiles fit into shared memory and registers."""
     shape = case.shape
     rule = default_config(case.stored, case.rows, shape.depth, shape.columns)
     itemsize = {"plain": 2, "fp8": 1, "mxfp4": 0.5}[case.stored]
-    found = [rule]
+    found: list[Config | MosaicConfig] = [rule, *_of_mosaic(case)]
     for (rows, product_rows, columns, warps), depth, stages in itertools.product(
         _tiles(case), (64, 128), (3, 4, 6)
     ):
@@ -77,6 +79,22 @@ def _tiles(case: Case) -> Iterator[tuple[int, int, int, int]]:
             yield 64, 64, columns, warps
     if rows == 128:
         yield 128, 128, 128, 8
+
+
+def _of_mosaic(case: Case) -> Iterator[MosaicConfig]:
+    """Those of the Mosaic kernel: about one and two items of work for each processor, and whole sums."""
+    if case.stored != "fp8":
+        return
+    for groups in (2, 3):
+        tiles, rest = divmod(case.shape.columns, groups * 128)
+        if rest == 0:
+            for splits in dict.fromkeys((1, *(max(1, count // tiles) for count in (132, 264)))):
+                yield MosaicConfig(groups, splits)
+
+
+def _name_of(config: Config | MosaicConfig) -> str:
+    """The implementation that a configuration is of."""
+    return next(name for name, kind in CONFIGS.items() if isinstance(config, kind))
 
 
 def tune_products(
@@ -116,7 +134,8 @@ def tune_products(
             Progress.write(f"no configuration runs: {case}")
             continue
         best, i = min(ran)
-        added: Entry = {**_named(case), "micros": best, "xla_micros": xla, "config": asdict(configs[i])}
+        times = {"implementation": _name_of(configs[i]), "micros": best, "xla_micros": xla}
+        added: Entry = {**_named(case), **times, "config": asdict(configs[i])}
         # Read again: another run may have added entries of other shapes.
         table = read_table(table_path)
         kept = [entry for entry in table.get(kind, []) if _key_of(entry) != _key(case)]
@@ -130,12 +149,12 @@ def tune_products(
     return 0
 
 
-def _score_on_gpu(case: Case, configs: Sequence[Config]) -> tuple[list[float | None], float]:
+def _score_on_gpu(case: Case, configs: Sequence[Config | MosaicConfig]) -> tuple[list[float | None], float]:
     dtype, calls = jnp.dtype(jnp.bfloat16), calls_of(case.shape, case.stored)
     weights = random_weights(case.shape, case.stored, dtype, calls)
     x = random_rows(np.random.default_rng(0), case.rows, case.shape.depth, dtype)
     runs = [product_by("xla")]
-    runs += [partial(pallas_triton.matmul, spec=SPEC, wide=False, config=config) for config in configs]
+    runs += [partial(_KERNELS[_name_of(own)], spec=SPEC, wide=False, config=own) for own in configs]
     jobs = [(partial(chain, run), (x, weights)) for run in runs]
     programs: dict[int, Program] = {}
     expected = np.zeros(())

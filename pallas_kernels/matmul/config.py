@@ -16,7 +16,7 @@ _FEWEST_STEPS = 4  # of a program: shorter sums do not fill the pipeline
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How the kernel cuts its work up. No setting changes a result by more than rounding.
+    """How the Triton kernel cuts its work up. No setting changes a result by more than rounding.
 
     Attributes:
         block_rows: Rows of a program.
@@ -55,10 +55,40 @@ class Config:
             raise ValueError(f"Config: {self.product_rows} product_rows of {self.block_rows} block_rows")
 
 
-def config_for(device_kind: str, stored: str, rows: int, depth: int, columns: int) -> Config:
-    """The tuned configuration of a call, or a safe one on devices and shapes that nobody tuned.
+@dataclass(frozen=True, slots=True)
+class MosaicConfig:
+    """How the Mosaic kernel cuts its work up; see `Config`.
+
+    Attributes:
+        groups: Warpgroups of a program that widen and multiply weights, 128 columns each.
+        splits: Shares of each sum; see `Config`.
+    """
+
+    groups: int
+    splits: int
+
+    def __post_init__(self) -> None:
+        """Checks the settings.
+
+        Raises:
+            ValueError: naming every setting that is out of its range.
+        """
+        check_config(self, powers={}, counts=("splits",))
+        if self.groups not in (2, 3):
+            raise ValueError(f"MosaicConfig: groups must be 2 or 3, not {self.groups}")
+
+
+#: The class of an implementation's configurations.
+CONFIGS = {"pallas_mosaic": MosaicConfig, "pallas_triton": Config}
+
+
+def config_for(
+    implementation: str, device_kind: str, stored: str, rows: int, depth: int, columns: int
+) -> Any:
+    """The tuned configuration of a call, None on devices and shapes that nobody tuned.
 
     Args:
+        implementation: "pallas_mosaic" or "pallas_triton"; the slower one has no configuration.
         device_kind: as `jax.Device.device_kind` gives it.
         stored: how the weights are stored: "plain", "fp8" or "mxfp4".
         rows: M.
@@ -66,16 +96,20 @@ def config_for(device_kind: str, stored: str, rows: int, depth: int, columns: in
         columns: N.
     """
     entry = _entry(device_kind, stored, rows, depth, columns)
-    return default_config(stored, rows, depth, columns) if entry is None else Config(**entry["config"])
+    if entry is None or entry["implementation"] != implementation:
+        return None
+    return CONFIGS[implementation](**entry["config"])
 
 
-def is_faster(device_kind: str, stored: str, rows: int, depth: int, columns: int) -> bool | None:
-    """Whether the kernel was measured to be faster than XLA at such a call; see `config_for`.
+def fastest(device_kind: str, stored: str, rows: int, depth: int, columns: int) -> str | None:
+    """The implementation that was measured to be the fastest at such a call; see `config_for`.
 
     None: it was not measured.
     """
     entry = _entry(device_kind, stored, rows, depth, columns)
-    return None if entry is None else entry["micros"] < entry["xla_micros"]
+    if entry is None:
+        return None
+    return entry["implementation"] if entry["micros"] < entry["xla_micros"] else "xla"
 
 
 def default_config(stored: str, rows: int, depth: int, columns: int) -> Config:

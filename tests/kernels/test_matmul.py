@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import fp8_words, weight_tiles
 from pallas_kernels.fp8_words import WORD
 from pallas_kernels.matmul import api, config, matmul, pallas_triton, reference
-from pallas_kernels.matmul.config import Config, config_for, default_config, is_faster
+from pallas_kernels.matmul.config import CONFIGS, Config, MosaicConfig, config_for, fastest
 from pallas_kernels.matmul.shapes import SHAPES
 from pallas_kernels.mxfp4 import Mxfp4
 from pallas_kernels.quantized import FP8, LARGEST, Quantized, scale_shape
@@ -283,7 +283,15 @@ SETTINGS = {
     "num_warps": 4,
     "product_rows": 16,
 }
-ENTRY = {"stored": "plain", "rows": 16, "depth": 32, "columns": 64, "micros": 2.0, "xla_micros": 3.0}
+ENTRY = {
+    "stored": "plain",
+    "rows": 16,
+    "depth": 32,
+    "columns": 64,
+    "implementation": "pallas_triton",
+    "micros": 2.0,
+    "xla_micros": 3.0,
+}
 
 
 class TestChoice:
@@ -299,13 +307,16 @@ class TestChoice:
 
     def test_entries(self, measured):
         measured()
-        assert is_faster("X", "plain", 9, 32, 64)
+        assert fastest("X", "plain", 9, 32, 64) == "pallas_triton"
         for other in (("Y", "plain", 9, 32, 64), ("X", "fp8", 9, 32, 64), ("X", "plain", 17, 32, 64)):
-            assert is_faster(*other) is None
-            assert config_for(*other) == default_config(*other[1:])
-        assert config_for("X", "plain", 16, 32, 64) == Config(**SETTINGS, num_stages=2)
+            assert fastest(*other) is None
+            assert config_for("pallas_triton", *other) is None
+        assert config_for("pallas_triton", "X", "plain", 16, 32, 64) == Config(**SETTINGS, num_stages=2)
+        assert config_for("pallas_mosaic", "X", "plain", 16, 32, 64) is None
         measured(micros=3.5)
-        assert is_faster("X", "plain", 9, 32, 64) is False
+        assert fastest("X", "plain", 9, 32, 64) == "xla"
+        measured(implementation="pallas_mosaic", config={"groups": 2, "splits": 5})
+        assert config_for("pallas_mosaic", "X", "plain", 9, 32, 64) == MosaicConfig(2, 5)
 
     @pytest.mark.parametrize(
         ("dtype", "rows", "taken"), [("bfloat16", 16, 1), ("bfloat16", 17, 0), ("float32", 1, 0)]
@@ -363,7 +374,7 @@ class TestChoice:
     def test_what_is_shipped_is_valid(self):
         for entries in config.tuned().values():
             for entry in entries:
-                assert Config(**entry["config"])
+                assert CONFIGS[entry["implementation"]](**entry["config"])
                 assert {*ENTRY} <= {*entry}
             keys = [(e["stored"], e["depth"], e["columns"], e["rows"]) for e in entries]
             assert keys == sorted(set(keys))
