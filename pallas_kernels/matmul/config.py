@@ -60,7 +60,7 @@ class MosaicConfig:
     """How the Mosaic kernel cuts its work up; see `Config`.
 
     Attributes:
-        groups: Warpgroups of a program that widen and multiply weights, 128 columns each.
+        groups: Warpgroups of a program that widen and multiply weights, 64 columns each.
         splits: Shares of each sum; see `Config`.
     """
 
@@ -74,8 +74,8 @@ class MosaicConfig:
             ValueError: naming every setting that is out of its range.
         """
         check_config(self, powers={}, counts=("splits",))
-        if self.groups not in (2, 3):
-            raise ValueError(f"MosaicConfig: groups must be 2 or 3, not {self.groups}")
+        if self.groups not in (2, 3, 4):
+            raise ValueError(f"MosaicConfig: groups must be 2, 3 or 4, not {self.groups}")
 
 
 #: The class of an implementation's configurations.

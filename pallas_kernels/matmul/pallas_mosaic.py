@@ -3,7 +3,7 @@
 A product is computed transposed, out[N, M] = W[N, K] · x[M, K]^T, because tensor cores take at least 64 rows
 of their first operand: weights always fill them. A processor's program takes one share of the sums after
 another. One of its warpgroups copies weights and rows into a ring of buffers in shared memory; the others
-each widen 128 columns of the weights, times their scale, into one of two buffers of their own, while tensor
+each widen 64 columns of the weights, times their scale, into one of two buffers of their own, while tensor
 cores still multiply the other one. Both operands come from shared memory: with one in registers, compilers
 before CUDA 13.3 can overwrite it while a product still reads.
 
@@ -38,7 +38,7 @@ from pallas_kernels.weights import Narrow
 _HOPPER = (9, 0)
 _DEPTH = 64  # terms of a step: a row of bfloat16 in a swizzle
 # Registers of a thread, by the number of warpgroups that widen and multiply; the copying one takes few.
-_REGISTERS = {2: 240, 3: 160}
+_REGISTERS = {2: 240, 3: 160, 4: 120}
 _COPYING_REGISTERS = 24
 _MOST_ROWS = 128  # of a tile: more do not fit into registers
 _SHARED_BYTES = 220 << 10
@@ -65,16 +65,29 @@ def unsupported(x: Array, w: Array | Narrow, spec: str) -> str | None:
             return f"scales change after {run} {what}, no multiple of {unit}"
         if size % unit:
             return f"{size} {what}, no multiple of {unit}"
-    if columns % (2 * COLUMNS) and columns % (3 * COLUMNS):
+    if not _groups_of(columns):
         return f"{columns} columns, no multiple of {2 * COLUMNS} or {3 * COLUMNS}"
     return None
 
 
+def _groups_of(columns: int) -> list[int]:
+    """Numbers of warpgroups whose tiles divide the columns."""
+    return [groups for groups in _REGISTERS if columns % (groups * COLUMNS) == 0]
+
+
 def default_config(rows: int, depth: int, columns: int) -> MosaicConfig:
-    """Tiles as wide as divide the columns, and work for each processor of the device."""
-    groups = 3 if columns % (3 * COLUMNS) == 0 else 2
-    tiles = -(-rows // _MOST_ROWS) * (columns // (groups * COLUMNS))
-    return MosaicConfig(groups, max(1, min(processors() // tiles, depth // _DEPTH // _FEWEST_STEPS)))
+    """The tiles that leave the fewest processors of the device without work, in few shares of sums."""
+
+    def shares(groups: int) -> int:
+        tiles = -(-rows // _MOST_ROWS) * (columns // (groups * COLUMNS))
+        return max(1, min(processors() // tiles, depth // _DEPTH // _FEWEST_STEPS))
+
+    def idle(groups: int) -> float:
+        items = -(-rows // _MOST_ROWS) * (columns // (groups * COLUMNS)) * shares(groups)
+        return -items / processors() % 1 / -(-items // processors())
+
+    groups = min(_groups_of(columns), key=lambda groups: (round(idle(groups), 2), shares(groups)))
+    return MosaicConfig(groups, shares(groups))
 
 
 def matmul(
@@ -91,12 +104,8 @@ def matmul(
     rows, depth, columns = problem.sizes
     padded = -(-rows // 8) * 8 if rows <= _MOST_ROWS else -(-rows // _MOST_ROWS) * _MOST_ROWS
     out_dtype = jnp.dtype(jnp.float32) if wide else x.dtype
-    config = (
-        config
-        or config_for("pallas_mosaic", device_kind(), "fp8", *problem.sizes)
-        or default_config(*problem.sizes)
-    )
-    call = _Call.of(problem, padded, config)
+    config = config or config_for("pallas_mosaic", device_kind(), "fp8", *problem.sizes)
+    call = _Call.of(problem, padded, config or default_config(*problem.sizes))
     parts_dtype = out_dtype if call.splits == 1 else jnp.dtype(jnp.float32)
 
     def matmul_fp8(*refs: Any) -> None:  # the kernel's name in traces
@@ -258,7 +267,7 @@ def _program(
                 plgpu.barrier_wait(filled.at[slot])
                 widen(values_ring.at[slot, group], scale, widened(n))
 
-            def step(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            def step(i: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
                 n, sums, *scales = carry
                 slot = lax.rem(n, call.stages)
                 scales = [*scales[1:], scale_of(i + _SCALES_AHEAD)]
@@ -270,7 +279,7 @@ def _program(
                     def _meanwhile() -> None:
                         widen_next(n + 1, scales[0])
 
-                sums = pl.run_state(multiply)(plgpu.ACC.init(sums))
+                sums = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(sums))
                 plgpu.barrier_arrive(emptied.at[slot])
                 plgpu.commit_smem()
                 return n + 1, sums, *scales

@@ -47,20 +47,19 @@ def matmul(
     problem = problem_of(spec, x, w)
     assert isinstance(problem, Problem), problem
     rows, depth, columns = problem.sizes
-    if config is None:
-        sizes = problem.stored, rows, depth, columns
-        config = config_for("pallas_triton", device_kind(), *sizes) or default_config(*sizes)
-    block_depth = min(config.block_depth, (problem.depth_run & -problem.depth_run) or config.block_depth)
+    sizes = problem.stored, rows, depth, columns
+    chosen: Config = config or config_for("pallas_triton", device_kind(), *sizes) or default_config(*sizes)
+    block_depth = min(chosen.block_depth, (problem.depth_run & -problem.depth_run) or chosen.block_depth)
     # Tensor cores would round float32 to TF32.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    call = _Call(problem, config, block_depth, precision)
+    call = _Call(problem, chosen, block_depth, precision)
     out_dtype = jnp.dtype(jnp.float32) if wide else x.dtype
     splits = call.splits
     launch: Any = pl.pallas_call(
         functools.partial(_program, call),
         out_shape=jax.ShapeDtypeStruct((splits, rows, columns), out_dtype if splits == 1 else jnp.float32),
-        grid=(pl.cdiv(rows, config.block_rows), pl.cdiv(columns, config.block_columns), splits),
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        grid=(pl.cdiv(rows, chosen.block_rows), pl.cdiv(columns, chosen.block_columns), splits),
+        compiler_params=plgpu.CompilerParams(num_warps=chosen.num_warps, num_stages=chosen.num_stages),
         interpret=interpret,
         name=f"matmul_{problem.stored}",
     )
@@ -137,19 +136,12 @@ def _program(call: _Call, x_ref: Any, *refs: Any) -> None:
             sums = multiplied(sums, terms, [tile], None)
         return sums
 
-    def step_of_fp8(i: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        sums, scales = carry
-        # Scales are on their way for a step: nothing else prefetches them.
-        later = _scales(call, weights[1], place, jnp.minimum(i + 1, last - 1))
+    def step_of_fp8(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         terms, tiles = _fp8_tiles(call, weights[0], place, i, x_ref.dtype)
-        return multiplied(sums, terms, tiles, scales), later
+        return multiplied(sums, terms, tiles, _scales(call, weights[1], place, i))
 
-    sums = (zeros,) * (call.parts * products)
-    if call.problem.stored == "fp8":
-        scales = _scales(call, weights[1], place, first)
-        sums, _ = jax.lax.fori_loop(first, last, step_of_fp8, (sums, scales))
-    else:
-        sums = jax.lax.fori_loop(first, last, step, sums)
+    each_step = step_of_fp8 if call.problem.stored == "fp8" else step
+    sums = jax.lax.fori_loop(first, last, each_step, (zeros,) * (call.parts * products))
     for j, own in enumerate(row):
         out = sums[j] if call.parts == 1 else side_by_side(sums[call.parts * j : call.parts * (j + 1)])
         index = pl.program_id(2), own.lane[:, None], column.lane[None, :]

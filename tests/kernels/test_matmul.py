@@ -11,13 +11,13 @@ import pytest
 
 from pallas_kernels import fp8_words, weight_tiles
 from pallas_kernels.fp8_words import WORD
-from pallas_kernels.matmul import api, config, matmul, pallas_triton, reference
+from pallas_kernels.matmul import api, config, matmul, pallas_mosaic, pallas_triton, reference
 from pallas_kernels.matmul.config import CONFIGS, Config, MosaicConfig, config_for, fastest
 from pallas_kernels.matmul.shapes import SHAPES
 from pallas_kernels.mxfp4 import Mxfp4
 from pallas_kernels.quantized import FP8, LARGEST, Quantized, scale_shape
 from tests.kernels import test_mxfp4
-from tests.kernels.lowering import KERNEL, lower_for_gpu
+from tests.kernels.lowering import KERNEL, MOSAIC, lower_for_gpu
 from tests.marks import wide
 
 # Weights as layers have them: blocks of 128 x 128, of one head, a partial one, and whole columns.
@@ -332,30 +332,32 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("capability", "block", "depth", "rows", "taken"),
         [
-            ((9, 0), (128, 128), 256, 128, 1),
-            ((9, 0), (128, 128), 128, 128, 1),
-            ((9, 0), (128, 128), 96, 128, 1),
-            ((9, 0), (128, 128), 256, 129, 0),
-            ((9, 0), (256, 1), 256, 1, 0),
-            ((9, 0), None, 256, 128, 1),
-            ((9, 0), None, 256, 129, 0),
-            ((10, 0), (128, 128), 256, 1, 0),
-            ((8, 9), (128, 128), 256, 1, 0),
-            ((8, 9), None, 256, 1, 0),
+            ((9, 0), (128, 128), 256, 128, MOSAIC),
+            ((9, 0), (128, 128), 128, 17, MOSAIC),
+            ((9, 0), (128, 128), 256, 16, KERNEL),
+            ((9, 0), (128, 128), 96, 128, KERNEL),
+            ((9, 0), (128, 128), 256, 129, None),
+            ((9, 0), (256, 1), 256, 1, None),
+            ((9, 0), None, 256, 128, KERNEL),
+            ((9, 0), None, 256, 129, None),
+            ((10, 0), (128, 128), 256, 1, None),
+            ((8, 9), (128, 128), 256, 1, None),
+            ((8, 9), None, 256, 1, None),
         ],
     )
     def test_quantised_blocks_on_hopper(self, capability, block, depth, rows, taken, monkeypatch):
         """Without a measurement of these sizes; None is MXFP4, and (256, 1) one scale for each column."""
         monkeypatch.setattr(api, "gpu_problem", lambda: None)
         monkeypatch.setattr("pallas_kernels.dispatch.gpu_problem", lambda: None)
-        monkeypatch.setattr(api, "compute_capability", lambda: capability)
+        for module in (api, pallas_mosaic):
+            monkeypatch.setattr(module, "compute_capability", lambda: capability)
         shape = depth, 128
         if block is None:
             w = Mxfp4.of(jnp.zeros(shape), 0)
         else:
             w = Quantized(jnp.zeros(shape, FP8), jnp.ones(scale_shape(shape, block), jnp.float32), block)
         lowered = lower_for_gpu(partial(matmul, "bm,mf->bf"), jnp.zeros((rows, depth), jnp.bfloat16), w)
-        assert lowered.count(KERNEL) == taken
+        assert [name for name in (KERNEL, MOSAIC) if name in lowered] == ([] if taken is None else [taken])
 
     def test_a_measurement_of_blocks_says_nothing_of_columns(self, measured, monkeypatch):
         measured(stored="fp8")
