@@ -31,8 +31,8 @@ TUNED = Path(matmul_config.__file__).with_name("tuned.json")
 _MOST_BYTES = 200 << 10
 # Sums of a thread.
 _MOST_ACCUMULATORS = 128
-# About one, two and four programs for each of their processors; each has at least so many steps.
-_PROGRAMS = (132, 264, 528)
+# About one, two and three programs for each of their processors; each has at least so many steps.
+_PROGRAMS = (132, 264, 396)
 _FEWEST_STEPS = 3
 
 _KERNELS = {"pallas_mosaic": pallas_mosaic.matmul, "pallas_triton": pallas_triton.matmul}
@@ -47,38 +47,31 @@ def candidates(case: Case) -> list[Config | MosaicConfig]:
     rule = default_config(case.stored, case.rows, shape.depth, shape.columns)
     itemsize = {"plain": 2, "fp8": 1, "mxfp4": 0.5}[case.stored]
     found: list[Config | MosaicConfig] = [rule, *_of_mosaic(case)]
-    for (rows, product_rows, columns, warps), depth, stages in itertools.product(
-        _tiles(case), (64, 128), (3, 4, 6)
-    ):
+    for (rows, columns, warps), depth, stages in itertools.product(_tiles(case), (64, 128), (3, 4)):
         # Rows have 16 bits. Weights are loaded as stored; where products read them from shared memory, a
         # 16-bit copy of one tile lies there too.
-        copied = case.stored != "fp8" or product_rows >= 64
+        copied = case.stored != "fp8" or rows >= 64
         loaded = (stages - 1) * depth * (2 * rows + itemsize * columns)
         if loaded + copied * 2 * depth * columns > _MOST_BYTES:
             continue
         programs = -(-shape.columns // columns) * -(-case.rows // rows)
         most = max(1, shape.depth // depth // _FEWEST_STEPS)
         shares = (min(most, max(1, round(count / programs))) for count in _PROGRAMS)
-        found += [Config(rows, columns, depth, n, warps, stages, product_rows) for n in shares]
+        found += [Config(rows, columns, depth, n, warps, stages) for n in shares]
     return list(dict.fromkeys(found))
 
 
-def _tiles(case: Case) -> Iterator[tuple[int, int, int, int]]:
-    """Rows of a program and of a product, columns, and warps."""
+def _tiles(case: Case) -> Iterator[tuple[int, int, int]]:
+    """Rows and columns of a program, and its warps."""
     rows = min(128, max(16, 1 << (case.rows - 1).bit_length()))
     if case.stored != "fp8":
         for columns, warps in itertools.product((64, 128), (4, 8)):
             if rows * columns <= _MOST_ACCUMULATORS * 32 * warps:
-                yield rows, rows, columns, warps
+                yield rows, columns, warps
         return
-    # From registers: a warp has at least eight words of columns. More than 64 rows do not fit beside them.
-    for columns, warps in ((64, 2), (128, 4), (256, 8)):
-        yield min(rows, 64), min(rows, 32), columns, warps
-    if rows >= 64:
-        for columns, warps in ((128, 4), (128, 8), (256, 8)):
-            yield 64, 64, columns, warps
+    yield min(rows, 64), 128, 4
     if rows == 128:
-        yield 128, 128, 128, 8
+        yield rows, 128, 8
 
 
 def _of_mosaic(case: Case) -> Iterator[MosaicConfig]:

@@ -19,14 +19,13 @@ class Config:
     """How the Triton kernel cuts its work up. No setting changes a result by more than rounding.
 
     Attributes:
-        block_rows: Rows of a program.
+        block_rows: Rows of a program. From 64 on Hopper's tensor cores read weights from shared memory, below
+            from registers.
         block_columns: Columns of a program.
         block_depth: Terms of the sums that are loaded in one step; fewer where a scale holds for fewer.
         splits: Programs that share the terms of a sum; a second step adds their parts, always in one order.
         num_warps: Warps of a program.
         num_stages: Steps of tiles on their way at once.
-        product_rows: Rows that are multiplied at once, out of `block_rows`. From 64 on Hopper reads widened
-            weights from shared memory; below, from the registers that they were widened in.
     """
 
     block_rows: int
@@ -35,7 +34,6 @@ class Config:
     splits: int
     num_warps: int
     num_stages: int
-    product_rows: int
 
     def __post_init__(self) -> None:
         """Checks the settings.
@@ -43,16 +41,8 @@ class Config:
         Raises:
             ValueError: naming every setting that is out of its range.
         """
-        powers = {
-            "block_rows": 16,
-            "block_columns": 16,
-            "block_depth": 32,
-            "num_warps": 1,
-            "product_rows": 16,
-        }
+        powers = {"block_rows": 16, "block_columns": 16, "block_depth": 32, "num_warps": 1}
         check_config(self, powers=powers, counts=("splits", "num_stages"))
-        if self.product_rows > self.block_rows:
-            raise ValueError(f"Config: {self.product_rows} product_rows of {self.block_rows} block_rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +105,18 @@ def fastest(device_kind: str, stored: str, rows: int, depth: int, columns: int) 
 def default_config(stored: str, rows: int, depth: int, columns: int) -> Config:
     """A configuration that fits every GPU since Ampere: its tiles take at most about 80 KB."""
     block_rows = min(128, max(16, 1 << (rows - 1).bit_length()))
-    block_columns, block_depth, warps = 64, 64 if stored == "plain" else 128, 8 if block_rows >= 64 else 4
-    product_rows = block_rows
     if stored == "fp8":
-        block_rows, product_rows = min(64, block_rows), min(32, block_rows)
+        block_rows = min(64, block_rows)
         # A warp has at least eight words of columns.
-        block_columns, block_depth = 32 * warps, 8192 // (32 * warps) * 2
+        block_columns, block_depth, warps = 128, 128 if block_rows < 64 else 64, 4
+    else:
+        block_columns, block_depth = 64, 64 if stored == "plain" else 128
+        warps = 8 if block_rows >= 64 else 4
     programs = -(-columns // block_columns) * -(-rows // block_rows)
     steps = -(-depth // block_depth)
     splits = max(1, min(_PROGRAMS // programs, steps // _FEWEST_STEPS))
     stages = 3 if block_rows == 128 else 4
-    return Config(block_rows, block_columns, block_depth, splits, warps, stages, product_rows)
+    return Config(block_rows, block_columns, block_depth, splits, warps, stages)
 
 
 @functools.cache

@@ -105,47 +105,43 @@ class _Call:
         Those of FP8's words are put side by side after the product, where tensor cores take them from
         registers, or before it.
         """
-        return WORD if self.problem.stored == "fp8" and self.config.product_rows < _SHARED_ROWS else 1
+        return WORD if self.problem.stored == "fp8" and self.config.block_rows < _SHARED_ROWS else 1
 
 
 def _program(call: _Call, x_ref: Any, *refs: Any) -> None:
     """One program: some columns of some rows, of some terms."""
     *weights, out_ref = refs
     (rows, _, columns), config = call.problem.sizes, call.config
-    products = config.block_rows // config.product_rows
-    row = [Lanes.of(pl.program_id(0) * products + i, config.product_rows, rows) for i in range(products)]
-    place = pl.program_id(1)
+    row, place = Lanes.of(pl.program_id(0), config.block_rows, rows), pl.program_id(1)
     column = Lanes.of(place, config.block_columns, columns)
-    each = pl.cdiv(call.steps, call.splits)
-    first = pl.program_id(2) * each
-    last = jnp.minimum(first + each, call.steps)
-    zeros = jnp.zeros((config.product_rows, config.block_columns // call.parts), jnp.float32)
 
-    def multiplied(sums: tuple[Array, ...], terms: Lanes, tiles: Sequence[Array], scales: Any) -> Any:
-        added = list(sums)
-        for j, own in enumerate(row):
-            x = load(x_ref, (own.lane[:, None], terms.lane[None, :]), both(own, terms))
-            for part, tile in enumerate(tiles):
-                product = plgpu.dot(x, tile, precision=call.precision)
-                added[call.parts * j + part] += product if scales is None else product * scales[part]
-        return tuple(added)
+    def rows_of(terms: Lanes) -> Array:
+        return load(x_ref, (row.lane[:, None], terms.lane[None, :]), both(row, terms))
 
     def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         tiles = Tiles(tuple(weights), call.problem.stored, call.problem.sizes[1], lambda *index: index)
+        (out,) = sums
         for terms, tile, _ in tiles.of_step(i, call.block_depth, column, x_ref.dtype):
-            sums = multiplied(sums, terms, [tile], None)
-        return sums
+            out += plgpu.dot(rows_of(terms), tile, precision=call.precision)
+        return (out,)
 
     def step_of_fp8(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         terms, tiles = _fp8_tiles(call, weights[0], place, i, x_ref.dtype)
-        return multiplied(sums, terms, tiles, _scales(call, weights[1], place, i))
+        x, scales = rows_of(terms), _scales(call, weights[1], place, i)
+        products = (plgpu.dot(x, tile, precision=call.precision) for tile in tiles)
+        return tuple(
+            out + product * scale for out, product, scale in zip(sums, products, scales, strict=True)
+        )
 
-    each_step = step_of_fp8 if call.problem.stored == "fp8" else step
-    sums = jax.lax.fori_loop(first, last, each_step, (zeros,) * (call.parts * products))
-    for j, own in enumerate(row):
-        out = sums[j] if call.parts == 1 else side_by_side(sums[call.parts * j : call.parts * (j + 1)])
-        index = pl.program_id(2), own.lane[:, None], column.lane[None, :]
-        plgpu.store(out_ref.at[index], out.astype(out_ref.dtype), mask=both(own, column))
+    each = pl.cdiv(call.steps, call.splits)
+    first = pl.program_id(2) * each
+    last = jnp.minimum(first + each, call.steps)
+    zeros = jnp.zeros((config.block_rows, config.block_columns // call.parts), jnp.float32)
+    body = step_of_fp8 if call.problem.stored == "fp8" else step
+    sums = jax.lax.fori_loop(first, last, body, (zeros,) * call.parts)
+    out = sums[0] if call.parts == 1 else side_by_side(sums)
+    index = pl.program_id(2), row.lane[:, None], column.lane[None, :]
+    plgpu.store(out_ref.at[index], out.astype(out_ref.dtype), mask=both(row, column))
 
 
 def _fp8_tiles(

@@ -157,24 +157,22 @@ class Product(NamedTuple):
     block: tuple[int, ...] = ()
     summed: int = 1
     dtype: type = jnp.bfloat16
-    config: Config = Config(16, 32, 64, 2, 4, 2, 16)
+    config: Config = Config(16, 32, 64, 2, 4, 2)
 
 
 #: Masks along every axis, several tiles of rows and of columns, and shares of sums.
 PRODUCTS = [
     Product("bm,mf->bf", 17, (100, 40), "plain", dtype=jnp.float16),
-    Product("bm,mf->bf", 40, (256, 64), "fp8", (128, 32), config=Config(32, 32, 64, 1, 4, 2, 16)),
+    Product("bm,mf->bf", 40, (256, 64), "fp8", (128, 32), config=Config(64, 32, 64, 1, 4, 2)),
     Product("bm,mkf->bkf", 3, (300, 2, 72), "fp8", (128, 1, 32)),
     Product("bhe,hem->bm", 1, (3, 48, 40), "fp8", (1, 16, 40), 2, jnp.float32),
     Product("bm,mgf->bgf", 5, (224, 2, 24), "mxfp4"),
 ]
 MORE_PRODUCTS = [
     Product("bhe,hem->bm", 4, (4, 16, 96), "fp8", (4, 16, 1), 2),
-    Product(
-        "bm,mgre->bgre", 2, (160, 2, 3, 16), "fp8", (128, 1, 1, 16), config=Config(16, 16, 128, 1, 4, 2, 16)
-    ),
-    Product("bm,mf->bf", 256, (64, 64), "plain", config=Config(128, 64, 32, 1, 4, 2, 128)),
-    Product("bm,mf->bf", 16, (96, 32), "mxfp4", dtype=jnp.float32, config=Config(16, 32, 32, 3, 4, 2, 16)),
+    Product("bm,mgre->bgre", 2, (160, 2, 3, 16), "fp8", (128, 1, 1, 16), config=Config(16, 16, 128, 1, 4, 2)),
+    Product("bm,mf->bf", 256, (64, 64), "plain", config=Config(128, 64, 32, 1, 4, 2)),
+    Product("bm,mf->bf", 16, (96, 32), "mxfp4", dtype=jnp.float32, config=Config(16, 32, 32, 3, 4, 2)),
     Product("bm,mf->bf", 2, (64, 48), "mxfp4", dtype=jnp.float16),
 ]
 
@@ -281,7 +279,6 @@ SETTINGS = {
     "block_depth": 32,
     "splits": 1,
     "num_warps": 4,
-    "product_rows": 16,
 }
 ENTRY = {
     "stored": "plain",
@@ -384,9 +381,7 @@ class TestChoice:
 
 def test_configurations_are_checked():
     with pytest.raises(ValueError, match="block_depth must be a power of two of at least 32, not 16; splits"):
-        Config(16, 64, 16, 0, num_warps=4, num_stages=2, product_rows=16)
-    with pytest.raises(ValueError, match="32 product_rows of 16 block_rows"):
-        Config(16, 64, 32, 1, num_warps=4, num_stages=2, product_rows=32)
+        Config(16, 64, 16, 0, num_warps=4, num_stages=2)
 
 
 @pytest.mark.parametrize("rows", [1, wide(64), wide(256)])
