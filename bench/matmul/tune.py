@@ -78,7 +78,7 @@ def _of_mosaic(case: Case) -> Iterator[MosaicConfig]:
     """Those of the Mosaic kernel: about one and two items of work for each processor, and whole sums."""
     if case.stored != "fp8":
         return
-    for groups in (2, 3, 4):
+    for groups in (2, 3):
         tiles, rest = divmod(case.shape.columns, groups * 64)
         if rest == 0:
             for splits in dict.fromkeys((1, *(max(1, count // tiles) for count in (132, 264)))):

@@ -64,8 +64,8 @@ class MosaicConfig:
             ValueError: naming every setting that is out of its range.
         """
         check_config(self, powers={}, counts=("splits",))
-        if self.groups not in (2, 3, 4):
-            raise ValueError(f"MosaicConfig: groups must be 2, 3 or 4, not {self.groups}")
+        if self.groups not in (2, 3):
+            raise ValueError(f"MosaicConfig: groups must be 2 or 3, not {self.groups}")
 
 
 #: The class of an implementation's configurations.

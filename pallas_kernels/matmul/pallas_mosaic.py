@@ -10,6 +10,7 @@ before CUDA 13.3 can overwrite it while a product still reads.
 Shapes: M rows, K terms, N columns.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,15 +37,17 @@ from pallas_kernels.weight_tiles import cell_of
 from pallas_kernels.weights import Narrow
 
 _HOPPER = (9, 0)
-_DEPTH = 64  # terms of a step: a row of bfloat16 in a swizzle
+_DEPTH = 128  # terms of a step
 # Registers of a thread, by the number of warpgroups that widen and multiply; the copying one takes few.
-_REGISTERS = {2: 240, 3: 160, 4: 120}
+_REGISTERS = {2: 240, 3: 160}
 _COPYING_REGISTERS = 24
 _MOST_ROWS = 128  # of a tile: more do not fit into registers
-_SHARED_BYTES = 220 << 10
+_SHARED_BYTES = 226 << 10
 _MOST_STAGES = 8
-_SCALES_AHEAD = 3  # steps
-_FEWEST_STEPS = 4  # of a share
+_SCALES_AHEAD = 2  # steps
+_FEWEST_STEPS = 2  # of a share
+# Parts of sums, relative to weights: fitted to Qwen3-8B's products of 64 and 128 rows on an H100.
+_COST_OF_PARTS = 4
 
 
 def unsupported(x: Array, w: Array | Narrow, spec: str) -> str | None:
@@ -76,18 +79,17 @@ def _groups_of(columns: int) -> list[int]:
 
 
 def default_config(rows: int, depth: int, columns: int) -> MosaicConfig:
-    """The tiles that leave the fewest processors of the device without work, in few shares of sums."""
+    """The rule: processors that have no work cost as much as parts of sums that are written and read again."""
+    row_tiles = -(-rows // _MOST_ROWS)
 
-    def shares(groups: int) -> int:
-        tiles = -(-rows // _MOST_ROWS) * (columns // (groups * COLUMNS))
-        return max(1, min(processors() // tiles, depth // _DEPTH // _FEWEST_STEPS))
+    def cost(config: MosaicConfig) -> float:
+        items = row_tiles * (columns // (config.groups * COLUMNS)) * config.splits
+        rounds = -(-items // processors())
+        return (1 + _COST_OF_PARTS * config.splits * rows / depth) * rounds * processors() / items
 
-    def idle(groups: int) -> float:
-        items = -(-rows // _MOST_ROWS) * (columns // (groups * COLUMNS)) * shares(groups)
-        return -items / processors() % 1 / -(-items // processors())
-
-    groups = min(_groups_of(columns), key=lambda groups: (round(idle(groups), 2), shares(groups)))
-    return MosaicConfig(groups, shares(groups))
+    most = max(1, depth // _DEPTH // _FEWEST_STEPS)
+    splits = range(1, min(most, processors()) + 1)
+    return min((MosaicConfig(*own) for own in itertools.product(_groups_of(columns), splits)), key=cost)
 
 
 def matmul(
