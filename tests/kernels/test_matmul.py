@@ -348,7 +348,7 @@ class TestChoice:
         monkeypatch.setattr("pallas_kernels.dispatch.gpu_problem", lambda: None)
         for module in (api, pallas_mosaic):
             monkeypatch.setattr(module, "compute_capability", lambda: capability)
-        shape = depth, 128
+        shape = depth, 256
         if block is None:
             w = Mxfp4.of(jnp.zeros(shape), 0)
         else:
