@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -27,6 +26,7 @@ from bench.matmul.check import MatmulCheck, check_products
 from bench.matmul.report import notes_of, tables_of, title_of
 from bench.matmul.tune import TUNED, tune_products
 from pallas_kernels.matmul import implementations
+from pallas_kernels.matmul.api import OPERATION
 from pallas_kernels.matmul.shapes import SHAPES, MatmulShape
 
 
@@ -74,9 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _formats(shape: MatmulShape, arguments: argparse.Namespace) -> Sequence[str]:
-    """The formats of weights to measure: the Mosaic kernel takes FP8 only."""
-    mosaic = arguments.implementation == "pallas_mosaic" and not arguments.tune
-    return [stored for stored in shape.stored if stored == "fp8" or not mosaic]
+    """The formats of a shape's weights to measure."""
+    return [stored for stored in shape.stored if arguments.weights in (None, stored)]
 
 
 def _shapes(arguments: argparse.Namespace) -> list[MatmulShape]:
@@ -96,11 +95,13 @@ def _shapes(arguments: argparse.Namespace) -> list[MatmulShape]:
     check_least(arguments, 1, "repeats", "rows")
     name = "pallas_triton" if arguments.tune else arguments.implementation
     try:
-        # Tracing is enough: an implementation raises for unsupported cases before it computes anything.
-        jax.eval_shape(product_by(name), jnp.zeros((1, 32)), jnp.zeros((32, 32)))
+        OPERATION.check(name)
     except NotImplementedError as error:
         raise ValueError(f"{name}: {error}") from None
-    return [known[name] for name in arguments.shapes]
+    shapes = [known[name] for name in arguments.shapes]
+    if not any(_formats(shape, arguments) for shape in shapes):
+        raise ValueError(f"--weights {arguments.weights}: none of the shapes has such")
+    return shapes
 
 
 def _time(
