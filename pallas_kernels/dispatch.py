@@ -131,6 +131,11 @@ def device_kind() -> str:
     return _default_device().device_kind
 
 
+def processors() -> int:
+    """The default device's multiprocessors; an H100's and H200's, 132, where there is none."""
+    return getattr(_default_device(), "core_count", None) or 132
+
+
 def _default_device() -> Any:
     config: Any = jax.config  # whose flags have types from JAX 0.12 on
     device = config.jax_default_device

@@ -171,5 +171,6 @@ def cell_of(index: Any, sizes: tuple[int, ...], block: tuple[int, ...]) -> Any:
     for size, own in zip(sizes, block, strict=True):
         stride //= size
         if own < size:
-            cell = cell * pl.cdiv(size, own) + index // stride % size // own
+            place = jax.lax.rem(jax.lax.div(index, stride), size)
+            cell = cell * pl.cdiv(size, own) + jax.lax.div(place, own)
     return cell

@@ -15,6 +15,7 @@ from jetspec_jax.config import (
     default_tap_layers,
     parse_model_config,
 )
+from jetspec_jax.config.geometry import SelectorConfig
 from jetspec_jax.config.quantization import FP8, PACKED, Quantization
 from jetspec_jax.models import abstract, quantized_blocks, weights_of, without_quantization
 from pallas_kernels.mxfp4 import BLOCK, BLOCK_BYTES
@@ -258,6 +259,11 @@ def stored_as(shape: PairShape, stored: str) -> PairShape:
     if stored != "plain" and not quantized_blocks(target):
         raise ValueError(f"--weights {stored}: no parameter of a {target.model_type} can have that format")
     return shape._replace(target=target)
+
+
+def with_selector(shape: PairShape, rank: int) -> PairShape:
+    """The pair with a selector of this rank in its head, over the usual 16 candidates and the tail."""
+    return shape._replace(head=replace(shape.head, selector=SelectorConfig(rank, 16, tail=True)))
 
 
 def find_pair_shape(name: str) -> PairShape:

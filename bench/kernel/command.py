@@ -68,9 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--baselines", nargs="*", help=baselines)
     add(
         "--weights",
-        default="plain",
         choices=list(STORED),
-        help="format of the weights of --operation experts (default: plain)",
+        help="format of the weights (default: plain for --operation experts, all for matmul)",
     )
     add("--repeats", type=int, default=5, help="timings by the host's clock, interleaved (default: 5)")
     add("--seed", type=int, help="seed of the comparisons (default: random; the report has it)")
@@ -94,12 +93,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compares, measures, prints the table, and writes the JSON and the plot; or tunes."""
-    if arguments.weights != "plain" and arguments.operation != "experts":
-        raise ValueError("--weights is for --operation experts; --operation matmul measures all formats")
     if arguments.operation == "experts":
+        arguments.weights = arguments.weights or "plain"
         return experts.run(arguments)
     if arguments.operation == "matmul":
         return matmul.run(arguments)
+    if arguments.weights:
+        raise ValueError("--weights is for --operation experts and matmul")
     shapes = _shapes(arguments)
     arguments.json = arguments.json or Path(f"results/{'tuning' if arguments.tune else 'kernel'}.json")
     check_report(arguments)

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -27,6 +26,7 @@ from bench.matmul.check import MatmulCheck, check_products
 from bench.matmul.report import notes_of, tables_of, title_of
 from bench.matmul.tune import TUNED, tune_products
 from pallas_kernels.matmul import implementations
+from pallas_kernels.matmul.api import OPERATION
 from pallas_kernels.matmul.shapes import SHAPES, MatmulShape
 
 
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     cases = [
         Case(shape, stored, rows)
         for shape in shapes
-        for stored in shape.stored
+        for stored in _formats(shape, arguments)
         for rows in arguments.rows or shape.rows
     ]
     if arguments.tune:
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     seed = arguments.seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     checks: list[MatmulCheck] = []
     for shape in shapes:
-        for stored in shape.stored:
+        for stored in _formats(shape, arguments):
             for dtype in arguments.dtypes:
                 counts = arguments.rows or shape.rows
                 checks += check_products(
@@ -73,6 +73,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _formats(shape: MatmulShape, arguments: argparse.Namespace) -> Sequence[str]:
+    """The formats of a shape's weights to measure."""
+    return [stored for stored in shape.stored if arguments.weights in (None, stored)]
+
+
 def _shapes(arguments: argparse.Namespace) -> list[MatmulShape]:
     """Checks the arguments; returns the shapes.
 
@@ -90,11 +95,13 @@ def _shapes(arguments: argparse.Namespace) -> list[MatmulShape]:
     check_least(arguments, 1, "repeats", "rows")
     name = "pallas_triton" if arguments.tune else arguments.implementation
     try:
-        # Tracing is enough: an implementation raises for unsupported cases before it computes anything.
-        jax.eval_shape(product_by(name), jnp.zeros((1, 32)), jnp.zeros((32, 32)))
+        OPERATION.check(name)
     except NotImplementedError as error:
         raise ValueError(f"{name}: {error}") from None
-    return [known[name] for name in arguments.shapes]
+    shapes = [known[name] for name in arguments.shapes]
+    if not any(_formats(shape, arguments) for shape in shapes):
+        raise ValueError(f"--weights {arguments.weights}: none of the shapes has such")
+    return shapes
 
 
 def _time(

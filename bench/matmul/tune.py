@@ -6,7 +6,7 @@ of these shapes on that kind of device.
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,33 +23,71 @@ from bench.matmul.cases import SPEC, Case, calls_of, chain, product_by, random_r
 from bench.matmul.check import judge
 from jetspec_jax.progress import Progress
 from pallas_kernels.matmul import config as matmul_config
-from pallas_kernels.matmul import pallas_triton
-from pallas_kernels.matmul.config import Config, default_config
+from pallas_kernels.matmul import pallas_mosaic, pallas_triton
+from pallas_kernels.matmul.config import CONFIGS, Config, MosaicConfig, default_config
 
 TUNED = Path(matmul_config.__file__).with_name("tuned.json")
 # Shared memory of the GPUs that are tuned for.
 _MOST_BYTES = 200 << 10
+# Sums of a thread.
+_MOST_ACCUMULATORS = 128
+# About one, two and three programs for each of their processors; each has at least so many steps.
+_PROGRAMS = (132, 264, 396)
+_FEWEST_STEPS = 3
+
+_KERNELS = {"pallas_mosaic": pallas_mosaic.matmul, "pallas_triton": pallas_triton.matmul}
 
 #: Microseconds of each configuration, None if it does not run or is wrong, and of XLA's product.
-Score = Callable[[Case, Sequence[Config]], tuple[list[float | None], float]]
+Score = Callable[[Case, Sequence[Config | MosaicConfig]], tuple[list[float | None], float]]
 
 
-def candidates(case: Case) -> list[Config]:
+def candidates(case: Case) -> list[Config | MosaicConfig]:
     """The rule's configuration, then all whose tiles fit into shared memory and registers."""
-    sizes = case.stored, case.rows, case.shape.depth, case.shape.columns
-    rule = default_config(*sizes)
-    found = [rule]
+    shape = case.shape
+    rule = default_config(case.stored, case.rows, shape.depth, shape.columns)
     itemsize = {"plain": 2, "fp8": 1, "mxfp4": 0.5}[case.stored]
-    shares = dict.fromkeys((1, rule.splits, 2 * rule.splits))
-    tiles = itertools.product((32, 64, 128), (64, 128), shares, (4, 8), (3, 5))
-    for columns, depth, splits, warps, stages in tiles:
-        config = Config(rule.block_rows, columns, depth, splits, warps, stages)
-        # Rows have 16 bits. Weights are loaded as stored, and a 16-bit copy of one tile is multiplied.
-        step = depth * (2 * config.block_rows + itemsize * columns)
-        fits = stages * step + 2 * depth * columns <= _MOST_BYTES
-        if fits and config.block_rows * columns <= 128 * 32 * warps and config != rule:
-            found.append(config)
-    return found
+    found: list[Config | MosaicConfig] = [rule, *_of_mosaic(case)]
+    for (rows, columns, warps), depth, stages in itertools.product(_tiles(case), (64, 128), (3, 4)):
+        # Rows have 16 bits. Weights are loaded as stored; where products read them from shared memory, a
+        # 16-bit copy of one tile lies there too.
+        copied = case.stored != "fp8" or rows >= 64
+        loaded = (stages - 1) * depth * (2 * rows + itemsize * columns)
+        if loaded + copied * 2 * depth * columns > _MOST_BYTES:
+            continue
+        programs = -(-shape.columns // columns) * -(-case.rows // rows)
+        most = max(1, shape.depth // depth // _FEWEST_STEPS)
+        shares = (min(most, max(1, round(count / programs))) for count in _PROGRAMS)
+        found += [Config(rows, columns, depth, n, warps, stages) for n in shares]
+    return list(dict.fromkeys(found))
+
+
+def _tiles(case: Case) -> Iterator[tuple[int, int, int]]:
+    """Rows and columns of a program, and its warps."""
+    rows = min(128, max(16, 1 << (case.rows - 1).bit_length()))
+    if case.stored != "fp8":
+        for columns, warps in itertools.product((64, 128), (4, 8)):
+            if rows * columns <= _MOST_ACCUMULATORS * 32 * warps:
+                yield rows, columns, warps
+        return
+    yield min(rows, 64), 128, 4
+    if rows == 128:
+        yield rows, 128, 8
+
+
+def _of_mosaic(case: Case) -> Iterator[MosaicConfig]:
+    """Those of the Mosaic kernel: about one and two items of work for each processor, and whole sums."""
+    if case.stored != "fp8":
+        return
+    for groups in (2, 3):
+        tiles, rest = divmod(case.shape.columns, groups * 128)
+        if rest == 0:
+            for splits in dict.fromkeys((1, *(max(1, count // tiles) for count in (132, 264)))):
+                yield MosaicConfig(groups, splits)
+
+
+def _name_of(config: Config | MosaicConfig) -> str:
+    """The implementation that a configuration is of."""
+    return next(name for name, kind in CONFIGS.items() if isinstance(config, kind))
 
 
 def tune_products(
@@ -89,7 +127,8 @@ def tune_products(
             Progress.write(f"no configuration runs: {case}")
             continue
         best, i = min(ran)
-        added: Entry = {**_named(case), "micros": best, "xla_micros": xla, "config": asdict(configs[i])}
+        times = {"implementation": _name_of(configs[i]), "micros": best, "xla_micros": xla}
+        added: Entry = {**_named(case), **times, "config": asdict(configs[i])}
         # Read again: another run may have added entries of other shapes.
         table = read_table(table_path)
         kept = [entry for entry in table.get(kind, []) if _key_of(entry) != _key(case)]
@@ -103,12 +142,12 @@ def tune_products(
     return 0
 
 
-def _score_on_gpu(case: Case, configs: Sequence[Config]) -> tuple[list[float | None], float]:
+def _score_on_gpu(case: Case, configs: Sequence[Config | MosaicConfig]) -> tuple[list[float | None], float]:
     dtype, calls = jnp.dtype(jnp.bfloat16), calls_of(case.shape, case.stored)
     weights = random_weights(case.shape, case.stored, dtype, calls)
     x = random_rows(np.random.default_rng(0), case.rows, case.shape.depth, dtype)
     runs = [product_by("xla")]
-    runs += [partial(pallas_triton.matmul, spec=SPEC, wide=False, config=config) for config in configs]
+    runs += [partial(_KERNELS[_name_of(own)], spec=SPEC, wide=False, config=own) for own in configs]
     jobs = [(partial(chain, run), (x, weights)) for run in runs]
     programs: dict[int, Program] = {}
     expected = np.zeros(())

@@ -20,7 +20,7 @@ from bench.common.options import add_breadth_arguments, add_program_arguments, a
 from bench.common.pair import load_pair, shapes_of
 from bench.common.report import add_report_arguments, check_report, opening_of, publish, settings_of
 from bench.common.scene import Scene, random_weights
-from bench.common.shapes import SHAPES, STORED, PairShape, find_pair_shape, stored_as
+from bench.common.shapes import SHAPES, STORED, PairShape, find_pair_shape, stored_as, with_selector
 from bench.common.timing import peak_bytes
 from bench.round.attention import implementation_of
 from bench.round.measure import CaseRuns, RoundCase, Setup, measure
@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     formats = ", ".join(STORED)
     add("--weights", default="plain", help=f"format of the random target: {formats} (default: plain)")
+    add("--selector-rank", type=int, help="a selector of this rank over 16 candidates in the random head")
     add_target_option(parser, "folder or hub id, or a pair's name, instead of --shape")
     add("--draft-head", help="folder or hub id, with --model (default: the demo's)")
     add_ignore_option(parser)
@@ -195,10 +196,15 @@ def _models(
         name = arguments.shape or ("qwen3-8b" if jax.default_backend() == "gpu" else "tiny")
         arguments.shape = name
         shape = stored_as(find_pair_shape(name), arguments.weights)
+        names = {"shape": name}
+        if arguments.weights != "plain":
+            names["weights"] = arguments.weights
+        if arguments.selector_rank is not None:
+            check_least(arguments, 1, "selector_rank")
+            shape = with_selector(shape, arguments.selector_rank)
+            names["selector"] = f"selector of rank {arguments.selector_rank}"
         return (
-            {"shape": name}
-            if arguments.weights == "plain"
-            else {"shape": name, "weights": arguments.weights},
+            names,
             shape,
             lambda: DecodeWeights(
                 random_weights(shape.target, dtype, 0, mesh), random_weights(shape.head, dtype, 1, mesh)
@@ -206,6 +212,8 @@ def _models(
         )
     if arguments.weights != "plain":
         raise ValueError("--weights is for random weights: a checkpoint names the format of its weights")
+    if arguments.selector_rank is not None:
+        raise ValueError("--selector-rank is for random weights: a checkpoint says whether it has a selector")
     if arguments.shape is not None:
         raise ValueError("--shape means random weights: it goes with neither --model nor --draft-head")
     if arguments.target is None:

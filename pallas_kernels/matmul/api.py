@@ -9,25 +9,36 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.checks import FLOATS, refuse, wrong_arrays
 from pallas_kernels.differentiable import differentiable
-from pallas_kernels.dispatch import Operation, compute_capability, device_kind, gpu_problem
-from pallas_kernels.matmul import pallas_triton, reference
-from pallas_kernels.matmul.config import is_faster
+from pallas_kernels.dispatch import Implementation, Operation, compute_capability, device_kind, gpu_problem
+from pallas_kernels.matmul import pallas_mosaic, pallas_triton, reference
+from pallas_kernels.matmul.config import fastest
+from pallas_kernels.matmul.problem import problem_of
 from pallas_kernels.weights import Narrow, expected_weights
 
 _HOPPER = (9, 0)
 #: On an H200 the kernel was faster at all 24 products of quantised blocks that were measured, 1.03 to 3.0
 #: times with the default configuration; 128 is the most rows of them.
 _MOST_QUANTISED_ROWS = 128
+_MOST_TRITON_ROWS = 16
 
 
 def _unsupported(x: Array, w: Array | Narrow, spec: str) -> str | None:
     """Why the Triton kernel cannot do a call."""
-    problem = pallas_triton.problem_of(spec, x, w)
+    problem = problem_of(spec, x, w)
     return problem if isinstance(problem, str) else None
 
 
-OPERATION = Operation.of(
-    "matmul", reference.matmul, differentiable(pallas_triton.matmul, reference.matmul), _unsupported
+OPERATION = Operation(
+    "matmul",
+    {
+        "pallas_mosaic": Implementation(
+            differentiable(pallas_mosaic.matmul, reference.matmul), pallas_mosaic.unsupported, needs_gpu=True
+        ),
+        "pallas_triton": Implementation(
+            differentiable(pallas_triton.matmul, reference.matmul), _unsupported, needs_gpu=True
+        ),
+        "xla": Implementation(reference.matmul),
+    },
 )
 implementations = OPERATION.implementations
 
@@ -60,20 +71,24 @@ def matmul(
     """
     refuse("matmul", wrong_arrays(("x", x, x.shape, FLOATS), *expected_weights("w", w, w.shape, x.dtype)))
     if implementation is None:
-        implementation = "pallas_triton" if _is_faster(spec, x, w) else "xla"
+        implementation = _fastest(spec, x, w)
     return OPERATION.choose(implementation, x, w, spec)(x, w, spec=spec, wide=wide)
 
 
-def _is_faster(spec: str, x: Array, w: Array | Narrow) -> bool:
-    """Whether the kernel runs here and is taken to be faster."""
+def _fastest(spec: str, x: Array, w: Array | Narrow) -> str:
+    """The implementation that is taken to be the fastest here."""
     if gpu_problem() is not None or x.dtype.itemsize != 2:
-        return False
-    problem = pallas_triton.problem_of(spec, x, w)
+        return "xla"
+    problem = problem_of(spec, x, w)
     # Scales of single columns have not been measured, and measurements do not tell them from blocks.
     if isinstance(problem, str) or problem.scaled_by_column:
-        return False
-    measured = is_faster(device_kind(), problem.stored, *problem.sizes)
-    if measured is not None:
+        return "xla"
+    measured = fastest(device_kind(), problem.stored, *problem.sizes)
+    if measured is not None and OPERATION.table[measured].unsupported(x, w, spec) is None:
         return measured
     few = problem.rows <= _MOST_QUANTISED_ROWS
-    return problem.stored != "plain" and few and compute_capability() == _HOPPER
+    if problem.stored == "plain" or not few or compute_capability() != _HOPPER:
+        return "xla"
+    if problem.rows <= _MOST_TRITON_ROWS or pallas_mosaic.unsupported(x, w, spec) is not None:
+        return "pallas_triton"
+    return "pallas_mosaic"

@@ -16,10 +16,11 @@ _FEWEST_STEPS = 4  # of a program: shorter sums do not fill the pipeline
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How the kernel cuts its work up. No setting changes a result by more than rounding.
+    """How the Triton kernel cuts its work up. No setting changes a result by more than rounding.
 
     Attributes:
-        block_rows: Rows of a program.
+        block_rows: Rows of a program. From 64 on Hopper's tensor cores read weights from shared memory, below
+            from registers.
         block_columns: Columns of a program.
         block_depth: Terms of the sums that are loaded in one step; fewer where a scale holds for fewer.
         splits: Programs that share the terms of a sum; a second step adds their parts, always in one order.
@@ -44,10 +45,40 @@ class Config:
         check_config(self, powers=powers, counts=("splits", "num_stages"))
 
 
-def config_for(device_kind: str, stored: str, rows: int, depth: int, columns: int) -> Config:
-    """The tuned configuration of a call, or a safe one on devices and shapes that nobody tuned.
+@dataclass(frozen=True, slots=True)
+class MosaicConfig:
+    """How the Mosaic kernel cuts its work up; see `Config`.
+
+    Attributes:
+        groups: Warpgroups of a program that widen and multiply weights, 128 columns each.
+        splits: Shares of each sum; see `Config`.
+    """
+
+    groups: int
+    splits: int
+
+    def __post_init__(self) -> None:
+        """Checks the settings.
+
+        Raises:
+            ValueError: naming every setting that is out of its range.
+        """
+        check_config(self, powers={}, counts=("splits",))
+        if self.groups not in (2, 3):
+            raise ValueError(f"MosaicConfig: groups must be 2 or 3, not {self.groups}")
+
+
+#: The class of an implementation's configurations.
+CONFIGS = {"pallas_mosaic": MosaicConfig, "pallas_triton": Config}
+
+
+def config_for(
+    implementation: str, device_kind: str, stored: str, rows: int, depth: int, columns: int
+) -> Any:
+    """The tuned configuration of a call, None on devices and shapes that nobody tuned.
 
     Args:
+        implementation: "pallas_mosaic" or "pallas_triton"; the slower one has no configuration.
         device_kind: as `jax.Device.device_kind` gives it.
         stored: how the weights are stored: "plain", "fp8" or "mxfp4".
         rows: M.
@@ -55,27 +86,37 @@ def config_for(device_kind: str, stored: str, rows: int, depth: int, columns: in
         columns: N.
     """
     entry = _entry(device_kind, stored, rows, depth, columns)
-    return default_config(stored, rows, depth, columns) if entry is None else Config(**entry["config"])
+    if entry is None or entry["implementation"] != implementation:
+        return None
+    return CONFIGS[implementation](**entry["config"])
 
 
-def is_faster(device_kind: str, stored: str, rows: int, depth: int, columns: int) -> bool | None:
-    """Whether the kernel was measured to be faster than XLA at such a call; see `config_for`.
+def fastest(device_kind: str, stored: str, rows: int, depth: int, columns: int) -> str | None:
+    """The implementation that was measured to be the fastest at such a call; see `config_for`.
 
     None: it was not measured.
     """
     entry = _entry(device_kind, stored, rows, depth, columns)
-    return None if entry is None else entry["micros"] < entry["xla_micros"]
+    if entry is None:
+        return None
+    return entry["implementation"] if entry["micros"] < entry["xla_micros"] else "xla"
 
 
 def default_config(stored: str, rows: int, depth: int, columns: int) -> Config:
     """A configuration that fits every GPU since Ampere: its tiles take at most about 80 KB."""
     block_rows = min(128, max(16, 1 << (rows - 1).bit_length()))
-    block_columns, block_depth = 64, 64 if stored == "plain" else 128
+    if stored == "fp8":
+        block_rows = min(64, block_rows)
+        # A warp has at least eight words of columns.
+        block_columns, block_depth, warps = 128, 128 if block_rows < 64 else 64, 4
+    else:
+        block_columns, block_depth = 64, 64 if stored == "plain" else 128
+        warps = 8 if block_rows >= 64 else 4
     programs = -(-columns // block_columns) * -(-rows // block_rows)
     steps = -(-depth // block_depth)
     splits = max(1, min(_PROGRAMS // programs, steps // _FEWEST_STEPS))
     stages = 3 if block_rows == 128 else 4
-    return Config(block_rows, block_columns, block_depth, splits, 8 if block_rows >= 64 else 4, stages)
+    return Config(block_rows, block_columns, block_depth, splits, warps, stages)
 
 
 @functools.cache

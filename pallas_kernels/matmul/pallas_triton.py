@@ -2,13 +2,16 @@
 
 A program has some columns of some rows, and a share of the sums' terms:
 
-    program (c, r, s)  =  columns c of rows r, terms s
+    program (r, c, s)  =  rows r of columns c, terms s
+
+Programs of the same columns follow each other, so that those after the first find the weights in the cache.
+FP8 is read in words of four columns, each of which becomes a tile of its own.
 
 Shapes: M rows, K terms, N columns.
 """
 
 import functools
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,80 +22,16 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import device_kind
-from pallas_kernels.matmul.config import Config, config_for
-from pallas_kernels.mxfp4 import BLOCK, BLOCK_BYTES, Mxfp4
+from pallas_kernels.fp8_words import WORD, columns_of, side_by_side, words_of
+from pallas_kernels.matmul.config import Config, config_for, default_config
+from pallas_kernels.matmul.problem import Problem, problem_of
+from pallas_kernels.mxfp4 import BLOCK_BYTES, Mxfp4
 from pallas_kernels.quantized import Quantized
-from pallas_kernels.weight_tiles import Lanes, Tiles, both, cell_of, load, stored_of, unsupported
+from pallas_kernels.weight_tiles import Lanes, Tiles, both, cell_of, load
 from pallas_kernels.weights import Narrow
 
-#: The most rows of a call: with more, products compute longer than they read.
-MOST_ROWS = 256
-_LEAST_DEPTH = 16  # of a tensor core's product
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A product as a matrix of rows times a matrix of columns.
-
-    Attributes:
-        rows: M.
-        depth: Sizes of the axes that are summed over.
-        columns: Sizes of the weights' other axes.
-        stored: How the weights are stored: "plain", "fp8" or "mxfp4".
-        depth_block: Of FP8, how many weights share a scale along each of the axes that are summed over.
-        columns_block: Likewise along each of the others.
-    """
-
-    rows: int
-    depth: tuple[int, ...]
-    columns: tuple[int, ...]
-    stored: str
-    depth_block: tuple[int, ...]
-    columns_block: tuple[int, ...]
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """M, K and N."""
-        return self.rows, math.prod(self.depth), math.prod(self.columns)
-
-    @property
-    def scaled_by_column(self) -> bool:
-        """Whether the weights are FP8 and no two columns share a scale."""
-        return self.stored == "fp8" and math.prod(self.columns_block) == 1
-
-    @property
-    def depth_run(self) -> int:
-        """So many terms from any multiple of it on have the same scales; 0 is all terms."""
-        run = 1
-        for i in reversed(range(len(self.depth))):
-            size, block = self.depth[i], self.depth_block[i]
-            if block < size:
-                return run * (block if math.prod(self.depth[:i]) == 1 else math.gcd(block, size))
-            run *= size
-        return 0
-
-
-def problem_of(spec: str, x: Array, w: Array | Narrow) -> Problem | str:
-    """What a call of `api.matmul` computes, or why the kernel cannot."""
-    (x_axes, w_axes), out = spec.split("->")[0].split(","), spec.split("->")[1]
-    count = sum(name not in out for name in w_axes)
-    summed, columns = w_axes[:count], w_axes[count:]
-    stored = stored_of(w)
-    if isinstance(w, Mxfp4) and (w.axis, count) != (0, 1):
-        return (
-            "blocks do not lie along the first axis of the weights, or it is not the one that is summed over"
-        )
-    if x_axes != f"{out.removesuffix(columns)}{summed}" or not out.endswith(columns) or not columns:
-        return f"{spec} is not of the form 'rows terms, terms columns -> rows columns'"
-    block = w.block if isinstance(w, Quantized) else w.shape
-    rows = math.prod(x.shape[: len(x_axes) - count])
-    found = Problem(rows, w.shape[:count], w.shape[count:], stored, block[:count], block[count:])
-    if not 0 < rows <= MOST_ROWS:
-        return f"{rows} rows: it is for 1 to {MOST_ROWS}"
-    terms = found.sizes[1]
-    return (
-        unsupported(w, found.depth_run or terms, terms, _LEAST_DEPTH if stored == "fp8" else BLOCK) or found
-    )
+# From so many rows on Hopper's tensor cores read weights from shared memory.
+_SHARED_ROWS = 64
 
 
 def matmul(
@@ -108,19 +47,19 @@ def matmul(
     problem = problem_of(spec, x, w)
     assert isinstance(problem, Problem), problem
     rows, depth, columns = problem.sizes
-    if config is None:
-        config = config_for(device_kind(), problem.stored, rows, depth, columns)
-    block_depth = min(config.block_depth, (problem.depth_run & -problem.depth_run) or config.block_depth)
+    sizes = problem.stored, rows, depth, columns
+    chosen: Config = config or config_for("pallas_triton", device_kind(), *sizes) or default_config(*sizes)
+    block_depth = min(chosen.block_depth, (problem.depth_run & -problem.depth_run) or chosen.block_depth)
     # Tensor cores would round float32 to TF32.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    call = _Call(problem, config, block_depth, precision)
+    call = _Call(problem, chosen, block_depth, precision)
     out_dtype = jnp.dtype(jnp.float32) if wide else x.dtype
     splits = call.splits
     launch: Any = pl.pallas_call(
         functools.partial(_program, call),
         out_shape=jax.ShapeDtypeStruct((splits, rows, columns), out_dtype if splits == 1 else jnp.float32),
-        grid=(pl.cdiv(columns, config.block_columns), pl.cdiv(rows, config.block_rows), splits),
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        grid=(pl.cdiv(rows, chosen.block_rows), pl.cdiv(columns, chosen.block_columns), splits),
+        compiler_params=plgpu.CompilerParams(num_warps=chosen.num_warps, num_stages=chosen.num_stages),
         interpret=interpret,
         name=f"matmul_{problem.stored}",
     )
@@ -136,8 +75,7 @@ def _matrices(problem: Problem, x: Array, w: Array | Narrow) -> tuple[Array, ...
     if isinstance(w, Mxfp4):
         return x, w.values.reshape(columns, -1, BLOCK_BYTES), w.scales.reshape(columns, -1)
     if isinstance(w, Quantized):
-        cells = math.prod(w.scales.shape[: len(problem.depth)])
-        return x, w.values.reshape(depth, columns), w.scales.reshape(cells, -1)
+        return x, words_of(w.values.reshape(depth, columns)), problem.scales_matrix(w.scales)
     return x, w.reshape(depth, columns)
 
 
@@ -160,32 +98,80 @@ class _Call:
         """Programs that share them; each has at least one."""
         return pl.cdiv(self.steps, pl.cdiv(self.steps, self.config.splits))
 
+    @property
+    def parts(self) -> int:
+        """Tiles that the columns of a program are multiplied in.
+
+        Those of FP8's words are put side by side after the product, where tensor cores take them from
+        registers, or before it.
+        """
+        return WORD if self.problem.stored == "fp8" and self.config.block_rows < _SHARED_ROWS else 1
+
 
 def _program(call: _Call, x_ref: Any, *refs: Any) -> None:
     """One program: some columns of some rows, of some terms."""
     *weights, out_ref = refs
-    problem, config = call.problem, call.config
-    row = Lanes.of(pl.program_id(1), config.block_rows, problem.sizes[0])
-    column = Lanes.of(pl.program_id(0), config.block_columns, problem.sizes[2])
-    tiles = Tiles(
-        tuple(weights),
-        problem.stored,
-        problem.sizes[1],
-        lambda *index: index,
-        lambda term: cell_of(term, problem.depth, problem.depth_block),
-        lambda column: cell_of(column, problem.columns, problem.columns_block),
-    )
+    (rows, _, columns), config = call.problem.sizes, call.config
+    row, place = Lanes.of(pl.program_id(0), config.block_rows, rows), pl.program_id(1)
+    column = Lanes.of(place, config.block_columns, columns)
 
-    def step(i: Array, out: Array) -> Array:
-        for terms, w, scales in tiles.of_step(i, call.block_depth, column, x_ref.dtype):
-            x = load(x_ref, (row.lane[:, None], terms.lane[None, :]), both(row, terms))
-            product = plgpu.dot(x, w, precision=call.precision)
-            out += product if scales is None else product * scales[None, :]
-        return out
+    def rows_of(terms: Lanes) -> Array:
+        return load(x_ref, (row.lane[:, None], terms.lane[None, :]), both(row, terms))
+
+    def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        tiles = Tiles(tuple(weights), call.problem.stored, call.problem.sizes[1], lambda *index: index)
+        (out,) = sums
+        for terms, tile, _ in tiles.of_step(i, call.block_depth, column, x_ref.dtype):
+            out += plgpu.dot(rows_of(terms), tile, precision=call.precision)
+        return (out,)
+
+    def step_of_fp8(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        terms, tiles = _fp8_tiles(call, weights[0], place, i, x_ref.dtype)
+        x, scales = rows_of(terms), _scales(call, weights[1], place, i)
+        products = (plgpu.dot(x, tile, precision=call.precision) for tile in tiles)
+        return tuple(
+            out + product * scale for out, product, scale in zip(sums, products, scales, strict=True)
+        )
 
     each = pl.cdiv(call.steps, call.splits)
     first = pl.program_id(2) * each
-    out = jnp.zeros((config.block_rows, config.block_columns), jnp.float32)
-    out = jax.lax.fori_loop(first, jnp.minimum(first + each, call.steps), step, out)
+    last = jnp.minimum(first + each, call.steps)
+    zeros = jnp.zeros((config.block_rows, config.block_columns // call.parts), jnp.float32)
+    body = step_of_fp8 if call.problem.stored == "fp8" else step
+    sums = jax.lax.fori_loop(first, last, body, (zeros,) * call.parts)
+    out = sums[0] if call.parts == 1 else side_by_side(sums)
     index = pl.program_id(2), row.lane[:, None], column.lane[None, :]
     plgpu.store(out_ref.at[index], out.astype(out_ref.dtype), mask=both(row, column))
+
+
+def _fp8_tiles(
+    call: _Call, words_ref: Any, place: Array, i: Array, dtype: jnp.dtype
+) -> tuple[Lanes, Sequence[Array]]:
+    """The terms of a step, and `_Call.parts` tiles of the weights of the columns at a place."""
+    _, depth, columns = call.problem.sizes
+    terms = Lanes.of(i, call.block_depth, depth)
+    word = Lanes.of(place, call.config.block_columns // WORD, columns // WORD)
+    words = load(words_ref, (terms.lane[:, None], word.lane[None, :]), both(terms, word))
+    tiles = columns_of(words, dtype)
+    return terms, tiles if call.parts == WORD else [side_by_side(tiles)]
+
+
+def _scales(call: _Call, ref: Any, place: Array, i: Array) -> tuple[Array, ...]:
+    """What multiplies the products of a step, for each of its tiles."""
+    problem, block = call.problem, call.config.block_columns
+    columns = problem.sizes[2]
+    term_cell = cell_of(i * call.block_depth, problem.depth, problem.depth_block)
+
+    def of_columns(column: Array, inside: Array | None) -> Array:
+        cell = cell_of(column, problem.columns, problem.columns_block)
+        return load(ref, (term_cell, cell), inside).astype(jnp.float32)
+
+    if problem.columns_run % block == 0:  # one scale for all
+        return (of_columns(place * block, None),) * call.parts
+    if call.parts == 1:
+        column = Lanes.of(place, block, columns)
+        return (of_columns(*column)[None, :],)
+    word = Lanes.of(place, block // WORD, columns // WORD)
+    if problem.columns_run % WORD == 0:  # one for each word
+        return (of_columns(WORD * word.lane, word.inside)[None, :],) * WORD
+    return tuple(of_columns(WORD * word.lane + part, word.inside)[None, :] for part in range(WORD))

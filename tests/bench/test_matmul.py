@@ -15,7 +15,7 @@ from bench.matmul.check import BOUND, check_products, judge
 from bench.matmul.tune import candidates, tune_products
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.matmul import api, reference
-from pallas_kernels.matmul.config import Config
+from pallas_kernels.matmul.config import CONFIGS, MosaicConfig
 from pallas_kernels.matmul.shapes import SHAPES, MatmulShape
 from pallas_kernels.mxfp4 import Mxfp4
 
@@ -33,6 +33,8 @@ def tiny(monkeypatch):
 def test_report(report_of):
     words = "--implementation xla --dtypes float32 --repeats 1 --seed 3"
     report = report_of("kernel", f"--operation matmul {words}")
+    only = report_of("kernel", f"--operation matmul --weights fp8 {words}")
+    assert [row["stored"] for row in only["rows"]] == ["fp8", "fp8"]
     cases = [(row["shape"], row["stored"], row["rows"]) for row in report["rows"]]
     assert cases == [
         *((("dense", stored, rows)) for stored in ("plain", "fp8") for rows in (1, 3)),
@@ -55,6 +57,11 @@ def test_report(report_of):
             "--operation matmul has no --prefixes, --batch and --baselines",
         ),
         ("--implementation xla --rows 0", "--rows must be at least 1, not 0"),
+        (
+            "--implementation xla --shapes dense --weights mxfp4",
+            "--weights mxfp4: none of the shapes has such",
+        ),
+        ("--implementation pallas_mosaic", "pallas_mosaic: matmul: pallas_mosaic cannot run: no GPU"),
         ("--implementation pallas_triton", "pallas_triton: matmul: pallas_triton cannot run: no GPU"),
         ("--implementation xla --tune", "pallas_triton: matmul: pallas_triton cannot run: no GPU"),
     ],
@@ -100,6 +107,7 @@ def test_bytes_and_candidates():
             for rows in shape.rows:
                 found = candidates(Case(shape, stored, rows))
                 assert len(found) == len(set(found)) > 4
+                assert any(isinstance(own, MosaicConfig) for own in found) == (stored == "fp8")
 
 
 def test_tuning_keeps_the_best_and_goes_on(tmp_path, capsys):
@@ -120,7 +128,7 @@ def test_tuning_keeps_the_best_and_goes_on(tmp_path, capsys):
     (entries,) = read_table(tmp_path / "tuned.json").values()
     assert [(entry["stored"], entry["rows"]) for entry in entries] == [("fp8", 1), ("fp8", 3), ("plain", 1)]
     assert all((entry["micros"], entry["xla_micros"]) == (5.0, 4.0) for entry in entries)
-    assert Config(**entries[0]["config"]) == candidates(cases[2])[1]
+    assert CONFIGS[entries[0]["implementation"]](**entries[0]["config"]) == candidates(cases[2])[1]
     assert json.loads((tmp_path / "t.json").read_text())["benchmark"] == "matmul, tuning"
     assert "no configuration runs: dense, plain, 3 rows" in "".join(capsys.readouterr())
     asked.clear()

@@ -166,6 +166,8 @@ class TestReport:
             ("--shape tiny --target x --draft-head y", "--shape means random weights"),
             ("--target x", "--draft-head is missing: trees for x need a head"),
             ("--draft-head x", "--draft-head goes with --model"),
+            ("--shape tiny --selector-rank 0", "--selector-rank must be at least 1"),
+            ("--target x --draft-head y --selector-rank 4", "--selector-rank is for random weights"),
             ("--shape tiny --budgets 300", "budget must be in 1..256"),
             (
                 "--shape tiny --algorithms chain beam",

@@ -7,6 +7,7 @@ import jax
 from pallas_kernels import shards
 
 KERNEL = "__gpu$xla.gpu.triton"  # the name of every launch in the program
+MOSAIC = "mosaic_gpu_v2"  # likewise of kernels on the Mosaic backend
 
 
 def lower_for_gpu(function, *args, mesh=None):

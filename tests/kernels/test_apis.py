@@ -33,8 +33,9 @@ def zeros(*shape):
     return jnp.zeros(shape, jnp.int32)
 
 
-#: What only the reference computes, as yet.
+#: What only the reference computes, as yet, and what has a Mosaic kernel too.
 WITHOUT_KERNEL = {"gated_delta"}
+WITH_MOSAIC = {"matmul"}
 ROUTING = expert_choice.RouterRule(2)
 #: By operation: its package, a call's arrays and its settings.
 CALLS = {
@@ -79,12 +80,13 @@ def test_choice(name, monkeypatch):
     call = partial(getattr(package, name), *arrays, **settings)
     monkeypatch.setattr(dispatch, "gpu_problem", lambda: "no GPU here")
     available = package.implementations()
-    assert available == (("xla",) if name in WITHOUT_KERNEL else ("pallas_triton", "xla"))
+    kernels = () if name in WITHOUT_KERNEL else ("pallas_triton",)
+    assert available == (*(("pallas_mosaic",) if name in WITH_MOSAIC else ()), *kernels, "xla")
     default, named = jax.jit(call)(), jax.jit(partial(call, implementation="xla"))()
     jax.tree.map(np.testing.assert_array_equal, default, named)
-    if name not in WITHOUT_KERNEL:
-        with pytest.raises(NotImplementedError, match=f"^{name}: pallas_triton cannot run: no GPU here"):
-            call(implementation="pallas_triton")
+    for kernel in available[:-1]:
+        with pytest.raises(NotImplementedError, match=f"^{name}: {kernel} cannot run: no GPU here"):
+            call(implementation=kernel)
     with pytest.raises(
         ValueError, match=f"^{name} has no implementation 'cuda'; available: {', '.join(available)}$"
     ):
