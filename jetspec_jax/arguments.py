@@ -1,4 +1,4 @@
-"""Checks of what callers give: a wrong type is a TypeError, a wrong value a ValueError, both by name."""
+"""Checks of arguments: a wrong type raises TypeError, a wrong value ValueError; both name the argument."""
 
 import difflib
 import functools
@@ -19,7 +19,7 @@ class _Short(reprlib.Repr):
         self.maxlevel = 3
 
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        """Of many entries the first: the library sorts them all."""
+        """Cuts large dicts first, because reprlib would sort all entries."""
         return super().repr_dict(dict(itertools.islice(x.items(), self.maxdict + 1)), level)
 
     def repr_int(self, x: int, level: int) -> str:
@@ -28,32 +28,32 @@ class _Short(reprlib.Repr):
 
 
 _short = _Short()
-# Characters of what is shown, whatever nests in it.
+# The most characters of a value in an error message.
 _WORDS = 300
-# Characters of a name beyond which nobody has mistyped another one: to compare long names takes long.
+# Names of this length or more get no suggestion, because comparing long names is slow.
 _LONGEST_NAME = 64
 
 
 def shown(value: object) -> str:
-    """What an error message says of a value: its repr, cut to a few words."""
+    """A value's repr for an error message, at most 300 characters long."""
     return shortened(_short.repr(value), _WORDS)
 
 
 def shortened(text: str, most: int) -> str:
-    """A text cut to so many characters, the last of which says that more were there."""
+    """A text cut to at most ``most`` characters; a cut text ends in "…"."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def printable(text: str) -> str:
-    """Text for a message: line breaks and tabs stay, and what else cannot be printed is escaped as in `repr`.
+    """Escapes unprintable characters other than line breaks and tabs, as `repr` does.
 
-    So nothing in it controls a terminal or turns the direction of the text around it.
+    The result cannot control a terminal or change the direction of the text around it.
     """
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is spelled most like another; None where none is, or the other is very long."""
+    """The known name closest in spelling to ``name``; None if none is close or ``name`` is very long."""
     alike = difflib.get_close_matches(name, known, 1) if len(name) < _LONGEST_NAME else ()
     return next(iter(alike), None)
 
@@ -64,35 +64,39 @@ def refuse_unknown(
     instead: Mapping[str, str],
     passes_to: Callable[..., Any] | None = None,
 ) -> None:
-    """Raises TypeError if there are unknown keywords: for each what to do instead, or the nearest known one.
+    """Raises TypeError if there are unknown keywords, with advice or the nearest known keyword for each.
 
     Args:
-        call: The function or class that was called with them.
-        unknown: The keywords that it does not have.
-        instead: What to do instead of some of them.
-        passes_to: What gets keywords that the call passes on.
+        call: The function or class that was called.
+        unknown: The unknown keywords.
+        instead: Advice for some keywords.
+        passes_to: The callable to which ``call`` passes further keywords on.
     """
-    said = []
+    errors = []
     for name in unknown:
         known = [*parameters_of(call), *(() if passes_to is None else parameters_of(passes_to))]
         near = nearest(name, known)
         advice = instead.get(name) or ("leave it out" if near is None else f"did you mean {near}?")
-        said.append(f"{call.__name__} has no argument {name}; {advice}")
-    if said:
-        raise TypeError("; ".join(said))
+        errors.append(f"{call.__name__} has no argument {name}; {advice}")
+    if errors:
+        raise TypeError("; ".join(errors))
 
 
 def parameters_of(call: Callable[..., Any]) -> list[str]:
-    """Names of the keywords that a function or a class has, without those that ``**`` would take."""
+    """Names of a function's or class's parameters, without ``*args`` and ``**kwargs``."""
     parameters = inspect.signature(call).parameters.values()
-    return [own.name for own in parameters if own.kind not in (own.VAR_POSITIONAL, own.VAR_KEYWORD)]
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
 
 
 Value = TypeVar("Value")
 
 
 def either(name: str, value: Value | None, vllm_name: str, vllm_value: Value | None) -> Value | None:
-    """A setting that may be given under either of two names; raises ValueError if it is under both."""
+    """A setting that has two names; raises ValueError if both are given."""
     if value is not None and vllm_value is not None:
         raise ValueError(f"give {name} or {vllm_name}, which are two names of one setting, not both")
     return vllm_value if value is None else value
@@ -102,7 +106,7 @@ Kind = TypeVar("Kind", bound=type)
 
 
 def refusing_unknown(instead: Mapping[str, str]) -> Callable[[Kind], Kind]:
-    """A decorator of dataclasses, whose calls with unknown keywords raise what `refuse_unknown` does."""
+    """A decorator for dataclasses that makes unknown keywords raise as `refuse_unknown` does."""
 
     def decorated(kind: Kind) -> Kind:
         init = kind.__init__
@@ -120,12 +124,12 @@ def refusing_unknown(instead: Mapping[str, str]) -> Callable[[Kind], Kind]:
 
 
 def is_integer(value: object) -> bool:
-    """Whether it is an integer; a bool is none."""
+    """Whether a value is an integer of Python or NumPy; bools are not."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 class Complaints:
-    """What is wrong with what a caller gives, so that all of it is said at once.
+    """Collects errors of several checks, to raise them as one.
 
     Example::
 
@@ -137,7 +141,7 @@ class Complaints:
     """
 
     def __init__(self) -> None:
-        """Nothing is wrong yet."""
+        """Starts without errors."""
         self._errors: list[TypeError | ValueError] = []
 
     def __enter__(self) -> None:
@@ -151,24 +155,24 @@ class Complaints:
         return True
 
     def raise_all(self) -> None:
-        """Raises what is wrong, if anything is, as one error: a TypeError if one of them is."""
+        """Raises one error with all messages, if there are any: a TypeError if one of the errors is."""
         if self._errors:
             kind = TypeError if any(isinstance(error, TypeError) for error in self._errors) else ValueError
             raise kind("; ".join(map(str, self._errors)))
 
 
 def check_type(name: str, value: object, kinds: Any, meant: str) -> None:
-    """Raises TypeError unless ``value`` is of some types, which ``meant`` describes."""
+    """Raises TypeError unless ``value`` is of one of ``kinds``, which ``meant`` describes."""
     if not isinstance(value, kinds):
         raise TypeError(f"{name} must be {meant}, not {shown(value)}")
 
 
 def check_integer(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """The integer that was given, if it lies in ``least..most``; None is no bound.
+    """The value as an int, checked to be in ``least..most``; a bound of None is not checked.
 
     Raises:
-        TypeError: It is no integer.
-        ValueError: It lies outside.
+        TypeError: The value is not an integer.
+        ValueError: The value is out of range.
     """
     if not is_integer(value):
         raise TypeError(f"{name} must be an integer, not {shown(value)}")
@@ -179,10 +183,10 @@ def check_integer(name: str, value: Any, least: int | None = None, most: int | N
 
 
 def check_number(name: str, value: Any) -> float:
-    """The number that was given, an integer beyond all floats as infinity; NaN passes too.
+    """The value as a float; integers beyond the range of floats become infinity, and NaN is allowed.
 
     Raises:
-        TypeError: It is no number.
+        TypeError: The value is not a number.
     """
     if not (is_integer(value) or isinstance(value, float | np.floating)):
         raise TypeError(f"{name} must be a number, not {shown(value)}")
@@ -193,13 +197,13 @@ def check_number(name: str, value: Any) -> float:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """The boolean that was given; raises TypeError for anything else."""
+    """The value as a bool; raises TypeError if it is not a boolean of Python or NumPy."""
     check_type(name, value, bool | np.bool_, "True or False")
     return bool(value)
 
 
 def check_text(name: str, text: str) -> None:
-    """Raises ValueError for a text that is no Unicode: one with half of a surrogate pair."""
+    """Raises ValueError for a text that is not valid Unicode, because it has half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

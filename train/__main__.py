@@ -16,10 +16,10 @@ def main() -> int:
 
 
 def _main() -> int:
-    # What takes long is imported here: the main thread waits meanwhile, and answers an interrupt.
+    # Slow imports happen here, in a worker thread, so that the main thread can handle an interrupt.
     from jetspec_jax.cli.quiet import keep_libraries_quiet
 
-    keep_libraries_quiet("asyncio")  # which logs all of Orbax's writes that fail; the first is raised
+    keep_libraries_quiet("asyncio")  # it logs every failed write of Orbax; the first one is raised
     from train.command import main
 
     return main()

@@ -20,8 +20,8 @@ from train.smollm2 import command as smollm2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code.
 
-    0 is done, or cleanly ended by a time limit; 2 an error; 3 a finished head that is no better than the one
-    that it began as; 130 an interrupt.
+    0: done, or stopped cleanly by a time limit. 2: an error. 3: a finished head that did not improve on its
+    initial weights. 130: interrupted.
     """
     show_own_log()
     parser = Parser(prog="python -m train", description="Training of draft heads.")

@@ -28,9 +28,9 @@ class _Counting(nnx.Module):
         return self.experts.config
 
     @property
-    def own_size(self) -> int:
+    def local_size(self) -> int:
         """The experts' size on this device; a block sums over devices."""
-        return self.experts.own_size
+        return self.experts.local_size
 
     @property
     def whole_size(self) -> int:

@@ -1,1 +1,1 @@
-"""Stores of committed tokens, one per layer, and the block that a forward takes in after them."""
+"""Stores of committed tokens, one per layer, and the block of tokens that a forward processes after them."""

@@ -1,4 +1,4 @@
-"""What the layers of all that decodes know of other tokens: those committed in a slot, and their block."""
+"""Connects the layers of a model to the stores of committed tokens and to the block, during decoding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ def attend_over(
     *,
     implementation: str | None = None,
 ) -> Mix:
-    """A block after the committed tokens of its slots; the block alone without stores.
+    """Attention of a block over its slots' committed tokens and itself; without stores over itself only.
 
     Args:
-        stores: One for each layer.
-        slots: The block's.
+        stores: One store per layer.
+        slots: The slots of the block's sequences.
         block: The tokens.
-        implementation: Of tree attention.
+        implementation: Of `pallas_kernels.tree_attention`; None picks the best.
     """
     return _AttendOver(stores, slots, block, block.mask(), implementation)
 
@@ -66,14 +66,14 @@ class _AttendOver:
         )
 
     def history(self, layer: int) -> History:
-        """What a recurrent layer starts from.
+        """The history before the block, for a recurrent layer.
 
         Raises:
-            ValueError: The block's tokens see all of it, which no order can express.
+            ValueError: The block's tokens all attend to each other, so they have no order.
         """
         if self.block.kind == "full":
             raise ValueError(
-                "a recurrent layer takes in a chain or a tree, no block whose tokens all see each other"
+                "a recurrent layer needs a chain or a tree, not a block whose tokens all attend to each other"
             )
         parents = self.block.parents if self.block.kind == "tree" else None
         if self.stores is None or self.slots is None:

@@ -1,7 +1,7 @@
-"""The block: the tokens that one forward takes in after the committed ones, and how they hang together.
+"""The block: the tokens that one forward processes after the committed ones, and their structure.
 
-A prompt chunk is a chain, a round's nodes are a tree, the draft head's slots are a chain or all see each
-other. The record holds parents and depths; masks and positions are derived where somebody wants them.
+A prompt chunk is a chain, a round's nodes are a tree, and the draft head's slots are a chain or fully
+connected. A block stores parents and depths; masks and positions are derived from them.
 """
 
 from dataclasses import dataclass, field
@@ -24,11 +24,11 @@ class Block:
     Attributes:
         tokens: Token ids.
         parents: Index of each token's parent in the block, -1 for none.
-        depths: Distance from the first token; siblings share it, and with it their position.
-        num_nodes: How many of the tokens are real: the first so many. Attention lets no real token see the
-            others; a layer that carries a state along must leave them out.
-        kind: "chain" and "tree" see themselves and their ancestors, "full" sees all.
-        max_depth: A static bound on the depths of a tree, if there is one.
+        depths: Distance from the first token; siblings share it, and so their position.
+        num_nodes: Number of real tokens; the rest is padding. Attention masks padding from real tokens;
+            recurrent layers must skip it.
+        kind: In a "chain" or "tree", tokens attend to themselves and their ancestors; in "full", to all.
+        max_depth: A static bound on the depths of a tree; None if there is none.
     """
 
     tokens: Int[Array, "B N"]
@@ -46,7 +46,7 @@ class Block:
         *,
         num_nodes: Int32[Array, "B"] | None = None,
     ) -> "Block":
-        """Tokens one after the other; all are real unless ``num_nodes`` says how many."""
+        """A chain of tokens; ``num_nodes`` is the number of real tokens, by default all."""
         if num_nodes is None:
             num_nodes = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
         depths = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
@@ -62,7 +62,7 @@ class Block:
         return lengths[:, None] + self.depths
 
     def mask(self) -> UInt32[Array, "B N words"]:
-        """Who sees whom, packed: bit j % 32 of word j // 32 of row i is set iff i sees j."""
+        """The packed attention mask: bit j % 32 of word j // 32 of row i is set iff token i attends to j."""
         batch, rows = self.tokens.shape
         if self.kind == "tree":
             return ancestor_bits(self.parents, max_depth=self.max_depth)
@@ -73,7 +73,7 @@ class Block:
 
 
 def causal_bits(rows: int) -> UInt32[Array, "N words"]:
-    """Packed mask of a chain: row i sees rows 0..i.
+    """Packed mask of a chain: row i attends to rows 0..i.
 
     Three rows, one word each::
 
@@ -83,6 +83,6 @@ def causal_bits(rows: int) -> UInt32[Array, "N words"]:
     """
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     below = row + 1 - 32 * jnp.arange(-(-rows // 32), dtype=jnp.int32)[None, :]
-    # A shift by 32 is undefined, so full words are their own case.
+    # A shift by 32 is undefined, so full words are a separate case.
     partial = (jnp.uint32(1) << jnp.clip(below, 0, 31).astype(jnp.uint32)) - 1
     return jnp.where(below >= 32, jnp.uint32(0xFFFFFFFF), partial)

@@ -1,4 +1,4 @@
-"""A layer's keys and values in pages of one pool, which the slots' block tables name.
+"""A layer's keys and values in the pages of a pool, which slots reference by block tables.
 
 Shapes: B slots, L slots of a selection, P pages, T pages per slot, R rows of a path, G KV heads, E head size.
 """
@@ -25,7 +25,7 @@ from pallas_kernels.tree_attention import PagedPrefix
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedStore:
-    """Pages that the slots' block tables name; see `jetspec_jax.cache.stores.Store`.
+    """A pool of pages that slots reference by block tables; see `jetspec_jax.cache.stores.Store`.
 
     Attributes:
         k: Keys.
@@ -37,7 +37,7 @@ class PagedStore:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """Stores of equal layouts have their rows at equal places."""
+        """Stores of equal layouts have the same row indices."""
         return type(self), *self.k.shape[:2]
 
     @property
@@ -46,24 +46,24 @@ class PagedStore:
         return sum(pool.size * pool.dtype.itemsize for pool in (self.k, self.v))
 
     def specs(self, axes: tuple[str, ...]) -> Self:
-        """How a mesh splits the store: by KV heads."""
+        """Partition specs of the store, which is sharded by KV heads."""
         spec = PartitionSpec(None, None, axes)
         return replace(self, k=spec, v=spec)
 
     def pick(self, numbers: Int[Array, "L"]) -> Self:
-        """The store itself: slots say where their tokens lie in it."""
+        """The store itself: slots reference pages by block tables."""
         return self
 
     def put(self, numbers: Int[Array, "L"], picked: Self) -> Self:
-        """What was picked, which is the whole store."""
+        """The picked store, which is the whole store."""
         return picked
 
     def with_slot(self, number: Int[Array, ""], other: Any, others: Int[Array, ""]) -> Self:
-        """The store itself: no slot has a place of its own in it."""
+        """The store itself, which has no entries per slot."""
         return self
 
     def view(self, slots: Slots, block: Block) -> PagedPrefix:
-        """What attention reads: the pool, and where each slot's tokens lie in it."""
+        """The pool, block tables and lengths that attention reads."""
         return PagedPrefix(self.k, self.v, slots.block_tables, slots.lengths)
 
     def commit(self, slots: Slots, stash: KV, path: Int32[Array, "B R"], count: Int[Array, "B"]) -> Self:
@@ -79,13 +79,13 @@ class PagedStore:
         path: Int32[Array, "B R"],
         count: Int[Array, "B"],
     ) -> list[Self]:
-        """`commit` of several stores of one layout by one write: a launch for each layer would cost more."""
+        """`commit` of several stores of the same layout in one write, which saves a launch per layer."""
         first = stores[0]
         num_pages, page_size = first.k.shape[:2]
         step = jnp.arange(path.shape[1], dtype=jnp.int32)[None, :]
         position = slots.lengths[:, None] + step
         page = first.pages_of(slots, position // page_size)
-        # Compared before it is multiplied: a page number that is none may be any, and the product overflow.
+        # Checked before the multiplication: an invalid page number may be any integer and could overflow.
         there = (page >= 0) & (page < num_pages) & first.keeps(step, count[:, None])
         places = jnp.where(there, page * page_size + position % page_size, -1)
         pools = [pool for store in stores for pool in (store.k, store.v)]
@@ -94,11 +94,11 @@ class PagedStore:
         return [replace(store, k=k, v=v) for store, k, v in written]
 
     def pages_of(self, slots: Slots, logical: Int[Array, "B n"]) -> Int[Array, "B n"]:
-        """Which pages of the pool are these pages of the slots' sequences; `NO_PAGE` after the last."""
+        """The pool's pages for logical pages of the slots' sequences; `NO_PAGE` after the last."""
         return jnp.take_along_axis(slots.block_tables, logical, axis=1, mode="fill", fill_value=NO_PAGE)
 
     def keeps(self, step: Int[Array, "1 R"], count: Int[Array, "B 1"]) -> Bool[Array, "B R"]:
-        """Which rows of a path are written."""
+        """Whether each row of a path is written."""
         return step < count
 
 

@@ -1,6 +1,6 @@
-"""The size of a page, and the mark of a missing one: what the host needs to know of stores; no JAX."""
+"""Constants of pages that the host needs; imports no JAX."""
 
-# One step of the attention kernel's keys: pages of 128 were no faster on an H200, and waste more.
+# Tokens of a page: the attention kernel's step. Pages of 128 were not faster on an H200, and waste more.
 PAGE_SIZE = 64
-#: The entry of a block table that is no page; outside of 0..P - 1 any entry is none.
+#: A missing page in a block table; any entry outside 0..P - 1 counts as missing.
 NO_PAGE = -1

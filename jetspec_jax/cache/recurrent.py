@@ -1,4 +1,4 @@
-"""A recurrent layer's slots: the state after each one's committed tokens, and the last rows before it.
+"""A recurrent layer's store: for each slot, the state after its committed tokens, and their last rows.
 
 Shapes: B slots, L slots of a selection, N tokens of a block, R rows of a path, T = kernel - 1 rows that a
 convolution looks back at, C channels, V value heads, D key size, E value size.
@@ -21,11 +21,11 @@ from pallas_kernels.gated_delta import advance
 
 
 class RecurrentPrefix(NamedTuple):
-    """What recurrent layers know of committed tokens; all of it is zero for a slot without any.
+    """A recurrent layer's state after the committed tokens; zero for a slot without tokens.
 
     Attributes:
-        rows: The last ones before the convolution, the oldest first; zero before a sequence's start.
-        state: The state after the last of them.
+        rows: The last projected rows, oldest first, with zeros before the start of a sequence.
+        state: The recurrent state.
     """
 
     rows: Float[Array, "B T C"]
@@ -37,14 +37,14 @@ class RecurrentPrefix(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RecurrentStore:
-    """A place for each slot; see `jetspec_jax.cache.stores.Store`.
+    """An entry for each slot; see `jetspec_jax.cache.stores.Store`.
 
-    A forward and a commit take all of its slots, in order. For some of them the store is picked first, and
-    put back after the last commit: to gather and scatter states in every round would copy them all.
+    Forwards and commits use all slots of the store in order. To use only some slots, `pick` them first and
+    `put` them back after the last commit; gathering and scattering in every round would copy all states.
 
     Attributes:
-        rows: Of all slots, as in `RecurrentPrefix`; of a slot without tokens they may be anything.
-        state: Likewise.
+        rows: The rows of all slots, as in `RecurrentPrefix`; arbitrary for slots without tokens.
+        state: The states of all slots; arbitrary for slots without tokens.
     """
 
     rows: Float[Array, "slots T C"]
@@ -61,31 +61,31 @@ class RecurrentStore:
         return sum(array.size * array.dtype.itemsize for array in (self.rows, self.state))
 
     def specs(self, axes: tuple[str, ...]) -> Self:
-        """How a mesh splits the store: by heads, the rows by what goes with them."""
+        """Partition specs of the store: states are sharded by heads, rows by the heads' channels."""
         return replace(self, rows=PartitionSpec(None, None, axes), state=PartitionSpec(None, axes))
 
     def pick(self, numbers: Int[Array, "L"]) -> Self:
-        """What lies in these slots' places, in places of their own."""
+        """A store with only these slots' entries."""
         return replace(self, rows=self.rows[numbers], state=self.state[numbers])
 
     def put(self, numbers: Int[Array, "L"], picked: Self) -> Self:
-        """The store with what was picked back in its places; no number may occur twice."""
+        """The store with picked entries written back; slot numbers must be unique."""
         rows = self.rows.at[numbers].set(picked.rows, unique_indices=True)
         return replace(self, rows=rows, state=self.state.at[numbers].set(picked.state, unique_indices=True))
 
     def with_slot(self, number: Int[Array, ""], other: Self, others: Int[Array, ""]) -> Self:
-        """The store in which a slot knows what some slot knows in another one."""
+        """The store with one slot's entry copied from a slot of another store."""
         return self.put(number[None], other.pick(others[None]))
 
     def view(self, slots: Slots, block: Block) -> RecurrentPrefix:
-        """What the slots know of their committed tokens."""
+        """The slots' rows and states, with zeros for slots without tokens."""
         return _zero_unless(slots.lengths > 0, RecurrentPrefix(self.rows, self.state))
 
     def commit(
         self, slots: Slots, stash: RecurrentRows, path: Int32[Array, "B R"], count: Int[Array, "B"]
     ) -> Self:
-        """The store with each slot's state after the first ``count`` nodes of its path."""
-        # A slot that nothing is written to keeps its bits, also those of a slot that is free.
+        """The store after the first ``count`` nodes of each slot's path."""
+        # A slot with a count of 0 keeps its bits, even if it is free.
         keep = (slots.lengths > 0) | (count == 0)
         old = _zero_unless(keep, RecurrentPrefix(self.rows, self.state))
         state = advance(old.state, stash.k, stash.delta, stash.decay, path, count)
@@ -100,17 +100,17 @@ class RecurrentStore:
         path: Int32[Array, "B R"],
         count: Int[Array, "B"],
     ) -> list[Self]:
-        """`commit` of several stores, one after the other."""
-        return [store.commit(slots, own, path, count) for store, own in zip(stores, stash, strict=True)]
+        """`commit` of each store."""
+        return [store.commit(slots, rows, path, count) for store, rows in zip(stores, stash, strict=True)]
 
 
 def empty_recurrent_store(num_slots: int, recurrence: Recurrence, dtype: jnp.dtype) -> RecurrentStore:
     """A store for slots without tokens.
 
     Args:
-        num_slots: How many.
-        recurrence: The layer's sizes.
-        dtype: Of the rows; states are float32.
+        num_slots: Number of slots.
+        recurrence: The layer's geometry.
+        dtype: Type of the rows; states are float32.
     """
     size = recurrence
     state = num_slots, size.num_value_heads, size.key_dim, size.value_dim
@@ -120,7 +120,7 @@ def empty_recurrent_store(num_slots: int, recurrence: Recurrence, dtype: jnp.dty
 
 
 def _zero_unless(keep: Bool[Array, "B"], prefix: RecurrentPrefix) -> RecurrentPrefix:
-    """What slots know, or zero; a product with zero would keep what is no number."""
+    """The prefix, or zeros where ``keep`` is false; multiplying by zero would keep NaN."""
     rows = jnp.where(keep[:, None, None], prefix.rows, 0)
     return RecurrentPrefix(rows, jnp.where(keep[:, None, None, None], prefix.state, 0))
 
@@ -131,9 +131,9 @@ def _last_rows(
     path: Int32[Array, "B R"],
     count: Int[Array, "B"],
 ) -> Float[Array, "B T C"]:
-    """The last rows of the old ones and, after them, the first ``count`` of the path.
+    """The last T rows of the old rows followed by the first ``count`` rows of the path.
 
-    Old rows a b c and a path to rows p, q and r, of which ``count`` are taken::
+    Old rows a b c, and a path with the rows p q r::
 
         count 0    a b c        count 2    c p q        count 3    p q r
     """

@@ -1,7 +1,7 @@
-"""A layer with a window: each slot has a ring of a few pages, because nobody looks back any further.
+"""The store of a layer with a window: a ring of few pages per slot, which cover the window.
 
-Page n of a sequence lies in page n % R of the slot's ring, over page n - R, which no later block sees. What a
-commit overwrites, the forward before it has read.
+Page n of a sequence is page n % R of the slot's ring, where it overwrites page n - R, which is outside the
+window of all later blocks. A commit only overwrites rows that the forward before it has read.
 
 Shapes: B slots, R pages of a ring or rows of a path.
 """
@@ -20,9 +20,9 @@ from pallas_kernels.tree_attention import PagedPrefix
 
 
 def ring_pages(window: int, page_size: int) -> int:
-    """Pages that hold the ``window - 1`` tokens before a block, however they lie; at least 1.
+    """The number of pages that can hold the ``window - 1`` tokens before a block at any offset; at least 1.
 
-    At worst one of them is the last of a page, and the others begin at the next::
+    In the worst case the first of them is the last token of a page::
 
         window 6, pages of 4      . . . x | x x x x | block
     """
@@ -44,23 +44,23 @@ class RingStore(PagedStore):
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """Stores of equal layouts have their rows at equal places."""
+        """Stores of equal layouts have the same row indices."""
         return *super().layout, self.ring
 
     def with_slot(self, number: Int[Array, ""], other: Any, others: Int[Array, ""]) -> Self:
-        """The store in which a slot's ring is as that of some slot is in another one, of equal rings."""
+        """The store with one slot's ring copied from a slot of another store with rings of the same size."""
 
-        def copied(own: Array, origin: Array) -> Array:
+        def copied(pool: Array, origin: Array) -> Array:
             ring = jax.lax.dynamic_slice_in_dim(origin, others * self.ring, self.ring)
-            return jax.lax.dynamic_update_slice_in_dim(own, ring, number * self.ring, axis=0)
+            return jax.lax.dynamic_update_slice_in_dim(pool, ring, number * self.ring, axis=0)
 
         return replace(self, k=copied(self.k, other.k), v=copied(self.v, other.v))
 
     def view(self, slots: Slots, block: Block) -> PagedPrefix:
-        """What attention reads: the last R pages that have a token.
+        """The pool, block tables and lengths that attention reads: the last R pages with tokens.
 
-        Attention counts positions back from the length, so lengths may count from any page on. The ring of 3
-        pages of slot 0, after 9 tokens in pages of 2::
+        Attention counts positions back from the length, so lengths may start at any page. The ring of 3 pages
+        of slot 0, after 9 tokens in pages of 2::
 
             page 0    6 7       tables     [2, 0, 1]
             page 1    8 3       lengths    5, the tokens 4..8
@@ -73,7 +73,7 @@ class RingStore(PagedStore):
         return PagedPrefix(self.k, self.v, self.pages_of(slots, logical), lengths)
 
     def pages_of(self, slots: Slots, logical: Int[Array, "B n"]) -> Int[Array, "B n"]:
-        """Which pages of the pool are these pages of the slots' sequences.
+        """The pool's pages for logical pages of the slots' sequences.
 
         Slot 2 with rings of 3 pages::
 
@@ -83,5 +83,5 @@ class RingStore(PagedStore):
         return slots.numbers[:, None] * self.ring + logical % self.ring
 
     def keeps(self, step: Int[Array, "1 R"], count: Int[Array, "B 1"]) -> Bool[Array, "B R"]:
-        """Which rows of a path are written: of more than a ring holds the last, each place once."""
+        """Whether each row of a path is written: only the last that fit, so no position is written twice."""
         return (step < count) & (step >= count - self.ring * self.k.shape[1])

@@ -1,4 +1,4 @@
-"""Slots: where the sequences of a batch keep their committed tokens. Shapes: B slots, T pages per slot."""
+"""Slots: the positions of a batch's committed tokens in the stores. Shapes: B slots, T pages per slot."""
 
 from typing import NamedTuple
 
@@ -7,12 +7,12 @@ from jaxtyping import Array, Int32
 
 
 class Slots(NamedTuple):
-    """Where each slot's committed tokens lie, and how many they are.
+    """The block tables and lengths of slots.
 
     Attributes:
-        block_tables: Pages of each slot in logical order, or `NO_PAGE`; they serve all stores with pages.
-        lengths: Committed tokens of each slot, S.
-        numbers: Each slot's own number, for stores in which each slot has a fixed place.
+        block_tables: Pages of each slot in logical order, or `NO_PAGE`; shared by all stores with pages.
+        lengths: Number of committed tokens of each slot, S.
+        numbers: Each slot's number, for stores with one entry per slot.
     """
 
     block_tables: Int32[Array, "B T"]
@@ -21,5 +21,5 @@ class Slots(NamedTuple):
 
     @classmethod
     def of(cls, block_tables: Int32[Array, "B T"], lengths: Int32[Array, "B"]) -> "Slots":
-        """All the slots there are, in order."""
+        """All slots in order."""
         return cls(block_tables, lengths, jnp.arange(len(lengths), dtype=jnp.int32))

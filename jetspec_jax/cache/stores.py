@@ -1,7 +1,7 @@
-"""Stores of committed tokens, one for each layer, and what every kind of store can do.
+"""Stores of committed tokens, one per layer, and their protocol.
 
-A store holds committed tokens only. A forward reads stores and never writes them; what it computes for its
-block is a stash, and a commit writes the rows of the accepted path, once. Nothing is ever rolled back.
+A store holds only committed tokens. A forward reads stores but does not write them; it returns the block's
+rows as a stash, and a commit writes the rows of the accepted path. So nothing is ever rolled back.
 
 Shapes: B slots, L slots of a selection, N nodes of a block, R rows of a path, P pages.
 """
@@ -23,11 +23,11 @@ from jetspec_jax.sampling.token_sets import NO_CHOICE
 
 @runtime_checkable
 class Store(Protocol):
-    """What one layer keeps of the committed tokens of all slots: a pytree."""
+    """One layer's data of the committed tokens of all slots: a pytree."""
 
     @property
     def layout(self) -> object:
-        """Hashable; stores of equal layouts can be committed together."""
+        """A hashable value; stores of equal layouts can be committed together."""
         ...
 
     @property
@@ -36,30 +36,30 @@ class Store(Protocol):
         ...
 
     def specs(self, axes: tuple[str, ...]) -> "Store":
-        """The store with specs in place of arrays: how a mesh with these axes splits each."""
+        """The store with partition specs in place of arrays, for a mesh with these axes."""
         ...
 
     def pick(self, numbers: Int[Array, "L"]) -> "Store":
-        """The store as these slots alone see it: what has a place for each slot is copied, pages stay."""
+        """The store for these slots only: entries per slot are copied, pages are not."""
         ...
 
     def put(self, numbers: Int[Array, "L"], picked: Any) -> "Store":
-        """The inverse of `pick`: the store after what was picked of it has been committed to."""
+        """The inverse of `pick`: the store with the picked entries, after commits, written back."""
         ...
 
     def with_slot(self, number: Int[Array, ""], other: Any, others: Int[Array, ""]) -> "Store":
-        """The store in which a slot has what slot ``others`` has in another store of its kind.
+        """The store with the entry of slot ``number`` copied from slot ``others`` of another store.
 
-        This is what has a place for each slot; pages are shared by their numbers.
+        Only entries per slot are copied; pages are shared by their numbers.
         """
         ...
 
     def view(self, slots: Slots, block: Block) -> Any:
-        """What the layer's operation needs of some slots for a block after their tokens; copies no pages."""
+        """The arrays that the layer's attention or recurrence reads for a block; pages are not copied."""
         ...
 
     def commit(self, slots: Slots, stash: Any, path: Int32[Array, "B R"], count: Int[Array, "B"]) -> "Store":
-        """The store with the first ``count[b]`` nodes of each path: see the function `commit`."""
+        """The store with the first ``count[b]`` nodes of each path; see the function `commit`."""
         ...
 
     @classmethod
@@ -71,25 +71,25 @@ class Store(Protocol):
         path: Int32[Array, "B R"],
         count: Int[Array, "B"],
     ) -> Sequence["Store"]:
-        """`commit` of several stores of one layout, in as few launches as can be."""
+        """`commit` of several stores of the same layout in few launches."""
         ...
 
 
 def empty_stores(
     config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype, slots: Slots | None = None
 ) -> tuple[Store, ...]:
-    """A store for each layer. Layers may differ in geometry, so they are never stacked into one array.
+    """Empty stores, one per layer. Layers may differ in geometry, so they are not stacked into one array.
 
     Args:
-        config: The layers.
-        num_pages: P, of the pool that block tables name.
+        config: The model's config.
+        num_pages: P, pages of the pool.
         page_size: Tokens of a page.
-        dtype: Of keys and values, and of a convolution's rows.
-        slots: All slots: each gets a ring in the stores of layers with a window, of no more pages than it can
-            name, and a state in those of recurrent layers. None keeps all layers' tokens in the pool.
+        dtype: Type of keys, values, and a convolution's rows.
+        slots: All slots. Each gets a ring in layers with a window, of at most as many pages as its block
+            table has, and a state in recurrent layers. None: all layers use the pool.
 
     Raises:
-        ValueError: A layer is recurrent, and there are no slots.
+        ValueError: A layer is recurrent, and ``slots`` is None.
     """
     stores: list[Store] = []
     for layer in config.layers:
@@ -116,39 +116,40 @@ def commit(
     path: Int32[Array, "B R"],
     count: Int[Array, "B"],
 ) -> tuple[Store, ...]:
-    """Writes the first ``count[b]`` nodes of each slot's path after its committed tokens, in all layers.
+    """Appends the first ``count[b]`` nodes of each slot's path to its committed tokens, in all layers.
 
-    Example: of nodes 0..3 with the path 0, 2, -1 and a count of 2, rows 0 and 2 follow the committed ones.
+    Example: for nodes 0..3, the path 0, 2, -1 and a count of 2, rows 0 and 2 are appended.
 
     Args:
-        stores: One for each layer.
+        stores: One store per layer.
         slots: The slots *before* the commit.
-        stash: For each layer what a forward made of the block's nodes.
-        path: Nodes to write, in logical order, which need not be a prefix of the block; after ``count`` there
-            may be anything.
-        count: Nodes to write; 0 leaves a slot as it is. Rows that fall after a slot's last page are dropped:
-            they can only be overshoot of a request that ends with them. A forward that reads these stores
-            must come first: see `after_forward`.
+        stash: The rows of the block's nodes from a forward, per layer.
+        path: Nodes to write, in logical order, not necessarily a prefix of the block; arbitrary after
+            ``count``.
+        count: Number of nodes to write; 0 leaves a slot unchanged. Rows after a slot's last page are dropped:
+            they are overshoot of a request that ends there. It must depend on the forward that reads these
+            stores, see `after_forward`.
     """
     written = list(stores)
     for layout in dict.fromkeys(store.layout for store in stores):
         alike = [i for i, store in enumerate(stores) if store.layout == layout]
-        own = [stores[i] for i in alike]
-        new = type(own[0]).commit_alike(own, slots, [stash[i] for i in alike], path, count)
+        group = [stores[i] for i in alike]
+        new = type(group[0]).commit_alike(group, slots, [stash[i] for i in alike], path, count)
         for i, store in zip(alike, new, strict=True):
             written[i] = store
     return tuple(written)
 
 
 def chain_path(batch: int, length: int) -> Int32[Array, "B N"]:
-    """The path of a chain: all nodes of the block, as they stand."""
+    """The path of a chain: all nodes of the block in order."""
     return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None, :], (batch, length))
 
 
 def after_forward(count: Int[Array, "B"], choices: Int[Array, "B N"]) -> Int[Array, "B"]:
-    """``count``, as a value that only the end of the forward gives.
+    """``count``, made dependent on the result of a forward.
 
-    Where no data ties a commit to the forward that reads the same stores, XLA may order the write first, and
-    then copies a store. No choice is below `NO_CHOICE`, but XLA does not know it.
+    Without a data dependency XLA may schedule a commit before the forward that reads the same stores, and
+    would then have to copy them. No choice is below `NO_CHOICE`, so ``count`` does not change, but XLA cannot
+    know.
     """
     return jnp.where(jnp.all(choices >= NO_CHOICE, axis=1), count, 0)

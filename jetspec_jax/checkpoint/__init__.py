@@ -1,4 +1,4 @@
-"""Checkpoints in safetensors: from a folder or the hub to parameters, and the tokenizer beside them."""
+"""Loads checkpoints: configs, parameters and tokenizers from a folder, a GGUF file or the hub."""
 
 from jetspec_jax.checkpoint.content import CheckpointError
 

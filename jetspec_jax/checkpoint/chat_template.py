@@ -1,4 +1,4 @@
-"""Conversations in the form of a tokenizer's chat template."""
+"""Checks conversations and renders them with a tokenizer's chat template."""
 
 import json
 import os
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from jetspec_jax.arguments import check_flag, check_text, check_type, shortened, shown
 from jetspec_jax.checkpoint.content import check_small, content_of
 
-#: A conversation: messages with "role" and "content", and whatever else a template reads.
+#: A conversation: messages with "role", "content" and other keys that a template may read.
 Chat = Sequence[Mapping[str, Any]]
 _MESSAGES = '[{"role": "user", "content": "…"}]'
 
-#: Arguments of a tokenizer's ``apply_chat_template`` that change what it does. Those of a template are data:
-#: they replace neither the template nor how the prompt is made of it.
+#: Arguments of a tokenizer's ``apply_chat_template`` that are not passed to the template. Callers may not set
+#: them as template arguments, because they would replace the template or change how it is rendered.
 RESERVED = frozenset(
     (
         *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message"),
@@ -22,22 +22,22 @@ RESERVED = frozenset(
         *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
     )
 )
-# Characters of a template's error that are repeated.
+# The most characters of a template's error that are quoted.
 _MOST_SAID = 500
-#: What errors about a template advise.
+#: Advice in errors about a template.
 ANOTHER_TEMPLATE = "give another template by --chat-template FILE or chat_template=…"
 
 
 class Ending(NamedTuple):
-    """How the prompt of a conversation ends, under the names of transformers and vLLM.
+    """The end of a conversation's prompt, with the options of transformers and vLLM.
 
-    With neither, the prompt ends where the template ends the last message. Most templates write an end mark
-    there, the demo's ``<|im_end|>`` too, so that the model begins a message of any role.
+    If both are false, the prompt ends after the last message. Most templates write an end-of-message token
+    there, such as ``<|im_end|>``, after which the model may begin a message of any role.
 
     Attributes:
-        add_generation_prompt: With what begins an answer.
-        continue_final_message: With the content of the last message, which is an assistant's. No end mark
-            follows, so that the model continues that message. None continues it where it can be continued.
+        add_generation_prompt: End with the beginning of an assistant's message.
+        continue_final_message: End inside the last message, an assistant's, without an end-of-message token,
+            so that the model continues it. None: continue it if possible.
     """
 
     add_generation_prompt: bool = True
@@ -45,10 +45,10 @@ class Ending(NamedTuple):
 
     @classmethod
     def of(cls, add_generation_prompt: Any = None, continue_final_message: Any = None) -> "Ending":
-        """What a caller asks for. None is the opposite of the other setting; two None ask for an answer.
+        """An ending from a caller's arguments; None means the opposite of the other, or the default.
 
         Raises:
-            TypeError: One is no boolean.
+            TypeError: An argument is not a boolean.
             ValueError: Both are true.
         """
         begins, continues = (
@@ -61,18 +61,18 @@ class Ending(NamedTuple):
         if begins and continues:
             raise ValueError(
                 "continue_final_message and add_generation_prompt cannot both be true: the prompt ends in "
-                "the last message, or with what begins an answer"
+                "the last message or with the beginning of a new one"
             )
         if begins is None:
             return cls(not continues, bool(continues))
         return cls(begins, False if begins else continues)
 
     def continues(self, chat: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the prompt of a conversation of `read_chats` ends in its last message.
+        """Whether the prompt of a conversation ends inside its last message.
 
         Raises:
-            ValueError: That message is to be continued, and is not an assistant's, has no content, or calls
-                tools after it.
+            ValueError: `continue_final_message` is true, and the last message is not an assistant's, has no
+                content, or calls tools.
         """
         if self.continue_final_message is False:
             return False
@@ -87,20 +87,21 @@ class Ending(NamedTuple):
         return wrong is None
 
 
-#: The usual ending, which asks for an answer.
+#: The default ending: the beginning of an assistant's message.
 ANSWERED = Ending()
 
 
 def read_chat_template(file_or_text: str | Path) -> str:
-    """The text of a chat template, checked.
+    """Reads and checks a chat template.
 
     Args:
-        file_or_text: A file, or a Jinja text: what has braces or several lines is one.
+        file_or_text: A file, or a Jinja text; a string with braces or several lines is a Jinja text.
 
     Raises:
-        TypeError: It is neither.
-        FileNotFoundError: There is no such file.
-        ValueError: The file is not readable, or the text is no Jinja template or reads no messages.
+        TypeError: The argument is not a string or a path.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is not readable, or the text is not a Jinja template or does not use
+            ``messages``.
     """
     import jinja2
 
@@ -110,7 +111,7 @@ def read_chat_template(file_or_text: str | Path) -> str:
     text, where = str(file_or_text), "chat_template"
     if isinstance(file_or_text, Path) or not any(sign in text for sign in "{}\n"):
         path, where = Path(file_or_text), f"the chat template {file_or_text}"
-        if not os.path.exists(file_or_text):  # false also for what no path can be
+        if not os.path.exists(file_or_text):  # false also for invalid paths
             raise FileNotFoundError(
                 f"chat_template is {shown(text)}, which is no file; a Jinja text has braces"
             )
@@ -127,14 +128,14 @@ def read_chat_template(file_or_text: str | Path) -> str:
 
 
 class TemplateFailed(ValueError):
-    """A chat template fails, by an error that it does not raise itself."""
+    """A chat template fails with an error other than ``raise_exception``."""
 
 
 def check_writes_tools(tokenizer: Any) -> None:
-    """Checks that a tokenizer's chat template reads tools.
+    """Checks that a tokenizer's chat template uses tools.
 
     Raises:
-        ValueError: It does not. One that cannot be parsed is left to `render_chat`.
+        ValueError: It does not. Syntax errors are not raised here but by `render_chat`.
     """
     import jinja2
 
@@ -146,19 +147,19 @@ def check_writes_tools(tokenizer: Any) -> None:
         return
     if not writes:
         raise ValueError(
-            f"the chat template does not write tools: {ANOTHER_TEMPLATE}, or say the tools in a message"
+            f"the chat template does not write tools: {ANOTHER_TEMPLATE}, or describe the tools in a message"
         )
 
 
 def read_chats(messages: Any) -> list[list[dict[str, Any]]]:
-    """Conversations, each of which says something; one alone counts as a list of one.
+    """Checks one conversation or a list of them, and returns a list.
 
-    Contents stay texts or lists of parts; `render_chat` writes parts as the template reads them. Arguments of
-    calls that are JSON texts become mappings, which templates read.
+    Contents remain strings or lists of parts, which `render_chat` adapts to the template. Tool-call arguments
+    given as JSON strings become mappings, as templates expect.
 
     Raises:
-        TypeError: Something is no message, or a role or a content of a wrong type.
-        ValueError: There are no messages, a content is no text, or arguments are no JSON object.
+        TypeError: A message, a role or a content has the wrong type.
+        ValueError: A conversation is empty, a content is not text, or arguments are not a JSON object.
     """
     if not isinstance(messages, list | tuple):
         raise TypeError(f"messages must be a list such as {_MESSAGES}, or several, not {shown(messages)}")
@@ -170,17 +171,17 @@ def read_chats(messages: Any) -> list[list[dict[str, Any]]]:
             raise TypeError(f"{where} must be a list such as {_MESSAGES}, not {shown(chat)}")
         if not chat:
             raise ValueError("there are no messages to answer")
-        chats.append([_message(own, f"{where}[{place}]") for place, own in enumerate(chat)])
+        chats.append([_message(message, f"{where}[{place}]") for place, message in enumerate(chat)])
     return chats
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
-    """A message whose content is a text or a list of text parts."""
+    """Checks a message and its content, a string or a list of text parts."""
     check_type(where, message, Mapping, 'a mapping with "role" and "content"')
     read = dict(message)
     check_type(f'"role" of {where}', read.get("role"), str, "a string")
     content = read.get("content")
-    # What only calls tools says nothing.
+    # A message that only calls tools needs no content.
     if content is None and not read.get("tool_calls"):
         raise ValueError(f'{where} has no "content"')
     if isinstance(content, list | tuple):
@@ -194,7 +195,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _part(part: Any, where: str) -> dict[str, str]:
-    """A part of a content, which is a text; null stands for a key left out."""
+    """Checks a content part, which must be text; keys with null count as absent."""
     check_type(where, part, Mapping, '{"type": "text", "text": "…"}')
     if part.get("type") != "text":
         raise ValueError(f'{where} is of type {shown(part.get("type"))}; "text" alone is supported')
@@ -206,7 +207,7 @@ def _part(part: Any, where: str) -> dict[str, str]:
 
 
 def _call(call: Any, where: str) -> Any:
-    """A call of a tool, whose arguments are a mapping where they were a JSON text."""
+    """A tool call with its arguments as a mapping if they were a JSON string."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(text := function.get("arguments"), str):
         return call
@@ -214,10 +215,10 @@ def _call(call: Any, where: str) -> Any:
 
 
 def read_arguments(text: str, where: str = "messages") -> dict[str, Any]:
-    """The arguments of a call, which clients send as JSON; an empty text is a call without arguments.
+    """The arguments of a tool call from JSON; an empty string means no arguments.
 
     Raises:
-        ValueError: The text is no JSON object.
+        ValueError: The text is not a JSON object.
     """
     try:
         value = json.loads(text) if text.strip() else {}
@@ -229,17 +230,17 @@ def read_arguments(text: str, where: str = "messages") -> dict[str, Any]:
 
 
 def check_template_arguments(names: Iterable[str]) -> None:
-    """Checks that arguments are the template's.
+    """Checks that template arguments are not reserved.
 
     Raises:
-        ValueError: Some are not.
+        ValueError: Some are in `RESERVED`.
     """
-    if taken := sorted(RESERVED & set(names)):
-        raise ValueError(f"{', '.join(taken)} cannot be template arguments: they are set already")
+    if reserved := sorted(RESERVED & set(names)):
+        raise ValueError(f"{', '.join(reserved)} cannot be template arguments: they are set already")
 
 
 def unread(tokenizer: Any, template_arguments: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Which of the names the chat template does not read; with tools it may be another template."""
+    """The names that the chat template does not use; the template may depend on whether there are tools."""
     from jetspec_jax.checkpoint.template_content import variables_of
 
     read = variables_of(tokenizer.get_chat_template(tools=template_arguments.get("tools")))
@@ -254,21 +255,22 @@ def render_chat(
     where: str = "",
     **settings: Any,
 ) -> Any:
-    """A conversation as its tokenizer's template writes it.
+    """Renders a conversation with its tokenizer's chat template.
 
-    A template that loops over the parts of a content gets the list of parts. Any other template gets one
-    text, a line for each part. A template that does not know the role "developer" gets "system" instead.
+    A template that loops over content parts gets the list of parts. Other templates get one string with a
+    line per part. For a template that does not know the role "developer", the role becomes "system".
 
     Args:
         tokenizer: A transformers tokenizer with a chat template.
         messages: The conversation.
         template_arguments: Passed to the template; see `check_template_arguments`.
-        where: What error messages call the conversation, if there are several.
-        **settings: Of the tokenizer's ``apply_chat_template``, which gives what they ask for.
+        where: The conversation's name in error messages, if there are several.
+        **settings: Further arguments of the tokenizer's ``apply_chat_template``.
 
     Raises:
-        ValueError: The template refuses the conversation, which is also how a template says that roles must
-            alternate; the message holds what it says. Where it fails, a `TemplateFailed`.
+        ValueError: The template refuses the conversation with ``raise_exception``, for example because roles
+            must alternate; its message is included.
+        TemplateFailed: The template fails with another error.
     """
     import jinja2
 
@@ -281,17 +283,17 @@ def render_chat(
         return tokenizer.apply_chat_template(chat, **settings, **template_arguments)
     except RecursionError as error:
         raise ValueError(f"{prefix}the conversation is nested too deeply for its chat template") from error
-    except Exception as error:  # a template is a program, which may divide by zero too
-        if type(error) is jinja2.TemplateError:  # of the template's `raise_exception`
+    except Exception as error:  # a template is a program and may raise any error
+        if type(error) is jinja2.TemplateError:  # from the template's `raise_exception`
             raise ValueError(f"{prefix}the chat template refuses the conversation: {error}") from error
-        # transformers repeats the whole conversation after the first line of what it says.
+        # transformers appends the whole conversation after the first line of its message.
         line = shortened(str(error).partition("\n")[0], _MOST_SAID)
-        said = f"{prefix}the chat template fails on the conversation: {line or type(error).__name__}"
-        raise TemplateFailed(said) from error
+        text = f"{prefix}the chat template fails on the conversation: {line or type(error).__name__}"
+        raise TemplateFailed(text) from error
 
 
 def _adapted(message: Mapping[str, Any], template: str, walks: bool) -> dict[str, Any]:
-    """A message in the form that a template reads."""
+    """A message adapted to a template's roles and form of content."""
     adapted = dict(message)
     if adapted.get("role") == "developer" and "developer" not in template:
         adapted["role"] = "system"

@@ -1,4 +1,4 @@
-"""What a checkpoint's files hold: read by name, and refused by name."""
+"""Reads and checks the small files of a checkpoint; errors name the file."""
 
 import contextlib
 import fnmatch
@@ -9,26 +9,26 @@ from typing import Any
 from jetspec_jax.config import read_json
 from jetspec_jax.config.fields import check_size
 
-#: Files of a checkpoint that are read whole: configs, indices, and what tokenizers need.
+#: Files of a checkpoint that are read whole: configs, indices, and tokenizers.
 SMALL_PATTERNS = ("*.json", "*.txt", "*.jinja", "*.model")
 #: The subfolder in which transformers keeps further templates.
 TEMPLATE_FOLDER = "additional_chat_templates"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint's file does not hold what it should; the message names the file."""
+    """A checkpoint's file is invalid; the message names the file."""
 
 
 @contextlib.contextmanager
 def content_of(path: str | Path, *errors: type[Exception]) -> Iterator[None]:
-    """Makes complaints about a file's content out of what is raised while it is read.
+    """Converts errors that occur while a file is read into `CheckpointError`.
 
     Args:
-        path: The file, or the checkpoint's folder; named where the complaint does not.
-        *errors: What the reader raises besides ValueError.
+        path: The file or the checkpoint's folder; it is prepended to messages that do not contain it.
+        *errors: Errors to convert in addition to ValueError and RecursionError.
 
     Raises:
-        CheckpointError: Instead of them.
+        CheckpointError: Instead of these errors.
     """
     try:
         yield
@@ -40,11 +40,11 @@ def content_of(path: str | Path, *errors: type[Exception]) -> Iterator[None]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Reads a file that holds a JSON object.
+    """Reads a file with a JSON object.
 
     Raises:
-        CheckpointError: It does not, or it is no regular file.
-        OSError: It is not there, or cannot be read.
+        CheckpointError: The content is not a JSON object, or the path is not a regular file.
+        OSError: The file does not exist or cannot be read.
     """
     check_regular(path)
     with content_of(path):
@@ -52,22 +52,22 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def check_regular(path: Path) -> None:
-    """Refuses what is there and is no file: a folder, or a pipe, which nobody may ever write to.
+    """Refuses an existing path that is not a regular file; reading a pipe could block for ever.
 
     Raises:
-        CheckpointError: It is none.
+        CheckpointError: The path exists and is not a regular file.
     """
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}, not a file")
 
 
 def small_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint that are read whole, in order of their names.
+    """The files of a checkpoint that are read whole, sorted by name.
 
-    Other libraries read them too, without a look at their size or kind.
+    They are checked here because other libraries read them without checking size or kind.
 
     Raises:
-        CheckpointError: One is too large, or no regular file.
+        CheckpointError: A file is too large, or not a regular file.
     """
     found = []
     for path in sorted([*folder.iterdir(), *(folder / TEMPLATE_FOLDER).glob("*")]):
@@ -78,10 +78,10 @@ def small_files(folder: Path) -> list[Path]:
 
 
 def check_small(path: Path) -> None:
-    """Refuses a file that is to be read whole if it is too large or no regular file.
+    """Checks size and kind of a file that will be read whole.
 
     Raises:
-        CheckpointError: It is.
+        CheckpointError: The file is too large, or not a regular file.
     """
     check_regular(path)
     if path.exists():

@@ -1,7 +1,6 @@
-"""Large arrays copied by several threads: NumPy lets go of Python while it copies.
+"""Copies large arrays with several threads; NumPy releases the GIL while it copies.
 
-In a parameter a file's tensor mostly lies transposed, and one thread transposes more slowly than files can be
-read.
+Most tensors are transposed when they are read, and one thread transposes more slowly than files are read.
 """
 
 import os
@@ -14,23 +13,23 @@ import numpy as np
 from jetspec_jax.checkpoint.finite import is_finite
 
 _CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-#: Beyond this they wait for each other, and for the memory.
+#: More threads would wait for each other and for memory.
 THREADS = min(8, _CPUS)
-#: Arrays of fewer bytes are copied by the thread that asks.
+#: Arrays with fewer bytes are copied by the calling thread.
 SMALL = 2**20
-# That a thread copies in a row: no fewer, as to hand them over takes a while, too.
+# Tiles per task; fewer would make the overhead of a task noticeable.
 _TILES = 32
 
 
 class Copies:
-    """Copies of one origin, that others may go on beside."""
+    """A group of copies that run in threads until `end`."""
 
     def __init__(self, threads: Executor | None):
-        """Begins nothing yet; without threads each copy is made at once."""
+        """Without threads, `begin` copies at once."""
         self._threads, self._begun = threads, list[Future[None]]()
 
     def begin(self, copy: Callable[[Any], None], tiles: Iterable[Any]) -> None:
-        """Begins to call a function with each of some tiles."""
+        """Starts calling ``copy`` with each tile."""
         tiles = list(tiles)
         if self._threads is None:
             _copy_all(copy, tiles)
@@ -39,19 +38,19 @@ class Copies:
             self._begun.append(self._threads.submit(_copy_all, copy, tiles[start : start + _TILES]))
 
     def end(self) -> None:
-        """Waits for what was begun, and raises what one of the copies has raised."""
+        """Waits for all copies, and raises the first error."""
         for copy in self._begun:
             copy.result()
 
 
 def _copy_all(copy: Callable[[Any], None], tiles: Sequence[Any]) -> None:
-    with np.errstate(over="ignore"):  # what overflows is not finite, and is named then
+    with np.errstate(over="ignore"):  # values that overflow are reported as not finite later
         for tile in tiles:
             copy(tile)
 
 
 def all_finite(values: np.ndarray, threads: Executor | None) -> bool:
-    """As `is_finite`, by several threads."""
+    """`is_finite` with several threads."""
     if threads is None:
         return is_finite(values)
     return all(threads.map(is_finite, np.array_split(values.reshape(-1), THREADS)))

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, in the place of other files only."""
+"""Writes files and folders atomically."""
 
 import json
 import os
@@ -16,14 +16,14 @@ except ImportError:  # Windows, where a folder cannot be locked
 
 
 def check_writable(path: Path, *, make_folder: bool = False) -> None:
-    """Finds out whether a file can be written there, before there is anything to write.
+    """Checks that a file can be written, before there is anything to write.
 
     Args:
         path: The file.
-        make_folder: Whether its folder is made if there is none.
+        make_folder: Whether to create its folder if it does not exist.
 
     Raises:
-        OSError: It cannot, or what is there is no regular file.
+        OSError: The file cannot be written, or the path exists and is not a regular file.
     """
     folder = _place(path).parent
     try:
@@ -31,18 +31,18 @@ def check_writable(path: Path, *, make_folder: bool = False) -> None:
             folder.mkdir(parents=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        # The error names a temporary file, or a folder: nothing that was asked for.
+        # The error names a temporary file or a folder, not the file of the caller.
         raise OSError(f"cannot write {path}: {error.strerror}") from error
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A partial file beside ``path``, which takes its place once its bytes are on the disk; makes the folder.
+    """A temporary file beside ``path`` that replaces it once its bytes are on disk; creates the folder.
 
-    So neither an error nor a crash leaves an empty file or half of one there.
+    Neither an error nor a crash leaves an empty or incomplete file at ``path``.
 
     Raises:
-        OSError: It cannot be written, or what is there is no regular file.
+        OSError: The file cannot be written, or the path exists and is not a regular file.
     """
     place = _place(path)
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -58,18 +58,18 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file; as `replacing`."""
+    """Writes a UTF-8 text file atomically, see `replacing`."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes what JSON can say, for people too; as `replacing`."""
+    """Writes indented JSON atomically, see `replacing`."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def refuse_existing(folder: Path) -> None:
-    """Checks that a folder to be written is a new one.
+    """Checks that a folder does not exist yet.
 
     Raises:
         FileExistsError: It exists.
@@ -80,9 +80,9 @@ def refuse_existing(folder: Path) -> None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A hidden folder to write into, which gets its name when all is written and is removed otherwise.
+    """A hidden folder that is renamed to ``folder`` on success and removed on an error.
 
-    A process that is killed leaves it there; the next one that writes the same folder removes what it holds.
+    If the process is killed, the hidden folder stays; the next writer of the same folder clears it.
 
     Raises:
         FileExistsError: The folder exists, or another process is writing it.
@@ -96,23 +96,23 @@ def new_folder(folder: Path) -> Iterator[Path]:
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             yield partial
             refuse_existing(folder)
-            partial.chmod(0o755)  # it was made the owner's alone
+            partial.chmod(0o755)  # it was created with mode 0o700
             partial.rename(folder)
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-                error.filename = str(folder)  # a full disk is reported without a name
+                error.filename = str(folder)  # the error of a full disk has no file name
             raise
 
 
 def is_inside(name: str) -> bool:
-    """Whether a name, with folders or without, stays in the folder that it is relative to, on any system."""
+    """Whether a relative path stays inside its base folder, on Posix and Windows."""
     paths = PurePosixPath(name), PureWindowsPath(name)
     return not any(path.anchor or ".." in path.parts for path in paths)
 
 
 def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
-    """Writes small files by their names, which may have folders in them; text is UTF-8."""
+    """Writes small files by their relative paths; text is encoded as UTF-8."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
 
 
 def _place(path: Path) -> Path:
-    """Where the file goes, through links, which stay; never in the place of a folder or of /dev/null."""
+    """The path with symbolic links resolved, so that links are kept; refuses folders and devices."""
     if path.exists() and not path.is_file():
         raise OSError(f"cannot write {path}: it is {'a folder' if path.is_dir() else 'no regular file'}")
     return path.resolve()
@@ -128,10 +128,10 @@ def _place(path: Path) -> Path:
 
 @contextmanager
 def _held(partial: Path, folder: Path) -> Iterator[None]:
-    """Holds a folder, which is made if there is none, against other processes; the system frees it with ours.
+    """Creates and locks a folder against other processes; the system releases the lock with this process.
 
     Raises:
-        FileExistsError: Another process holds it, or may hold it where the system cannot tell.
+        FileExistsError: Another process holds the lock, or may hold it on a system without locks.
     """
     while True:
         made = not partial.exists()
@@ -150,7 +150,7 @@ def _held(partial: Path, folder: Path) -> Iterator[None]:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise FileExistsError(f"another process is writing {folder}") from None
-            # Its writer may have finished in between, and what is held be gone or have its name.
+            # The writer may have finished in between; then the locked folder is gone or has been renamed.
             if partial.exists() and os.path.samestat(os.fstat(handle), partial.stat()):
                 yield
                 return

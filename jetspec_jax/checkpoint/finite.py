@@ -1,17 +1,17 @@
-"""Whether values are finite, found at the speed of memory."""
+"""Checks at the speed of memory whether values are finite."""
 
 import numpy as np
 
-# Elements that are looked at together: few enough to stay in a core's cache.
+# Elements per step: few enough to stay in a core's cache.
 _PART = 2**17
 
 
 def is_finite(values: np.ndarray) -> bool:
-    """Whether no float of any type is NaN or infinite.
+    """Whether no value of a float array is NaN or infinite.
 
-    Floats are ordered as their bits are, and infinity is followed by the NaNs. So two largest integers tell:
-    signed ones of the positive floats, unsigned ones of the negative. NumPy compares bfloat16 values, which
-    it does not know, many times slower.
+    Floats are ordered like their bits, with NaNs after infinity, so two maxima suffice: of the bits as signed
+    integers for positive floats, as unsigned integers for negative ones. NumPy's comparison of bfloat16,
+    which is not a native type, is many times slower.
     """
     bits = 8 * values.dtype.itemsize
     signed, unsigned = (np.ascontiguousarray(values).reshape(-1).view(f"{kind}{bits // 8}") for kind in "iu")

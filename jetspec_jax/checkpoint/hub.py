@@ -1,4 +1,4 @@
-"""Where a checkpoint's files are: a local folder, or the Hugging Face hub, from which they are fetched."""
+"""Finds a checkpoint's files in a local folder or downloads them from the Hugging Face hub."""
 
 import contextlib
 import os
@@ -14,29 +14,29 @@ from jetspec_jax.checkpoint.reading import Headers, has_weights, merge_shards, r
 from jetspec_jax.checkpoint.tensor_plan import Stored
 from jetspec_jax.progress import waiting
 
-# What a hub download fetches: never pickles, never code.
+# Files that are downloaded: never pickles, never code.
 HUB_PATTERNS = (*SMALL_PATTERNS, "*.safetensors")
 CONFIG_PATTERNS = ("config.json",)
-# Weights in folders of their own are the same again in other layouts, as large: GPT-OSS's "original".
+# Weights in subfolders are copies of the same size in other layouts, such as GPT-OSS's "original".
 OTHER_LAYOUTS = ("*/*.safetensors",)
 
 
 def resolve(path_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
-    """The local folder or GGUF file of a checkpoint; a hub id's files are downloaded, or found in its cache.
+    """The local folder or GGUF file of a checkpoint; for a hub id, downloads the files that are not cached.
 
     Args:
-        path_or_id: A folder, a GGUF file, a hub id, or the name of a pair in `PAIRS`: its target.
-        patterns: Which files of a hub id to fetch.
+        path_or_id: A folder, a GGUF file, a hub id, or the name of a pair in `PAIRS`, whose target is meant.
+        patterns: The files of a hub id to download.
 
     Raises:
-        FileNotFoundError: Neither a folder with a ``config.json``, nor a GGUF file, nor a hub id that can be
-            fetched.
-        CheckpointError: The ``config.json`` is no file.
+        FileNotFoundError: The argument is not a folder with a ``config.json``, a GGUF file, or a hub id whose
+            files can be downloaded.
+        CheckpointError: The ``config.json`` is not a regular file.
     """
     if (pair := pair_of(path_or_id)) is not None:
         return pair.find_target()
     folder = local_path(path_or_id)
-    if os.path.isdir(folder):  # a name that no file can have is no folder, where Path.is_dir may raise
+    if os.path.isdir(folder):  # false for invalid names, for which Path.is_dir may raise
         check_regular(folder / "config.json")
         if not (folder / "config.json").is_file():
             if files := sorted(path.name for path in folder.glob("*.gguf")):
@@ -62,20 +62,20 @@ def resolve(path_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> P
 
 
 def local_path(path_or_id: str | Path) -> Path:
-    """The path that a user's word is if it is one; "~" is the home of those who have one."""
+    """The argument as a path, with "~" expanded."""
     return Path(os.path.expanduser(path_or_id))
 
 
 def find_headers(path_or_id: str | Path, folder: Path) -> Headers:
-    """What the headers of a checkpoint's files say; where the files are not here, only headers are fetched.
+    """The headers of a checkpoint's files; if the files are not local, only their headers are fetched.
 
     Args:
         path_or_id: A folder or a hub id.
-        folder: Where `resolve` has found its config.
+        folder: The local folder of its config, from `resolve`.
 
     Raises:
         FileNotFoundError: There are no weights, or the hub cannot be reached.
-        CheckpointError: A file is corrupt; or the weights are pickled.
+        CheckpointError: A file is corrupt, or the weights are pickled.
     """
     if is_gguf(folder) or folder == local_path(path_or_id) or has_weights(folder):
         return read_headers(folder)
@@ -87,7 +87,7 @@ def find_headers(path_or_id: str | Path, folder: Path) -> Headers:
         sizes: dict[str, Any] = {file.rfilename: file.size for file in about.siblings or ()}
         file_bytes = sum(sizes[name] for name in found.files_metadata)
     shards = [
-        {name: Stored(tuple(own.shape), own.dtype) for name, own in file.tensors.items()}
+        {name: Stored(tuple(tensor.shape), tensor.dtype) for name, tensor in file.tensors.items()}
         for file in found.files_metadata.values()
     ]
     tensors, wrong = merge_shards(shards, found.weight_map)
@@ -96,11 +96,11 @@ def find_headers(path_or_id: str | Path, folder: Path) -> Headers:
 
 @contextlib.contextmanager
 def _asking_the_hub(path_or_id: str | Path) -> Iterator[None]:
-    """Says what could not be had, whatever the hub's client raises."""
+    """Converts any error of the hub's client into a FileNotFoundError that names the checkpoint."""
     try:
         with waiting(f"asking the Hugging Face hub for {path_or_id}"):
             yield
-    except Exception as error:  # the client lets its HTTP library's errors through as they come
+    except Exception as error:  # the client also raises the errors of its HTTP library
         raise FileNotFoundError(
             f"{path_or_id} is no local folder, is not in the hub's local cache, and cannot be fetched from "
             f"the Hugging Face hub: {type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -1,4 +1,4 @@
-"""transformers, imported without its advice to install PyTorch, which nothing here needs."""
+"""Imports transformers without its advice to install PyTorch, which is not needed here."""
 
 import contextlib
 import logging
@@ -9,7 +9,7 @@ _ADVICE = "PyTorch was not found"
 
 
 def import_transformers() -> ModuleType:
-    """The library, which takes a second to import."""
+    """The module ``transformers``; the first import takes about a second."""
     with without_advice():
         import transformers
     return transformers
@@ -17,13 +17,13 @@ def import_transformers() -> ModuleType:
 
 @contextlib.contextmanager
 def without_advice() -> Iterator[None]:
-    """Hides what transformers logs on PyTorch while it is imported; all else that it logs is shown."""
-    own = logging.getLogger("transformers")
-    own.addFilter(_is_no_advice)
+    """Hides the advice about PyTorch that transformers logs when it is imported; other logs are shown."""
+    logger = logging.getLogger("transformers")
+    logger.addFilter(_is_no_advice)
     try:
         yield
     finally:
-        own.removeFilter(_is_no_advice)
+        logger.removeFilter(_is_no_advice)
 
 
 def _is_no_advice(record: logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""Targets and draft heads with their weights, from a local folder or the Hugging Face hub."""
+"""Loads targets and draft heads with their weights, from a local folder or the Hugging Face hub."""
 
 import logging
 from collections.abc import Collection
@@ -40,15 +40,15 @@ _log = logging.getLogger("jetspec_jax")
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A target ready to decode with.
+    """A loaded target.
 
     Attributes:
-        config: Its geometry.
-        weights: Its parameters, a plain pytree.
+        config: The model's geometry.
+        weights: The parameters, a plain pytree.
         eos_token_ids: Tokens that end a sequence.
-        tokenizer: A transformers tokenizer, or None when the checkpoint has none.
-        mesh: The devices that share the weights: as for `load_target`.
-        copies: The same target on other devices; calls that decode are served by all of them.
+        tokenizer: A transformers tokenizer; None if the checkpoint has none.
+        mesh: The devices that share the weights, as for `load_target`.
+        copies: Replicas of the target on other devices; calls that decode use all of them.
         keeper: The engine that decoded last, for the next call; it is freed with the target.
     """
 
@@ -61,21 +61,21 @@ class Target:
     keeper: Keeper = field(default_factory=Keeper, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Gives the mesh both of its axes."""
-        _name_axes(self)
+        """Adds a missing axis to the mesh."""
+        _complete_axes(self)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the weights."""
+        """The type of the weights."""
         return self.weights["embed_tokens"].dtype
 
     @property
     def meshes(self) -> Meshes:
-        """Its own devices, and those of its copies."""
+        """The meshes of the target and of its copies."""
         return self.mesh, *(copy.mesh for copy in self.copies)
 
     def __repr__(self) -> str:
-        """Its family, its size, and where it lies if that is a mesh."""
+        """Family, size, dtype and mesh."""
         has = "a" if self.tokenizer is not None else "no"
         where = "" if self.mesh is None else f", on {describe_meshes(self.meshes)}"
         size = _size(self.config)
@@ -84,13 +84,13 @@ class Target:
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A draft head ready to draft for a target.
+    """A loaded draft head.
 
     Attributes:
-        config: Its geometry.
-        weights: Its parameters, a plain pytree.
-        mesh: The devices that share the weights: as for `load_target`.
-        copies: The same head on the devices of each of a target's copies.
+        config: The head's geometry.
+        weights: The parameters, a plain pytree.
+        mesh: The devices that share the weights, as for `load_target`.
+        copies: Replicas of the head on the devices of the target's copies.
     """
 
     config: DraftHeadConfig
@@ -99,22 +99,22 @@ class Head:
     copies: "tuple[Head, ...]" = ()
 
     def __post_init__(self) -> None:
-        """Gives the mesh both of its axes."""
-        _name_axes(self)
+        """Adds a missing axis to the mesh."""
+        _complete_axes(self)
 
     @property
     def meshes(self) -> Meshes:
-        """Its own devices, and those of its copies."""
+        """The meshes of the head and of its copies."""
         return self.mesh, *(copy.mesh for copy in self.copies)
 
     def __repr__(self) -> str:
-        """Its size and what it drafts."""
+        """Size, block size and kind of attention."""
         attention = "causal" if self.config.causal else "bidirectional"
         return f"Head({_size(self.config.layers)}, block size {self.config.block_size}, {attention})"
 
 
-def _name_axes(model: Target | Head) -> None:
-    # A mesh of training has further axes.
+def _complete_axes(model: Target | Head) -> None:
+    # Meshes for training have further axes and are not changed.
     if model.mesh is not None and set(model.mesh.axis_names) <= set(shards.ALL):
         object.__setattr__(model, "mesh", as_mesh(model.mesh))
 
@@ -135,26 +135,27 @@ def load_target(
     chat_template: str | Path | None = None,
     mxfp4: str = AUTO,
 ) -> Target:
-    """Loads a target from a local folder, a GGUF file or the Hugging Face hub, or that of a named pair.
+    """Loads a target from a local folder, a GGUF file, the Hugging Face hub, or a named pair.
 
     Args:
         path_or_id: As in `Source`.
         dtype: As in `Source`.
-        mesh: The devices that share the weights, a mesh with the axes "expert" and "tensor", of which one may
-            be missing; None is one device.
+        mesh: The devices that share the weights: a mesh with the axis "expert", "tensor" or both. None means
+            one device.
         ignore_config_keys: As in `Source`.
         allow_nonfinite: As in `Source`.
         tokenizer: As in `Source`.
-        chat_template: A file or a Jinja text that takes the place of the tokenizer's own template.
-        mxfp4: Whether experts in MXFP4 stay "packed" on the devices or are "widened" when they are read;
-            "auto" is what is faster, or else what leaves room.
+        chat_template: A file or a Jinja text that replaces the tokenizer's template.
+        mxfp4: Whether experts in MXFP4 stay "packed" on the devices or are "widened" when they are read.
+            "auto" chooses the faster, or "packed" if memory is short.
 
     Raises:
-        FileNotFoundError: There is no such folder or file, or the hub cannot be reached.
-        CheckpointError: A file is not what a supported family has, is damaged, or holds NaN or infinities.
-            Wrong tensors are all listed.
-        ValueError: An argument is out of its range; a TypeError where it is of another type.
-        DeviceMemoryError: A device cannot hold the weights, or its part of them.
+        FileNotFoundError: The folder or file does not exist, or the hub cannot be reached.
+        CheckpointError: A file is damaged, does not fit a supported family, or has NaN or infinities. All
+            wrong tensors are listed.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of range.
+        DeviceMemoryError: A device cannot hold its shard of the weights.
     """
     template = None if chat_template is None else read_chat_template(chat_template)
     source = Source(path_or_id, dtype, ignore_config_keys, allow_nonfinite, tokenizer, template, mxfp4)
@@ -176,17 +177,17 @@ def load_draft_head(
         path_or_id: A folder, a hub id such as ``JetSpec/jetspec-qwen3-8b``, or the name of a pair:
             "demo" or "smollm2".
         dtype: As in `Source`.
-        target: When given, a head that does not fit it is refused before its weights are read, and the head
-            lies on the target's devices, with copies as the target has.
-        mesh: As for `load_target`; a head that it cannot split stays whole on every device.
+        target: The target of the head. The head is checked against it before weights are read, and is placed
+            on the devices of the target and of its copies.
+        mesh: As for `load_target`; a head that cannot be sharded is replicated on every device.
         ignore_config_keys: As in `Source`.
         allow_nonfinite: As in `Source`.
 
     Raises:
-        FileNotFoundError: There is no such folder, or the hub cannot be reached.
-        CheckpointError: A file is not what a supported head has, is damaged, or holds NaN or infinities.
-        ValueError: The head does not fit; or as for `load_target`.
-        DeviceMemoryError: A device cannot hold the weights, or its part of them.
+        FileNotFoundError: The folder does not exist, or the hub cannot be reached.
+        CheckpointError: A file is damaged, does not fit a supported head, or has NaN or infinities.
+        ValueError: The head does not fit the target; or as for `load_target`.
+        DeviceMemoryError: A device cannot hold its shard of the weights.
     """
     if target is not None and not isinstance(target, Target):
         raise TypeError(f"expected a Target, as load_target returns it, not {type(target).__name__}")
@@ -195,12 +196,12 @@ def load_draft_head(
 
 
 def read_target(source: Source, mesh: Mesh | None = None, *others: Mesh | None) -> Target:
-    """The target of a source; raises what `load_target` does.
+    """Reads the target of a source; raises as `load_target` does.
 
     Args:
         source: The source.
-        mesh: Its devices, a mesh of `make_mesh`; None is one device.
-        *others: Likewise of each of its copies.
+        mesh: A mesh from `make_mesh`; None means one device.
+        *others: The meshes of the target's copies.
     """
     config, dtype = source.target_config, source.weights_dtype
     if spans(mesh):
@@ -217,29 +218,31 @@ def read_target(source: Source, mesh: Mesh | None = None, *others: Mesh | None) 
         return {TARGET_WEIGHTS: weight_bytes(config, dtype, mesh)}
 
     say_apart((mesh, *others))
-    for own in (mesh, *others):
+    for replica in (mesh, *others):
         check_memory(
-            lambda own=own: needs(own),
-            mesh=own,
-            others=lambda own=own: with_more_devices(config, own, needs),
+            lambda replica=replica: needs(replica),
+            mesh=replica,
+            others=lambda replica=replica: with_more_devices(config, replica, needs),
         )
-    _say_fp8(config, mesh)
+    _warn_of_fp8(config, mesh)
     folder = source.folder
     named = source.tokenizer
-    # Before the weights, which take longer.
+    # The tokenizer is loaded first, because reading the weights takes longer.
     tokenizer = load_tokenizer(folder) if named is None else load_named_tokenizer(named)
     if source.chat_template is not None:
         if tokenizer is None:
-            raise ValueError(f"chat_template needs a tokenizer, and {folder} has none; name one as tokenizer")
+            raise ValueError(
+                f"chat_template needs a tokenizer, and {folder} has none; pass the argument tokenizer"
+            )
         tokenizer.chat_template = source.chat_template
     eos = read_eos_token_ids(folder, tokenizer, config.vocab_size)
     target = Target(config, _read(source, config, mesh), eos, tokenizer, mesh)
-    copies = tuple(replace(target, weights=_read(source, config, own), mesh=own) for own in others)
+    copies = tuple(replace(target, weights=_read(source, config, other), mesh=other) for other in others)
     return replace(target, copies=copies)
 
 
 def read_draft_head(source: Source, target: Target | None = None, mesh: Mesh | None = None) -> Head:
-    """The draft head of a source, on the devices of its target; raises what `load_draft_head` does."""
+    """Reads the draft head of a source onto its target's devices; raises as `load_draft_head` does."""
     config = source.head_config
     if target is not None:
         check_head_fits(config, target.config)
@@ -248,7 +251,7 @@ def read_draft_head(source: Source, target: Target | None = None, mesh: Mesh | N
                 f"mesh is {describe_mesh(mesh)}, and the target lies on {describe_mesh(target.mesh)}"
             )
         mesh = target.mesh
-        _say_formats(config, target.config)
+        _warn_of_formats(config, target.config)
     dtype = source.weights_dtype
     if mesh is not None:
         check_devices(mesh)
@@ -258,33 +261,36 @@ def read_draft_head(source: Source, target: Target | None = None, mesh: Mesh | N
         parts = {"the mesh": describe_mesh(mesh), "the draft head's config": config, "its dtype": str(dtype)}
         compare(parts, "a draft head", "a draft head")
     others = () if target is None else target.meshes[1:]
-    for own in (mesh, *others):
-        check_memory(lambda own=own: {HEAD_WEIGHTS: weight_bytes(config, dtype, own)}, mesh=own)
-    copies = tuple(Head(config, _read(source, config, own), own) for own in others)
+    for replica in (mesh, *others):
+        check_memory(
+            lambda replica=replica: {HEAD_WEIGHTS: weight_bytes(config, dtype, replica)}, mesh=replica
+        )
+    copies = tuple(Head(config, _read(source, config, other), other) for other in others)
     return Head(config, _read(source, config, mesh), mesh, copies)
 
 
-def _say_formats(head: DraftHeadConfig, target: ModelConfig) -> None:
-    """Names a target that is quantised otherwise than a head, or than what the head was trained with."""
-    own, theirs = head.layers.rounding, target.rounding
+def _warn_of_formats(head: DraftHeadConfig, target: ModelConfig) -> None:
+    """Warns if the target's quantisation differs from the head's, or from the head's training target."""
+    rounding, target_rounding = head.layers.rounding, target.rounding
     plain = "not quantised"
-    if head.target_format != theirs:
+    if head.target_format != target_rounding:
         _log.warning(
-            "the target is %s, and the draft head was trained with one that is %s: it may accept fewer",
-            theirs or plain,
+            "the target is %s, and the draft head was trained with a target that is %s: fewer tokens may be "
+            "accepted per round",
+            target_rounding or plain,
             head.target_format or plain,
         )
-    if own and own != theirs:
-        _log.warning("the draft head is %s, the target %s", own, theirs or plain)
+    if rounding and rounding != target_rounding:
+        _log.warning("the draft head is %s, the target %s", rounding, target_rounding or plain)
 
 
-def _say_fp8(config: ModelConfig, mesh: Mesh | None) -> None:
-    """Says where quantised weights are no faster than others."""
+def _warn_of_fp8(config: ModelConfig, mesh: Mesh | None) -> None:
+    """Warns if quantised weights save memory but no time on these devices."""
     if config.rounding and (problem := fp8_problem(mesh)):
         _log.warning("%s: weights in FP8 are widened by XLA at every product, and save memory only", problem)
 
 
 def _read(source: Source, config: ModelConfig | DraftHeadConfig, mesh: Mesh | None) -> Weights:
-    """The weights of a folder of either layout."""
+    """Reads the weights of a folder in Hugging Face or Orbax layout."""
     read = read_orbax_weights if is_orbax(source.folder) else read_weights
     return read(source.folder, config, source.weights_dtype, mesh, allow_nonfinite=source.allow_nonfinite)

@@ -1,7 +1,7 @@
-"""Orbax folders, as ``python -m convert`` writes them: what marks one, and its weights.
+"""Reads Orbax folders, which ``python -m convert`` writes.
 
-They hold a ``config.json`` and the tokenizer's files as Hugging Face folders do, and in place of safetensors
-the parameters in the structure of this library. Nothing of Orbax is imported before one is read.
+They have a ``config.json`` and the tokenizer's files like Hugging Face folders, and instead of safetensors
+the parameters in this library's structure. Orbax is imported only when such a folder is read.
 """
 
 import functools
@@ -23,7 +23,7 @@ from jetspec_jax.checkpoint.parts import Placement, part_of, take_rows, to_devic
 from jetspec_jax.checkpoint.tensor_plan import Parameter, ParameterPath, expected_parameters
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import Weights, dtype_of
-from jetspec_jax.models.key_table import OwnRows
+from jetspec_jax.models.key_table import ShardRows
 from jetspec_jax.progress import unseen
 from jetspec_jax.version import __version__
 
@@ -39,14 +39,14 @@ def is_orbax(folder: Path) -> bool:
     """Whether a folder is an Orbax folder.
 
     Raises:
-        CheckpointError: It holds safetensors too, so that nobody can say which weights are meant.
+        CheckpointError: The folder also has safetensors, so it is ambiguous which weights to read.
     """
     if not (folder / MANIFEST).is_file():
         return False
     if weights := sorted(path.name for path in folder.glob("*.safetensors")):
         raise CheckpointError(
             f"{folder} holds {MANIFEST}, as Orbax folders do, and {weights}, as Hugging Face folders do; "
-            "take away those that are not meant"
+            "remove the files of one of the two formats"
         )
     return True
 
@@ -54,7 +54,7 @@ def is_orbax(folder: Path) -> bool:
 def read_orbax(
     folder: Path, config: ModelConfig | DraftHeadConfig, *, allow_nonfinite: bool = False
 ) -> Weights:
-    """Reads the parameters of an Orbax folder into NumPy arrays, each in the type that it is stored in.
+    """Reads the parameters of an Orbax folder into NumPy arrays, in their stored types.
 
     Raises:
         ImportError: orbax-checkpoint is not installed.
@@ -77,17 +77,16 @@ def read_orbax_weights(
 
     Args:
         folder: The folder.
-        config: What its ``config.json`` says.
-        dtype: The type of all parameters, as far as `dtype_of` lets it; None leaves each in the type that it
-            is stored in.
-        mesh: The devices that share them; None is one. A process reads the chunks that its own devices' parts
-            lie in, but for parameters with KV heads that the mesh repeats: those it reads whole, one by one.
+        config: The parsed ``config.json``.
+        dtype: The type of all parameters, with the exceptions of `dtype_of`; None keeps the stored types.
+        mesh: The devices that share the parameters; None means one. A process reads only the chunks of its
+            devices' shards. Parameters with KV heads that the mesh repeats are read whole, one at a time.
         allow_nonfinite: Whether values may be NaN or infinite.
 
     Raises:
         ImportError: orbax-checkpoint is not installed.
-        CheckpointError: The folder is of another version or kind, is not whole, holds other parameters than
-            its config's (all that differ are listed), or values that are not finite, or cannot be read.
+        CheckpointError: The folder is of another version or kind, is incomplete, has other parameters than
+            its config (all differences are listed), has values that are not finite, or cannot be read.
     """
     placement = None if mesh is None else Placement(config, mesh)
     return to_devices(open_orbax(folder, config, dtype, allow_nonfinite=allow_nonfinite), placement)
@@ -100,15 +99,16 @@ def open_orbax(
     *,
     allow_nonfinite: bool = False,
 ) -> "OrbaxParameters":
-    """The parameters of an Orbax folder, to be read in any order; all but their values is checked by then.
+    """Opens the parameters of an Orbax folder for reading in any order; everything but values is checked.
 
     Raises:
         ImportError: As for `read_orbax_weights`.
-        CheckpointError: Likewise.
+        CheckpointError: As for `read_orbax_weights`.
     """
     arrays = _arrays(folder).open_arrays(_place(folder, config), config)
     dtypes = {
-        path: own.dtype if dtype is None else dtype_of(config, path, dtype) for path, own in arrays.items()
+        path: array.dtype if dtype is None else dtype_of(config, path, dtype)
+        for path, array in arrays.items()
     }
     return OrbaxParameters(folder, expected_parameters(config), arrays, dtypes, allow_nonfinite)
 
@@ -119,9 +119,9 @@ class OrbaxParameters:
 
     Attributes:
         folder: The folder.
-        parameters: All of them.
-        arrays: What they are read from: what reads a part of itself when it is indexed.
-        dtypes: The type that each is read in.
+        parameters: All parameters.
+        arrays: Their stored arrays, which read a part when they are indexed.
+        dtypes: The type in which each parameter is read.
         allow_nonfinite: Whether values may be NaN or infinite.
     """
 
@@ -132,14 +132,14 @@ class OrbaxParameters:
     allow_nonfinite: bool
 
     def counted(self) -> Iterable[Parameter]:
-        """All parameters, with a bar on a terminal."""
+        """All parameters, with a progress bar on a terminal."""
         text = f"loading {self.folder.name}"
         return tqdm(self.parameters, desc=text, unit=" parameters", delay=1, disable=unseen(), leave=False)
 
     def read(
-        self, parameter: Parameter, rows: OwnRows | None = None, shape: tuple[int, ...] | None = None
+        self, parameter: Parameter, rows: ShardRows | None = None, shape: tuple[int, ...] | None = None
     ) -> np.ndarray:
-        """A parameter, or a device's part of it; see `Parameters`."""
+        """A parameter, or a device's shard of it; see `Parameters`."""
         if rows is None or shape is None:
             stored = self.arrays[parameter.path][...]
         elif max(rows.repeats, default=1) == 1 and not parameter.block:
@@ -147,7 +147,7 @@ class OrbaxParameters:
         else:
             stored = part_of(parameter, self._whole(parameter.path), rows, shape)
         dtype = self.dtypes[parameter.path]
-        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is not finite
+        with np.errstate(over="ignore", invalid="ignore"):  # values that overflow are reported as not finite
             value = stored.astype(dtype, copy=False)
         if not (self.allow_nonfinite or is_finite(value)):
             rounded = f" in {dtype}" if is_finite(stored) else ""
@@ -158,16 +158,16 @@ class OrbaxParameters:
 
     @functools.cached_property
     def _whole(self) -> Callable[[ParameterPath], np.ndarray]:
-        """Reads an array for all its parts at once: it keeps the one that was read last."""
+        """Reads a whole array and keeps the last one, so that all its shards need one read."""
         return functools.lru_cache(maxsize=1)(lambda path: self.arrays[path][...])
 
 
 def check_orbax(folder: Path, config: ModelConfig | DraftHeadConfig) -> int:
-    """Checks names, shapes and types of the stored parameters; returns the bytes of their files.
+    """Checks names, shapes and types of the stored parameters; returns the size of their files in bytes.
 
     Raises:
         ImportError: As for `read_orbax_weights`.
-        CheckpointError: Likewise.
+        CheckpointError: As for `read_orbax_weights`.
     """
     place = _place(folder, config)
     _arrays(folder).open_arrays(place, config)
@@ -175,7 +175,7 @@ def check_orbax(folder: Path, config: ModelConfig | DraftHeadConfig) -> int:
 
 
 def _place(folder: Path, config: ModelConfig | DraftHeadConfig) -> Path:
-    """Where the parameters are, once the manifest is known to be one that is read here."""
+    """The folder of the parameters, after checking the manifest and the files."""
     path = folder / MANIFEST
     manifest = read_object(path)
     if manifest.get("format") != FORMAT:
@@ -192,10 +192,10 @@ def _place(folder: Path, config: ModelConfig | DraftHeadConfig) -> Path:
         )
     place = (folder / WEIGHTS).absolute()
     if not place.is_dir():
-        raise CheckpointError(f"{folder} has no {WEIGHTS}/, so it is no whole Orbax folder")
+        raise CheckpointError(f"{folder} has no {WEIGHTS}/, so it is not a complete Orbax folder")
     for stored in place.rglob("*"):
-        # Orbax would wait for ever for what comes out of a pipe. It reads all files whole except for those of
-        # arrays, which lie in folders called "d".
+        # Orbax would block on a pipe. It reads all files whole except those of arrays, which are in folders
+        # called "d".
         if not stored.is_dir():
             (check_regular if stored.parent.name == "d" else check_small)(stored)
     return place

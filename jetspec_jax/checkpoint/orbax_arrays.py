@@ -1,6 +1,6 @@
-"""The arrays of an Orbax folder: written one by one, read in parts; and the checks of what is stored.
+"""The arrays of an Orbax folder: written one at a time, read in parts, and checked against the config.
 
-Whoever imports this has orbax-checkpoint, which is an extra; `jetspec_jax.checkpoint.orbax` does without.
+This module needs orbax-checkpoint, an extra; `jetspec_jax.checkpoint.orbax` can be imported without it.
 """
 
 import contextlib
@@ -22,20 +22,20 @@ from jetspec_jax.checkpoint.tensor_plan import ParameterPath, expected_parameter
 from jetspec_jax.checkpoint.unread import Unread
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 
-#: Bytes of the table of chunks that are kept in memory.
+#: Bytes of the table of chunks that are cached in memory.
 TABLE_BYTES = 100 * 2**20
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array of an Orbax folder: indexed by slices, it reads the chunks that these lie in, each time anew.
+    """An array of an Orbax folder; indexing by slices reads the chunks that contain them, without caching.
 
     Attributes:
         place: The Orbax checkpoint.
         name: The array's dotted path.
         shape: Its shape.
-        dtype: The type that it is stored in.
-        context: What arrays of one folder share: their table of chunks.
+        dtype: Its stored type.
+        context: The cached table of chunks, which all arrays of a folder share.
     """
 
     place: Path
@@ -45,14 +45,14 @@ class StoredArray:
     context: ts.Context
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """Reads a part; ``...`` is all.
+        """Reads a part; ``...`` reads all.
 
         Raises:
-            CheckpointError: It cannot be read.
+            CheckpointError: The array cannot be read.
         """
         base = {"driver": "file", "path": f"{self.place}/"}
         kvstore = {"driver": "ocdbt", "base": base, "path": f"{self.name}/", "cache_pool": "cache_pool#table"}
-        # Left to itself it takes a chunk that is not there for one of zeros.
+        # By default, a missing chunk would be read as zeros.
         spec = {"driver": "zarr3", "kvstore": kvstore, "fill_missing_data_reads": False}
         with _reading(self.place):
             stored = ts.open(ts.Spec(spec), open=True, read=True, context=self.context).result()
@@ -60,14 +60,14 @@ class StoredArray:
 
 
 def open_arrays(place: Path, config: ModelConfig | DraftHeadConfig) -> dict[ParameterPath, StoredArray]:
-    """The arrays of a config's parameters, none of them read.
+    """The arrays of a config's parameters, unread.
 
     Args:
         place: An Orbax checkpoint.
-        config: What it should hold.
+        config: The config of the parameters.
 
     Raises:
-        CheckpointError: The parameters are not the config's (all that differ are listed), or cannot be read.
+        CheckpointError: The parameters are not the config's (all differences are listed), or cannot be read.
     """
     with progress("", None) as bar, open_checkpointer(bar) as checkpointer:
         stored = _stored_in(checkpointer, place)
@@ -82,17 +82,17 @@ def open_arrays(place: Path, config: ModelConfig | DraftHeadConfig) -> dict[Para
 
 
 def stored_arrays(metadata: Any) -> dict[str, Any]:
-    """Shape and type of every stored array, by its dotted path."""
+    """Metadata (shape and type) of every stored array, by dotted path."""
     tree = metadata.item_metadata.tree
     flat = nnx.traversals.flatten_mapping(tree)
     return {".".join(map(str, path)): leaf for path, leaf in flat.items()}
 
 
 def open_checkpointer(bar: tqdm) -> ocp.Checkpointer:
-    """Orbax's checkpointer, which writes arrays one by one and counts them on a bar."""
+    """Orbax's checkpointer, set up to write arrays one at a time and to count them on a progress bar."""
     one_by_one = _OneByOne(bar)
     registry = ocp.type_handlers.create_type_handler_registry(
-        # Of JAX's arrays there are none, but Orbax warns where nothing handles them.
+        # There are no JAX arrays, but Orbax warns if no handler is registered for them.
         (jax.Array, ocp.type_handlers.ArrayHandler()),
         (np.ndarray, one_by_one),
         (Unread, one_by_one),
@@ -103,15 +103,15 @@ def open_checkpointer(bar: tqdm) -> ocp.Checkpointer:
 
 
 def progress(text: str, count: int | None) -> tqdm:
-    """A bar of parameters on a terminal; None is no bar."""
-    # Small checkpoints are there before a bar could be read.
+    """A progress bar of parameters on a terminal; without a count it is hidden."""
+    # The delay hides the bar for small checkpoints.
     hidden = True if count is None else None
     return tqdm(total=count, desc=text, unit=" parameters", delay=1, leave=False, disable=hidden)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps Orbax from logging, with a traceback, what is raised all the same."""
+    """Keeps Orbax from logging errors with a traceback that it also raises."""
     logger = logging.getLogger("absl")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -122,7 +122,7 @@ def quiet() -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """What the storage library says, without the pages that it adds."""
+    """The first line of a storage library's error, which can be pages long."""
     return str(error).partition("\n")[0]
 
 
@@ -130,31 +130,31 @@ def _stored_in(checkpointer: ocp.Checkpointer, place: Path) -> dict[str, Any]:
     with _reading(place):
         metadata = checkpointer.metadata(place)
     if metadata.item_metadata is None:
-        raise CheckpointError(f"{place} cannot be read: what it holds is not listed")
+        raise CheckpointError(f"{place} cannot be read: it has no list of arrays")
     return stored_arrays(metadata)
 
 
 def _check(stored: Mapping[str, Any], config: ModelConfig | DraftHeadConfig, where: str) -> None:
-    """Raises CheckpointError where names, shapes or types are not the config's."""
-    wanted = {parameter.name: parameter for parameter in expected_parameters(config)}
-    wrong = [f"missing: {name}" for name in sorted(wanted.keys() - stored.keys())]
-    wrong += [f"surplus: {name}" for name in sorted(stored.keys() - wanted.keys())]
-    for name in sorted(wanted.keys() & stored.keys()):
+    """Raises CheckpointError if names, shapes or types are not the config's."""
+    expected = {parameter.name: parameter for parameter in expected_parameters(config)}
+    wrong = [f"missing: {name}" for name in sorted(expected.keys() - stored.keys())]
+    wrong += [f"surplus: {name}" for name in sorted(stored.keys() - expected.keys())]
+    for name in sorted(expected.keys() & stored.keys()):
         shape, dtype = tuple(stored[name].shape), stored[name].dtype
-        if shape != wanted[name].shape:
-            wrong.append(f"misshapen: {name} is {list(shape)}, expected {list(wanted[name].shape)}")
-        if dtype not in stored_types(config, wanted[name].path):
+        if shape != expected[name].shape:
+            wrong.append(f"misshapen: {name} is {list(shape)}, expected {list(expected[name].shape)}")
+        if dtype not in stored_types(config, expected[name].path):
             wrong.append(f"unsupported type: {name} is {dtype}")
     if wrong:
         raise CheckpointError(f"{where} does not hold the parameters of its config:\n  " + "\n  ".join(wrong))
 
 
 class _OneByOne(ocp.type_handlers.NumpyHandler):
-    """Orbax's handler of NumPy arrays, except that it makes and writes one after the other.
+    """Orbax's handler of NumPy arrays, changed to make and write one array at a time.
 
-    Left to itself it copies all arrays before it writes, then encodes all at once, which takes two more times
-    the memory of the weights. This one makes an array of what stands in its place, gives it to Orbax, waits
-    until that is on the disk, and goes on. So nothing is under way either when an array fails.
+    Orbax's handler copies all arrays first and encodes them at once, which takes twice the memory of the
+    weights in addition. This handler makes one array, passes it to Orbax, and waits until it is on disk. So
+    no write is pending when an array fails.
     """
 
     def __init__(self, bar: tqdm):
@@ -168,8 +168,8 @@ class _OneByOne(ocp.type_handlers.NumpyHandler):
         self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[Any]:
         for i, value in enumerate(values):
-            array, own = np.asarray(value), None if args is None else args[i : i + 1]
-            for written in await super().serialize([array], infos[i : i + 1], own):
+            array, arg = np.asarray(value), None if args is None else args[i : i + 1]
+            for written in await super().serialize([array], infos[i : i + 1], arg):
                 written.result()
             del array
             self._bar.update()
@@ -178,7 +178,7 @@ class _OneByOne(ocp.type_handlers.NumpyHandler):
 
 @contextlib.contextmanager
 def _reading(place: Path) -> Iterator[None]:
-    """Names what could not be read, whatever the storage library raises."""
+    """Converts errors of the storage libraries into `CheckpointError`."""
     try:
         with quiet():
             yield

@@ -1,4 +1,4 @@
-"""Whether experts in MXFP4 stay packed on the devices, or are widened when they are read."""
+"""Decides whether experts in MXFP4 stay packed on the devices or are widened when they are read."""
 
 import functools
 import logging
@@ -19,44 +19,45 @@ from jetspec_jax.device.memory import TARGET_WEIGHTS, fits, weight_bytes
 from jetspec_jax.models import FAMILIES, kept_packed
 from jetspec_jax.models.quantized import is_quantized
 
-#: What is faster where both fit into memory, by JAX's name of the platform. On a CPU each product widens its
-#: weights again. A GPU's kernel for experts reads packed ones, but was not measured with them. To be changed
-#: by what ``python -m bench round --shape gpt-oss-20b --weights mxfp4`` measures beside ``--weights plain``.
+#: The faster choice if both fit into memory, by JAX's platform name. On a CPU, each product widens packed
+#: weights again. The GPU kernel for experts reads packed weights but has not been measured with them; compare
+#: ``python -m bench round --shape gpt-oss-20b`` with ``--weights mxfp4`` and ``--weights plain`` to update
+#: this.
 FASTER = {"gpu": WIDENED, "cpu": WIDENED}
-# Of a device's free memory, what wide weights may take at most: stores and programs need the rest.
+# The largest share of a device's free memory for widened weights; stores and programs need the rest.
 _SHARE = 0.8
 
 _log = logging.getLogger("jetspec_jax")
 
 
 def holds_mxfp4(config: ModelConfig, headers: Callable[[], Headers]) -> bool:
-    """Whether a checkpoint holds experts in MXFP4 that can be kept so.
+    """Whether a checkpoint has experts in MXFP4 that can stay packed.
 
     Args:
-        config: Its config.
-        headers: Gives its headers, which are asked for of families alone that are published in MXFP4.
+        config: The checkpoint's config.
+        headers: Reads its headers; called only for families that are published in MXFP4.
     """
     if not any(key.scales for key in FAMILIES[config.model_type].KEYS):
         return False
     names = headers().tensors
     try:
         parameters = expected_parameters(kept_packed(config), names)
-    except ValueError:  # rows that are no whole blocks, which the reader says of each tensor
+    except ValueError:  # rows do not consist of whole blocks; the reader reports each tensor
         return False
     keys = (parameter.forms[0][0] for parameter in parameters if is_quantized(parameter.path))
     return any(key.name in names for key in keys)
 
 
 def with_storage(source: Source, *meshes: Mesh | None) -> Source:
-    """A target's source that says whether experts in MXFP4 stay packed.
+    """The source with ``mxfp4`` decided: "packed" or "widened".
 
     Args:
-        source: The source, of which ``mxfp4`` may be "auto".
-        *meshes: The devices of the target and of its copies; None is one device.
+        source: The source, whose ``mxfp4`` may be "auto".
+        *meshes: The meshes of the target and of its copies; None means one device.
 
     Raises:
-        ValueError: They cannot stay packed, and should: there are none, or activations are to be float16,
-            which does not hold all values.
+        ValueError: ``mxfp4`` is "packed", and the checkpoint has no experts in MXFP4, or the dtype is
+            float16, whose range is too small for MXFP4.
     """
     if source.mxfp4 == WIDENED:
         return source

@@ -1,4 +1,4 @@
-"""Pairs of a target and a draft head that have a name wherever a checkpoint is expected."""
+"""Named pairs of a target and a draft head; a pair's name is accepted wherever a checkpoint is expected."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,7 @@ from jetspec_jax.smollm2 import SMOLLM2, SMOLLM2_DRAFT_HEAD
 
 
 class Pair(NamedTuple):
-    """Where the files of a pair are.
+    """The files of a pair.
 
     Attributes:
         find_target: Returns the target's folder or file; raises FileNotFoundError if it is not installed.
@@ -21,26 +21,26 @@ class Pair(NamedTuple):
     draft_head: Path
 
 
-#: By name; a folder of such a name is given as "./demo".
+#: The pairs by name; a local folder of the same name must be written as "./demo".
 PAIRS = {
     DEMO: Pair(lambda: DEMO_TARGET, DEMO_DRAFT_HEAD),
     SMOLLM2: Pair(find_smollm2, SMOLLM2_DRAFT_HEAD),
 }
-#: The names as help texts and errors list them.
+#: The names for help texts and errors.
 PAIR_NAMES = " or ".join(PAIRS)
 
 
 def pair_of(path_or_id: Any) -> Pair | None:
-    """The pair that a user's word names, if it names one."""
+    """The pair of this name; None if it is not a pair's name."""
     return PAIRS.get(path_or_id) if isinstance(path_or_id, str) else None
 
 
 def draft_head_at(path_or_id: Any) -> Any:
-    """Where a draft head is: a pair's name stands for its head here, and for its target everywhere else."""
+    """The location of a draft head; a pair's name, which elsewhere means its target, here means its head."""
     pair = pair_of(path_or_id)
     return path_or_id if pair is None else pair.draft_head
 
 
 def default_draft_head(target: Any) -> str | None:
-    """The draft head where only a target is named: the same name, if it is a pair's."""
+    """The draft head for a target without one: the same name if it is a pair's, else None."""
     return None if pair_of(target) is None else str(target)

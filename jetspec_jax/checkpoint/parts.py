@@ -1,6 +1,6 @@
-"""Parameters on a mesh: each device's part, made of those rows of a checkpoint's tensors that it needs.
+"""Parameters on a mesh: each device's shard is made from the rows of a checkpoint's tensors that it needs.
 
-The host holds two devices' parts of parameters at most: it makes one while the one before is sent.
+The host holds at most two shards: it makes one while the previous one is sent.
 """
 
 import functools
@@ -24,32 +24,32 @@ from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.device.mesh import size_of
 from jetspec_jax.device.partition import channel_order, parameter_specs, ranges, spread
 from jetspec_jax.models import Weights, abstract, weights_of
-from jetspec_jax.models.key_table import OwnRows
+from jetspec_jax.models.key_table import ShardRows
 from jetspec_jax.models.quantized import BLOCKS, VALUES
 
-#: Makes the part of a parameter that has these rows, in this shape.
-MakePart = Callable[[OwnRows, tuple[int, ...]], np.ndarray]
+#: Makes the shard of a parameter with the given rows and shape.
+MakePart = Callable[[ShardRows, tuple[int, ...]], np.ndarray]
 
 
 class Part(NamedTuple):
-    """What some devices have of a parameter, all of them the same.
+    """A shard of a parameter, and the devices that have it.
 
     Attributes:
-        rows: Which rows.
-        shape: Its shape.
-        devices: The devices.
+        rows: The rows of the shard.
+        shape: The shape of the shard.
+        devices: The devices, one for each replica.
     """
 
-    rows: OwnRows
+    rows: ShardRows
     shape: tuple[int, ...]
     devices: tuple[Any, ...]
 
 
 class Placement:
-    """Where the parameters of a model lie on a mesh."""
+    """The placement of a model's parameters on a mesh."""
 
     def __init__(self, config: ModelConfig | DraftHeadConfig, mesh: Mesh):
-        """Works out shapes and specs."""
+        """Computes the shapes and partition specs of all parameters."""
         self.mesh, self._layers = mesh, config if isinstance(config, ModelConfig) else config.layers
         self._sent: list[jax.Array] = []
         self._specs: Mapping[ParameterPath, PartitionSpec] = nnx.traversals.flatten_mapping(
@@ -59,28 +59,30 @@ class Placement:
         self._shapes = {path: tuple(leaf.shape) for path, leaf in flat.items()}
 
     def sharding(self, parameter: Parameter) -> NamedSharding:
-        """How a parameter is split."""
+        """A parameter's sharding."""
         return NamedSharding(self.mesh, self._specs[parameter.path])
 
     def parts(self, parameter: Parameter) -> list[Part]:
-        """The parts of a parameter, on devices of any process."""
+        """The shards of a parameter on the devices of all processes."""
         shape = self._shapes[parameter.path]
         by_bounds: dict[tuple[tuple[int, int], ...], list[Any]] = {}
         for device, index in self.sharding(parameter).devices_indices_map(shape).items():
             assert index is not None
-            bounds = tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
+            bounds = tuple(
+                axis_index.indices(size)[:2] for axis_index, size in zip(index, shape, strict=True)
+            )
             by_bounds.setdefault(bounds, []).append(device)
         return [
             Part(
-                self._own_rows(parameter, bounds),
+                self._shard_rows(parameter, bounds),
                 tuple(stop - start for start, stop in bounds),
                 tuple(devices),
             )
             for bounds, devices in by_bounds.items()
         ]
 
-    def own_parts(self, parameter: Parameter) -> list[Part]:
-        """The parts of a parameter on devices of this process."""
+    def local_parts(self, parameter: Parameter) -> list[Part]:
+        """The shards of a parameter on the devices of this process."""
         process = jax.process_index()
         found = []
         for part in self.parts(parameter):
@@ -89,12 +91,12 @@ class Placement:
         return found
 
     def put(self, parameter: Parameter, make: MakePart) -> jax.Array:
-        """A parameter on all devices of this process, one part after the other; they may still be sent."""
+        """Puts a parameter on this process's devices shard by shard; the last transfers may be pending."""
         shape, sharding = self._shapes[parameter.path], self.sharding(parameter)
         arrays: dict[Any, jax.Array] = {}
-        for part in self.own_parts(parameter):
+        for part in self.local_parts(parameter):
             values = make(part.rows, part.shape)
-            # So that the host lets go of it before it makes the next but one.
+            # Frees the previous shard's host memory before the next shard is made.
             jax.block_until_ready(self._sent)
             self._sent = [jax.device_put(values, device) for device in part.devices]
             arrays |= zip(part.devices, self._sent, strict=True)
@@ -102,13 +104,13 @@ class Placement:
         ordered = [arrays[device] for device in sharding.addressable_devices_indices_map(shape)]
         return jax.make_array_from_single_device_arrays(shape, sharding, ordered)
 
-    def _own_rows(self, parameter: Parameter, bounds: Sequence[tuple[int, int]]) -> OwnRows:
+    def _shard_rows(self, parameter: Parameter, bounds: Sequence[tuple[int, int]]) -> ShardRows:
         rows, sizes, repeats = [], [], []
         placed = self._shapes[parameter.path]
         block = parameter.block or (1,) * len(placed)
         values = self._shapes[(*parameter.path[:-1], VALUES)] if parameter.block else placed
         for axis, (name, (start, stop)) in enumerate(zip(parameter.axes, bounds, strict=True)):
-            # Of a scale, the first of its values.
+            # For scales, `row` is the first value of each block.
             row, size, repeat = block[axis] * np.arange(start, stop), values[axis], 1
             if name == "vocab":
                 size = parameter.shape[axis]
@@ -117,41 +119,37 @@ class Placement:
                 repeat = placed[axis] // parameter.shape[axis]
             elif name.removesuffix(BLOCKS) == "channels" and stop - start < placed[axis]:
                 layer: Any = parameter.path[1]
-                own = self._layers.layers[layer].recurrence
-                assert own is not None
-                row = channel_order(own, size_of(self.mesh))[:: block[axis]][start:stop]
+                recurrence = self._layers.layers[layer].recurrence
+                assert recurrence is not None
+                row = channel_order(recurrence, size_of(self.mesh))[:: block[axis]][start:stop]
             rows.append(row)
             sizes.append(size)
             repeats.append(repeat)
-        return OwnRows(tuple(rows), tuple(sizes), tuple(repeats))
+        return ShardRows(tuple(rows), tuple(sizes), tuple(repeats))
 
 
 @runtime_checkable
 class Parameters(Protocol):
-    """The parameters of a checkpoint, to be read in any order; all but their values has been checked.
-
-    Attributes:
-        dtypes: The type that each is read in.
-    """
+    """The parameters of an opened checkpoint; everything but their values has been checked."""
 
     @property
     def dtypes(self) -> Mapping[ParameterPath, np.dtype]:
-        """See above."""
+        """The type in which each parameter is read."""
         ...
 
     def counted(self) -> Iterable[Parameter]:
-        """All of them, with a bar on a terminal."""
+        """All parameters, with a progress bar on a terminal."""
         ...
 
     def read(
-        self, parameter: Parameter, rows: OwnRows | None = None, shape: tuple[int, ...] | None = None
+        self, parameter: Parameter, rows: ShardRows | None = None, shape: tuple[int, ...] | None = None
     ) -> np.ndarray:
-        """A parameter, or a device's part of it.
+        """Reads a parameter, or a device's shard of it.
 
         Args:
             parameter: The parameter.
-            rows: Which rows the part has; None is all.
-            shape: The part's shape.
+            rows: The shard's rows; None means the whole parameter.
+            shape: The shard's shape.
 
         Raises:
             CheckpointError: A file is corrupt, or values are not finite.
@@ -160,7 +158,7 @@ class Parameters(Protocol):
 
 
 def to_devices(parameters: Parameters, placement: Placement | None) -> Weights:
-    """Reads parameters one by one onto the devices where they belong; None is one device."""
+    """Reads parameters one by one onto their devices; without a placement, onto the default device."""
     weights: dict[ParameterPath, jax.Array] = {}
     sent = None
     for parameter in parameters.counted():
@@ -176,16 +174,16 @@ def to_devices(parameters: Parameters, placement: Placement | None) -> Weights:
 
 
 def place(weights: Weights, config: ModelConfig | DraftHeadConfig, mesh: Mesh) -> Weights:
-    """Lays out weights that this process has whole, as `read_weights` would have read them from a file.
+    """Places whole weights on a mesh, with the same result as `read_weights`.
 
     Args:
-        weights: Of a config's module.
+        weights: The weights of the config's module.
         config: The config.
         mesh: The devices.
     """
     placement, flat = Placement(config, mesh), nnx.traversals.flatten_mapping(weights)
 
-    def make(parameter: Parameter, rows: OwnRows, shape: tuple[int, ...]) -> np.ndarray:
+    def make(parameter: Parameter, rows: ShardRows, shape: tuple[int, ...]) -> np.ndarray:
         return part_of(parameter, np.asarray(flat[parameter.path]), rows, shape)
 
     return nnx.traversals.unflatten_mapping(
@@ -196,21 +194,21 @@ def place(weights: Weights, config: ModelConfig | DraftHeadConfig, mesh: Mesh) -
     )
 
 
-def part_of(parameter: Parameter, whole: np.ndarray, rows: OwnRows, shape: tuple[int, ...]) -> np.ndarray:
-    """A device's part of a parameter that is there whole."""
+def part_of(parameter: Parameter, whole: np.ndarray, rows: ShardRows, shape: tuple[int, ...]) -> np.ndarray:
+    """A device's shard of a whole parameter."""
     part = np.empty(shape, whole.dtype)
     for key in parameter.forms[0]:
         if (found := key.of_part(rows)) is not None:
-            local, [own] = found
-            local.from_file(part, take_rows(key.to_file(whole), own))
+            local, [file_rows] = found
+            local.from_file(part, take_rows(key.to_file(whole), file_rows))
     return part
 
 
 def check_blocks(sources: Iterable[StoredParameter], placement: Placement) -> None:
-    """Checks that no part of a parameter begins or ends inside of what a file holds in one piece.
+    """Checks that no shard begins or ends inside an MXFP4 block.
 
     Raises:
-        ValueError: Some do; all are named, with the layers.
+        ValueError: A shard does; the message lists all such parameters with their layers.
     """
     found: dict[str, set[int]] = {}
     for parameter, keys in sources:
@@ -223,7 +221,7 @@ def check_blocks(sources: Iterable[StoredParameter], placement: Placement) -> No
                     assert isinstance(layer, int)
                     found.setdefault(f"{'.'.join(map(str, name))}: {error}", set()).add(layer)
     if found:
-        wrong = "; ".join(f"{what} (layers {ranges(sorted(layers))})" for what, layers in found.items())
+        wrong = "; ".join(f"{problem} (layers {ranges(sorted(layers))})" for problem, layers in found.items())
         raise ValueError(
             f"{size_of(placement.mesh)} devices cannot split the weights: {wrong}; "
             "experts can be split by number instead, with expert_parallel_size"
@@ -231,16 +229,16 @@ def check_blocks(sources: Iterable[StoredParameter], placement: Placement) -> No
 
 
 def take_rows(tensor: Any, rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Some rows of each axis of a tensor; no others are read.
+    """Selected rows along each axis of a tensor; no other rows are read.
 
     Args:
-        tensor: An array, or a tensor of a file that slices index.
-        rows: For each axis which rows, in any order, also more than once; -1 gives zeros.
+        tensor: An array, or a tensor of a file that can be indexed by slices.
+        rows: The row indices for each axis, in any order and possibly repeated; -1 gives zeros.
     """
-    runs = [_runs(own) for own in rows]
-    whole = [slice(0, len(own)) for own in rows]
-    if [target for own in runs for target, _ in own] == whole:
-        return np.asarray(tensor[tuple(source for own in runs for _, source in own)])
+    runs = [_runs(indices) for indices in rows]
+    whole = [slice(0, len(indices)) for indices in rows]
+    if [target for axis_runs in runs for target, _ in axis_runs] == whole:
+        return np.asarray(tensor[tuple(source for axis_runs in runs for _, source in axis_runs)])
     first = np.asarray(tensor[(slice(0, 1),) * len(rows)])
     out = np.zeros(tuple(map(len, rows)), first.dtype)
     for places in product(*runs):
@@ -250,7 +248,7 @@ def take_rows(tensor: Any, rows: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _runs(rows: np.ndarray) -> list[tuple[slice, slice]]:
-    """Runs of rising neighbours: where they go, and where they come from."""
+    """Runs of consecutive indices, each as its slice in the result and its slice in the tensor."""
     ends = [*(np.flatnonzero(np.diff(rows) != 1) + 1), len(rows)]
     found, start = [], 0
     for end in map(int, ends):

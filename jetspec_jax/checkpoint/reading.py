@@ -1,8 +1,8 @@
-"""Parameters from safetensors or a GGUF file, by the key table of their module.
+"""Reads parameters from safetensors or a GGUF file, by the key table of their module.
 
 All names, shapes and types are checked against the module (`tensor_plan`) before a tensor is read. Then
-parameters go one by one from the file to the device. The host holds two at most: it makes one while the one
-before is sent. For a mesh a process reads those rows alone that its own devices need, likewise part by part.
+parameters are transferred one by one from the file to the device. The host holds at most two: it makes one
+while the previous one is sent. On a mesh, a process reads only the rows of its devices' shards.
 """
 
 import contextlib
@@ -40,14 +40,14 @@ from jetspec_jax.checkpoint.tensor_plan import (
 )
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import Weights, dtype_of
-from jetspec_jax.models.key_table import Each, Key, OwnRows
+from jetspec_jax.models.key_table import Each, Key, ShardRows
 from jetspec_jax.models.mxfp4 import check_scales
 from jetspec_jax.models.quantized import SCALES
 from jetspec_jax.progress import unseen
 
 INDEX = "model.safetensors.index.json"
 
-# Tensors are compared in parts of this size.
+# Tensors are compared in parts of this many bytes.
 _COMPARED_BYTES = 64 * 2**20
 
 _log = logging.getLogger("jetspec_jax")
@@ -63,27 +63,26 @@ def read_weights(
 ) -> Weights:
     """Reads the parameters of a config's module from a folder of safetensors, or from a GGUF file.
 
-    One line of the log says what else the folder holds, if it does.
+    Tensors that are known and not needed are logged in one line.
 
     Args:
         folder: The checkpoint.
         config: Its config.
-        dtype: The type of all parameters, as far as `dtype_of` lets it; None leaves each in the type that it
-            is stored in, likewise.
-        mesh: The devices that share them; None is one.
+        dtype: The type of all parameters, with the exceptions of `dtype_of`; None keeps the stored types.
+        mesh: The devices that share the parameters; None means one.
         allow_nonfinite: Whether values may be NaN or infinite.
 
     Raises:
-        CheckpointError: Tensors are missing, surplus, misshapen, stored twice or of a type that is no plain
-            float (all are listed); or a file is corrupt; or the weights are pickled; or, without a dtype, one
-            parameter is made of tensors of different types; or the head that a config ties to the embedding
-            is stored too and differs from it; or values are not finite; or the mesh would cut blocks of MXFP4
-            (all layers are listed). On a mesh of several processes each of them finds what its part has.
+        CheckpointError: Tensors are missing, surplus, misshapen, stored twice or of an unsupported type (all
+            are listed); a file is corrupt; the weights are pickled; without a dtype, the tensors of one
+            parameter have different types; a stored output head that the config ties differs from the
+            embedding; values are not finite; or shards would cut MXFP4 blocks (all layers are listed). With
+            several processes, each checks the values of its shards.
         FileNotFoundError: There are no weights.
     """
     placement = None if mesh is None else Placement(config, mesh)
     parameters = open_parameters(folder, config, dtype, placement, allow_nonfinite=allow_nonfinite)
-    # A second copy of the embedding is compared with it, so it does not count as unread.
+    # A second copy of the embedding is read for comparison, so it is not logged as unread.
     unused = parameters.plan.unused.items()
     if left := [f"{len(names)} ({reason})" for reason, names in unused if reason != TIED.reason]:
         _log.warning("%s: tensors left unread: %s", folder, ", ".join(left))
@@ -97,11 +96,11 @@ def read_parameters(
     *,
     allow_nonfinite: bool = False,
 ) -> Iterator[tuple[ParameterPath, np.ndarray]]:
-    """Reads parameters one by one, each with its place in the weights, without touching a device.
+    """Reads parameters one by one on the host, each with its path in the weights.
 
     Raises:
-        CheckpointError: As for `read_weights`; before the first parameter, but for values.
-        FileNotFoundError: Likewise.
+        CheckpointError: As for `read_weights`; errors other than bad values precede the first parameter.
+        FileNotFoundError: As for `read_weights`.
     """
     parameters = open_parameters(folder, config, dtype, allow_nonfinite=allow_nonfinite)
     for parameter in parameters.counted():
@@ -116,11 +115,11 @@ def open_parameters(
     *,
     allow_nonfinite: bool = False,
 ) -> "StoredParameters":
-    """The parameters of a folder, to be read in any order; all but their values is checked by then.
+    """Opens the parameters of a folder for reading in any order; everything but values is checked.
 
     Raises:
         CheckpointError: As for `read_weights`.
-        FileNotFoundError: Likewise.
+        FileNotFoundError: As for `read_weights`.
     """
     files, headers = _open(folder)
     plan = headers.plan(config)
@@ -133,9 +132,9 @@ def open_parameters(
             dtypes = [dtype] * len(plan.sources)
     found = [source.parameter for source in plan.sources]
     types = {
-        # Scales, too, stay as they are stored where all do.
-        parameter.path: own if dtype is None and parameter.block else dtype_of(config, parameter.path, own)
-        for parameter, own in zip(found, dtypes, strict=True)
+        # Without a dtype, scales keep their stored type too.
+        parameter.path: kept if dtype is None and parameter.block else dtype_of(config, parameter.path, kept)
+        for parameter, kept in zip(found, dtypes, strict=True)
     }
     parameters = StoredParameters(folder, files, plan, types, placement, allow_nonfinite)
     parameters.check_copies()
@@ -148,10 +147,10 @@ class StoredParameters:
 
     Attributes:
         folder: The checkpoint.
-        files: Which of them holds each tensor.
-        plan: How the tensors make up parameters.
-        dtypes: The type that each parameter is read in.
-        placement: Where they go; None is one device.
+        files: The file of each tensor, by the tensor's name.
+        plan: The tensors of each parameter.
+        dtypes: The type in which each parameter is read.
+        placement: The placement on a mesh; None means one device.
         allow_nonfinite: Whether values may be NaN or infinite.
     """
 
@@ -167,26 +166,26 @@ class StoredParameters:
         return {parameter.path: keys for parameter, keys in self.plan.sources}
 
     def counted(self) -> Iterable[Parameter]:
-        """All parameters, with a bar on a terminal."""
-        # Small checkpoints are there before a bar could be read.
+        """All parameters, with a progress bar on a terminal."""
+        # The delay hides the bar for small checkpoints.
         parameters = [parameter for parameter, _ in self.plan.sources]
         text = f"loading {self.folder.name}"
         return tqdm(parameters, desc=text, unit=" parameters", delay=1, disable=unseen(), leave=False)
 
     def read(
-        self, parameter: Parameter, rows: OwnRows | None = None, shape: tuple[int, ...] | None = None
+        self, parameter: Parameter, rows: ShardRows | None = None, shape: tuple[int, ...] | None = None
     ) -> np.ndarray:
-        """A parameter, or a device's part of it, for which no other rows are read; see `Parameters`."""
+        """A parameter, or a device's shard of it, reading only the shard's rows; see `Parameters`."""
         value = np.empty(parameter.shape if shape is None else shape, self.dtypes[parameter.path])
         with ThreadPoolExecutor(THREADS) as pool:
             threads = None if value.nbytes < SMALL else pool
             copies = [(key, Copies(threads)) for key in self._keys[parameter.path]]
-            for key, own in copies:
+            for key, key_copies in copies:
                 with self._naming(key):
-                    self._fill(value, key, rows, own.begin)
-            for key, own in copies:
+                    self._fill(value, key, rows, key_copies.begin)
+            for key, key_copies in copies:
                 with self._naming(key):
-                    own.end()
+                    key_copies.end()
             if value.dtype == np.uint8:
                 if parameter.path[-1] == SCALES:
                     with self._naming(copies[0][0]):
@@ -198,52 +197,52 @@ class StoredParameters:
         return value
 
     def check_copies(self) -> None:
-        """Checks that a head that is stored beside the embedding that it is tied to is the same.
+        """Checks that a stored output head equals the embedding if the config ties them.
 
-        Of a mesh's embedding a process looks at the rows of its own devices.
+        On a mesh, a process compares the rows of its devices.
 
         Raises:
-            CheckpointError: It is not.
+            CheckpointError: They differ.
         """
         for name, embedding in self.plan.copies:
-            [parameter] = [own for own, keys in self.plan.sources if keys[0].name == embedding]
+            [parameter] = [source for source, keys in self.plan.sources if keys[0].name == embedding]
             rows = [np.arange(parameter.shape[0])]
             if self.placement is not None:
-                rows = [part.rows.rows[0] for part in self.placement.own_parts(parameter)]
-            # Padding, which comes last, is in no file.
-            ranges = [(int(own[0]), int(own.max()) + 1) for own in rows if own[0] >= 0]
+                rows = [part.rows.rows[0] for part in self.placement.local_parts(parameter)]
+            # Padding (-1), which comes last, is excluded by the maximum.
+            ranges = [(int(shard[0]), int(shard.max()) + 1) for shard in rows if shard[0] >= 0]
             if not _equal(name, embedding, self.files, ranges, parameter.shape[1]):
                 where = self.files[name].path.name
                 raise CheckpointError(f"{self.folder}: {untied(name, embedding)} ({where})")
 
-    def _tensors(self, key: Key, rows: OwnRows | None) -> tuple[Key, list[np.ndarray]] | None:
-        """The tensors of an entry as far as rows need them, and the entry of those; None is nothing."""
+    def _tensors(self, key: Key, rows: ShardRows | None) -> tuple[Key, list[np.ndarray]] | None:
+        """The rows of an entry's tensors that a shard needs, and the entry for them; None without rows."""
         if rows is None:
             return key, [np.asarray(self.files[name].tensor(name)) for name in key.names]
         found = key.of_part(rows)
         if found is None:
             return None
-        entry, wanted = found
+        entry, needed = found
         tensors = [self.files[name].tensor(name) for name in key.names]
-        return entry, [take_rows(*each) for each in zip(tensors, wanted, strict=True)]
+        return entry, [take_rows(*pair) for pair in zip(tensors, needed, strict=True)]
 
-    def _fill(self, value: np.ndarray, key: Key, rows: OwnRows | None, each: Each) -> None:
-        """Fills what an entry is of a parameter, or of a part of it."""
+    def _fill(self, value: np.ndarray, key: Key, rows: ShardRows | None, each: Each) -> None:
+        """Fills an entry's part of a parameter or of a shard."""
         if (found := self._tensors(key, rows)) is not None:
             entry, tensors = found
             entry.from_file(value, *tensors, each=each)
 
     @contextlib.contextmanager
     def _naming(self, key: Key) -> Iterator[None]:
-        """Says of what is wrong with an entry's tensors which they are."""
+        """Adds the names of an entry's tensors and their file to errors."""
         try:
             yield
         except ValueError as error:
             where = self.files[key.name].path.name
             raise CheckpointError(f"{self.folder}: {', '.join(key.names)}: {error} ({where})") from error
 
-    def _nonfinite(self, parameter: Parameter, value: np.ndarray, rows: OwnRows | None) -> str:
-        """What to say of a parameter that is not finite: which of its tensors, as stored or as read."""
+    def _nonfinite(self, parameter: Parameter, value: np.ndarray, rows: ShardRows | None) -> str:
+        """The error for a parameter that is not finite: its first bad tensor, stored or converted."""
         for key in self._keys[parameter.path]:
             path, found = self.files[key.name].path, self._tensors(key, rows)
             if found is not None and not key.scales and not is_finite(found[1][0]):
@@ -262,13 +261,13 @@ class StoredParameters:
 
 @dataclass(frozen=True)
 class Headers:
-    """What the headers of a checkpoint's files say: its tensors, none of them read.
+    """The headers of a checkpoint's files.
 
     Attributes:
-        where: What errors call the checkpoint.
-        tensors: By name.
-        wrong: What is wrong with the files.
-        file_bytes: Sum over all files.
+        where: The checkpoint's name in errors.
+        tensors: The tensors by name, unread.
+        wrong: Problems with the files, as lines of an error.
+        file_bytes: Total size of the files.
     """
 
     where: str
@@ -277,7 +276,7 @@ class Headers:
     file_bytes: int
 
     def plan(self, config: ModelConfig | DraftHeadConfig) -> TensorPlan:
-        """How the tensors make up a config's parameters.
+        """Matches the tensors to a config's parameters.
 
         Raises:
             CheckpointError: As for `read_weights`.
@@ -287,7 +286,7 @@ class Headers:
 
 
 def read_headers(folder: Path) -> Headers:
-    """The headers of a folder's safetensors, or that of a GGUF file.
+    """Reads the headers of a folder's safetensors, or of a GGUF file.
 
     Raises:
         CheckpointError: A file is corrupt; or the weights are pickled.
@@ -297,7 +296,7 @@ def read_headers(folder: Path) -> Headers:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder holds safetensors, and all that its index names."""
+    """Whether a folder has safetensors, including all files in its index."""
     try:
         return bool(_shards(folder))
     except (ValueError, FileNotFoundError):
@@ -307,11 +306,11 @@ def has_weights(folder: Path) -> bool:
 def merge_shards(
     shards: Iterable[Mapping[str, Stored]], weight_map: Mapping[str, str]
 ) -> tuple[dict[str, Stored], list[str]]:
-    """What is known of the tensors of all shards, by name, and what is wrong with the names.
+    """The tensors of all shard files by name, and problems with the names.
 
     Args:
-        shards: The tensors of each.
-        weight_map: Which shard should hold which, by the index; empty without one.
+        shards: The tensors of each shard file.
+        weight_map: The index's map from tensor names to shard files; empty without an index.
     """
     tensors: dict[str, Stored] = {}
     wrong = []
@@ -324,10 +323,10 @@ def merge_shards(
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Which shard holds which tensor, by the folder's index; empty without one.
+    """The index's map from tensor names to shard files; empty without an index.
 
-    The index may come from anybody: no name of it leads out of the folder. The shards themselves may be
-    links, as they are in the hub's cache.
+    The index is untrusted, so its file names must stay inside the folder. The files themselves may be
+    symbolic links, as in the hub's cache.
     """
     listing = folder / INDEX
     if not listing.exists():
@@ -342,18 +341,18 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _is_inside(folder: Path, name: str) -> bool:
-    """Whether a name stays in a folder; what it names may be a link, but not lie in a linked folder."""
+    """Whether a relative path stays in a folder; the file may be a link, but its folder may not."""
     if not is_inside(name):
         return False
     try:
         place = Path(os.path.realpath((folder / name).parent))
-    except ValueError:  # no system has such a name
+    except ValueError:  # an invalid file name
         return False
     return place.is_relative_to(os.path.realpath(folder))
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The safetensors files that make up the checkpoint."""
+    """The checkpoint's safetensors files."""
     paths = sorted({folder / file for file in _weight_map(folder).values()})
     if absent := [path.name for path in paths if not os.path.isfile(path)]:
         raise CheckpointError(f"{folder / INDEX}: the index names shards that are not there: {shown(absent)}")
@@ -370,7 +369,7 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _open(folder: Path) -> tuple[Mapping[str, TensorFile | GgufTensors], Headers]:
-    """Opens all shards: the file that holds each stored tensor, by the tensor's name, and all headers."""
+    """Opens all shard files; returns the file of each tensor by name, and the headers."""
     if is_gguf(folder):
         file = GgufTensors.open(folder)
         return dict.fromkeys(file.stored, file), Headers(str(folder), file.stored, [], folder.stat().st_size)
@@ -388,17 +387,17 @@ def _equal(
     ranges: Sequence[tuple[int, int]],
     width: int,
 ) -> bool:
-    """Whether ranges of rows of two matrices hold the same values, of whatever types; some at a time."""
+    """Whether two matrices of any types have equal values in ranges of rows, compared in parts."""
     step = max(1, _COMPARED_BYTES // (4 * width))
     starts = [(begin, stop) for start, stop in ranges for begin in range(start, stop, step)]
-    tensors = [files[own].tensor(own) for own in (name, other)]
+    tensors = [files[tensor].tensor(tensor) for tensor in (name, other)]
     bar = tqdm(starts, desc=f"comparing {name}", unit=" parts", delay=1, disable=unseen(), leave=False)
     for begin, stop in bar:
-        ours, theirs = (own[begin : min(begin + step, stop)] for own in tensors)
-        # Bits first: they are mostly the same, and are compared many times faster than bfloat16 values.
-        if ours.dtype == theirs.dtype and np.array_equal(ours.view(np.uint8), theirs.view(np.uint8)):
+        left, right = (tensor[begin : min(begin + step, stop)] for tensor in tensors)
+        # Compare bits first: they are mostly equal, and much faster to compare than bfloat16 values.
+        if left.dtype == right.dtype and np.array_equal(left.view(np.uint8), right.view(np.uint8)):
             continue
-        if not np.array_equal(ours.astype(np.float32), theirs.astype(np.float32), equal_nan=True):
+        if not np.array_equal(left.astype(np.float32), right.astype(np.float32), equal_nan=True):
             bar.close()
             return False
     return True

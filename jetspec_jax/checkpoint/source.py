@@ -1,4 +1,4 @@
-"""A checkpoint's source: where it is and how it is read, as one value."""
+"""A checkpoint's location and the options for reading it, as one value."""
 
 import os
 from collections.abc import Callable, Collection
@@ -24,38 +24,38 @@ from jetspec_jax.config import (
 )
 from jetspec_jax.models import kept_packed, quantized_blocks
 
-#: The words for how experts in MXFP4 lie in memory.
+#: The values of `Source.mxfp4`.
 AUTO, PACKED, WIDENED = "auto", "packed", "widened"
 MXFP4_WORDS = (AUTO, PACKED, WIDENED)
-#: The words for the type of all weights.
+#: The values of `Source.dtype`.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 T = TypeVar("T", bound=ModelConfig | DraftHeadConfig)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a checkpoint is and how it is read.
+    """A checkpoint's location and the options for reading it.
 
-    Files are fetched and the config is parsed at first use, once. Properties that need files raise
-    FileNotFoundError where there are none; those that need the config raise CheckpointError where it is not
-    valid.
+    Files are downloaded and the config is parsed once, at first use. Properties that need files raise
+    FileNotFoundError if there are none; properties that need the config raise CheckpointError if it is
+    invalid.
 
     Attributes:
-        path_or_id: A folder with ``config.json`` and safetensors, or one that ``python -m convert`` wrote for
-            Orbax, or a GGUF file of a target, or a hub id such as ``Qwen/Qwen3-8B``, or the name of a
-            pair: its target.
-        dtype: Of the weights: one of `DTYPES`; "auto" is bfloat16 on a GPU and float32 on a CPU.
-        ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for as having no effect.
-            Those of a GGUF file are given without the architecture's name in front.
-        allow_nonfinite: Whether weights may be NaN or infinite, which decode to garbage.
-        tokenizer: A folder, a GGUF file or a hub id whose tokenizer takes the place of the checkpoint's own.
-        chat_template: A text of `read_chat_template` that takes the place of the tokenizer's own.
-        mxfp4: One of `MXFP4_WORDS`: whether a target's experts in MXFP4 stay packed on the devices. "auto"
-            is decided by `with_storage`, and until then as if they were widened.
+        path_or_id: A folder with ``config.json`` and safetensors, an Orbax folder of ``python -m convert``, a
+            GGUF file of a target, a hub id such as ``Qwen/Qwen3-8B``, or the name of a pair, whose target is
+            meant.
+        dtype: The type of the weights, one of `DTYPES`; "auto" is bfloat16 on a GPU and float32 on a CPU.
+        ignore_config_keys: Unknown keys of ``config.json`` to ignore. Keys of a GGUF file are given without
+            the architecture's prefix.
+        allow_nonfinite: Whether weights may be NaN or infinite. Such weights produce garbage.
+        tokenizer: A folder, a GGUF file or a hub id whose tokenizer replaces the checkpoint's.
+        chat_template: A text from `read_chat_template` that replaces the tokenizer's template.
+        mxfp4: One of `MXFP4_WORDS`: whether a target's experts in MXFP4 stay packed on the devices. "auto" is
+            decided by `with_storage`, and is treated as "widened" before.
 
     Raises:
-        TypeError: One of them is of another type.
-        ValueError: ``mxfp4`` is none of its words.
+        TypeError: An attribute has the wrong type.
+        ValueError: ``mxfp4`` is not in `MXFP4_WORDS`.
     """
 
     path_or_id: str | Path
@@ -67,7 +67,7 @@ class Source:
     mxfp4: str = AUTO
 
     def __post_init__(self) -> None:
-        """Checks types."""
+        """Checks types and ``mxfp4``."""
         if not isinstance(self.mxfp4, str):
             raise TypeError(f"mxfp4 must be a string, not {type(self.mxfp4).__name__}")
         if self.mxfp4 not in MXFP4_WORDS:
@@ -88,17 +88,17 @@ class Source:
 
     @property
     def weights_dtype(self) -> jnp.dtype:
-        """The type that `dtype` stands for on this machine; as `resolve_dtype`."""
+        """`dtype` resolved for this machine, see `resolve_dtype`."""
         return resolve_dtype(self.dtype)
 
     @cached_property
     def folder(self) -> Path:
-        """The local folder with all files, or the GGUF file; those of a hub id are downloaded if need be."""
+        """The local folder with all files, or the GGUF file; a hub id's files are downloaded if needed."""
         return resolve(self.path_or_id)
 
     @cached_property
     def config_folder(self) -> Path:
-        """The local folder with ``config.json``, or the GGUF file; of a hub id, nothing else is fetched."""
+        """The local folder with ``config.json``, or the GGUF file; only this file is downloaded."""
         return resolve(self.path_or_id, CONFIG_PATTERNS)
 
     @property
@@ -108,45 +108,45 @@ class Source:
 
     @cached_property
     def raw_config(self) -> dict[str, Any]:
-        """What ``config.json`` holds, or what the metadata of the GGUF file make one hold."""
+        """The parsed ``config.json``, or its equivalent from a GGUF file's metadata."""
         if is_gguf(self.config_folder):
             return read_config(read_header(self.config_folder), self.ignore_config_keys)
         return read_object(self.config_path)
 
     @cached_property
     def config(self) -> ModelConfig | DraftHeadConfig:
-        """The config of a target or of a draft head, whichever it is."""
+        """The config of a target or a draft head."""
         return self._parsed(parse_config)
 
     @cached_property
     def target_config(self) -> ModelConfig:
-        """The config of a target, as its weights lie in memory; that of a head is refused."""
+        """The config of a target with its weights' format in memory; a head's config raises an error."""
         config = self._parsed(parse_model_config)
         return kept_packed(config) if self.mxfp4 == PACKED else config
 
     @cached_property
     def head_config(self) -> DraftHeadConfig:
-        """The config of a draft head; that of a target is refused."""
+        """The config of a draft head; a target's config raises an error."""
         return self._parsed(parse_draft_head_config)
 
     def _parsed(self, parse: Callable[..., T]) -> T:
         raw, where = self.raw_config, str(self.config_path)
         with content_of(where):
             config = parse(raw, ignore_config_keys=self.ignore_config_keys, where=where)
-            quantized_blocks(config)  # which tells whether it leaves out what it cannot
+            quantized_blocks(config)  # raises if the skipped modules are not supported
             return config
 
 
 def resolve_dtype(dtype: str) -> jnp.dtype:
-    """The dtype that a user's word stands for.
+    """The dtype of one of `DTYPES`, with "auto" resolved for this machine.
 
     Raises:
-        TypeError: It is no word.
-        ValueError: The word is none of `DTYPES`.
+        TypeError: The argument is not a string.
+        ValueError: The argument is not in `DTYPES`.
     """
     check_type("dtype", dtype, str, "a name such as bfloat16")
     if dtype == "auto":
-        # On CPUs bf16 is several times slower than float32.
+        # On CPUs bfloat16 is several times slower than float32.
         dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, not {dtype!r}")

@@ -1,6 +1,6 @@
-"""A file of safetensors, mapped into memory: its tensors are arrays of the file, and nothing is copied.
+"""A safetensors file mapped into memory: tensors are views of the file.
 
-The library gives copies, and lets no other thread run while it makes them.
+The library ``safetensors`` would copy tensors, and holds the GIL while it does.
 """
 
 import json
@@ -15,13 +15,13 @@ from jetspec_jax.checkpoint.content import CheckpointError, check_regular
 from jetspec_jax.checkpoint.tensor_plan import FILE_BYTES, FILE_DTYPES, FILE_FP8, Stored
 from pallas_kernels.quantized import FP8
 
-# The types that are read: floats, FP8, and the bytes of MXFP4.
+# The supported types: floats, FP8, and the bytes of MXFP4.
 _DTYPES = {**FILE_DTYPES, FILE_FP8: FP8, FILE_BYTES: np.dtype(np.uint8)}
 
 
 @dataclass(frozen=True, eq=False)
 class TensorFile:
-    """A file whose header is known to be right.
+    """An opened file with a valid header.
 
     Attributes:
         path: The file.
@@ -38,11 +38,11 @@ class TensorFile:
         """Reads the header of a file.
 
         Raises:
-            CheckpointError: It is corrupt, or no file.
+            CheckpointError: The file is corrupt, or not a regular file.
         """
         check_regular(path)
         try:
-            # The library checks that tensors follow each other, up to the file's end.
+            # The library checks that the tensors fill the file without gaps.
             with safe_open(path, framework="numpy") as file:
                 parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
                 stored = {
@@ -57,10 +57,10 @@ class TensorFile:
         return cls(path, stored, content, places)
 
     def tensor(self, name: str) -> np.ndarray:
-        """A tensor, of a type that is read, as it lies in the file.
+        """A view of a tensor of a supported type.
 
         Raises:
-            ValueError: The file has changed meanwhile.
+            ValueError: The file has changed since it was opened.
         """
         shape, dtype = self.stored[name]
         start, stop = self._places[name]

@@ -1,8 +1,8 @@
-"""What a checkpoint has to hold: the tensors of each parameter of a config's module, by its key table.
+"""Matches a checkpoint's tensors to the parameters of a config's module, by the module's key table.
 
-Files of one model differ in the prefix of their names, in whether experts lie apart or fused, and in what
-else they hold. All of that follows from the names, shapes and types in the files' headers, before a tensor is
-read, and one error lists everything that is wrong.
+Files of one model differ in the prefix of their names, in whether experts are separate or fused, and in
+additional tensors. All of that is decided from the headers' names, shapes and types before a tensor is read,
+and one error lists everything that is wrong.
 """
 
 import re
@@ -23,34 +23,34 @@ from jetspec_jax.models.scale_key import ScaleKey
 from jetspec_jax.models.selector import Selector
 from pallas_kernels.quantized import FP8
 
-#: The types that are read and written, by their names in a file, but for `FILE_FP8`.
+#: The float types that are read and written, by their names in a file.
 FILE_DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
 
-#: The name of FP8 in a file: finite but for two NaNs. Others, such as F8_E4M3FNUZ, mean other values.
+#: The name of FP8 in a file: E4M3 without infinities. F8_E4M3FNUZ and others are different formats.
 FILE_FP8 = "F8_E4M3"
 
-#: The name of bytes in a file, of which MXFP4 consists.
+#: The name of bytes in a file, as used for MXFP4.
 FILE_BYTES = "U8"
 
-#: Where a parameter is in the nested weights.
+#: The path of a parameter in the nested weights.
 ParameterPath = tuple[str | int, ...]
 
-# Tensors that the files of any family may hold besides their parameters.
+# Tensors besides the parameters that the files of any family may have.
 ROTARY = Skip(r".*rotary_emb\.inv_freq", "buffers of older exporters, which follow from the config")
 INPUT_SCALES = Skip(
     r".*\.(input_scale|activation_scale)", "scales of activations, which are not quantised here"
 )
 TIED = Skip(r"(.*\.)?lm_head\.weight", "second copy of the tied embedding")
 
-# What quantised KV caches would be read with, under the names of vLLM's and llm-compressor's checkpoints.
+# Scales of quantised KV caches, as named in checkpoints of vLLM and llm-compressor.
 CACHE_SCALES = r"\.(k_scale|v_scale|kv_scale|q_scale|output_scale)$"
 
-# More lines than this that differ in their numbers only are one line of an error.
+# More lines of an error than this that differ only in their numbers are shown as one.
 MAX_ALIKE = 8
 
 
 class Stored(NamedTuple):
-    """A tensor of a file, unread: its shape, and its type by the name that the file gives it."""
+    """The header of a tensor: its shape, and the name of its type in the file."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -58,14 +58,14 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a module and what it may be made of.
+    """A parameter of a module, and the tensors that may hold it.
 
     Attributes:
-        path: Where it is in the nested weights.
-        shape: Its shape.
-        axes: What its axes are called.
-        forms: The ways of storing it, each a set of tensors that make it up. The first one is written.
-        block: Of scales: how many values share one along each axis. Empty: it has no scales for values.
+        path: The path in the nested weights.
+        shape: The shape.
+        axes: The names of the axes.
+        forms: The alternative sets of tensors that hold the parameter. The first is used for writing.
+        block: For the scales of a quantised parameter, the values per scale along each axis; else empty.
     """
 
     path: ParameterPath
@@ -81,20 +81,20 @@ class Parameter:
 
 
 class StoredParameter(NamedTuple):
-    """A parameter and what it is read from."""
+    """A parameter, and the entries of the tensors it is read from."""
 
     parameter: Parameter
     keys: tuple[Key, ...]
 
 
 class TensorPlan(NamedTuple):
-    """How a checkpoint becomes parameters.
+    """The tensors of each parameter of a checkpoint.
 
     Attributes:
-        sources: All parameters.
-        unused: Names of the tensors that are known to be of no use here, by what they are ("vision tower").
-        copies: Those of them that have to hold what another tensor holds, each with its name: a head that is
-            stored beside the embedding that it is tied to. Their shapes are known to be equal.
+        sources: All parameters with their tensors.
+        unused: Names of known tensors that are not loaded, by description ("vision tower").
+        copies: Pairs (tensor, other tensor) of equal shapes whose values must be equal: an output head stored
+            beside the embedding to which it is tied.
     """
 
     sources: list[StoredParameter]
@@ -109,12 +109,12 @@ def expected_parameters(
 
     Args:
         config: The config.
-        stored: Names of a checkpoint's tensors, which tell the prefix of the names to expect. Without them
-            it is that of the table, as it is written.
+        stored: Names of a checkpoint's tensors, which determine the prefix of the names. Without them the
+            prefix is the key table's, as for writing.
     """
     module, blocks, quantization = abstract(config), quantized_blocks(config), quantization_of(config)
     if quantization is not None and quantization.is_mxfp4:
-        blocks = {}  # files hold both parts as they are in memory: they are parameters like others
+        blocks = {}  # files hold values and scales as in memory, so both are ordinary parameters
     first = module.PREFIXES[0]
     prefix = _prefix(module, stored)
     entries = defaultdict(list)
@@ -130,10 +130,10 @@ def expected_parameters(
         block = blocks.get(path[:-1])
         whole, values = (path, path) if block is None else (path[:-1], (*path[:-1], VALUES))
         indices, shape = [part for part in whole if isinstance(part, int)], shapes[values]
-        own = entries[".".join("{}" if isinstance(part, int) else part for part in whole)]
-        assert own, f"no entry of the key table makes {'.'.join(map(str, whole))}"
+        keyed = entries[".".join("{}" if isinstance(part, int) else part for part in whole)]
+        assert keyed, f"no entry of the key table makes {'.'.join(map(str, whole))}"
         forms = defaultdict(list)
-        for key in own:
+        for key in keyed:
             forms[key.form] += key.of(indices, shape)
         keys = tuple(map(tuple, forms.values()))
         axes = tuple(parameter.get_metadata()["axes"])
@@ -148,18 +148,18 @@ def expected_parameters(
 def make_plan(
     stored: Mapping[str, Stored], config: ModelConfig | DraftHeadConfig, where: str, wrong: Sequence[str] = ()
 ) -> TensorPlan:
-    """Finds for every parameter the tensors to read it from, and holds all tensors against the config.
+    """Finds the tensors of each parameter, and checks all tensors against the config.
 
     Args:
         stored: The checkpoint's tensors by name.
         config: Its config.
-        where: What the error calls the checkpoint.
-        wrong: What is known to be wrong with it already.
+        where: The checkpoint's name in errors.
+        wrong: Problems that were found before.
 
     Raises:
-        ValueError: Tensors are missing, surplus, misshapen, stored twice or of a type that is not read (all
-            are listed, but for those that are like many others); or a head that is stored though the config
-            ties it cannot be the embedding.
+        ValueError: Tensors are missing, surplus, misshapen, stored twice or of an unsupported type (all are
+            listed, similar ones shortened); or a stored output head that the config ties cannot be a copy of
+            the embedding.
     """
     missing, other, sources, known = [], [], [], set()
     for parameter in expected_parameters(config, stored):
@@ -168,14 +168,14 @@ def make_plan(
         there = [[name for name in form if name in stored] for form in names]
         if len(begun := [form[0] for form in there if form]) > 1:
             other.append(f"stored twice: {parameter.name}, as {' and as '.join(begun)}")
-        shares = [len(form) / len(wanted) for form, wanted in zip(there, names, strict=True)]
-        taken = shares.index(max(shares))
-        missing += [name for name in names[taken] if name not in stored]
-        for key in parameter.forms[taken]:
+        shares = [len(form) / len(expected) for form, expected in zip(there, names, strict=True)]
+        chosen = shares.index(max(shares))
+        missing += [name for name in names[chosen] if name not in stored]
+        for key in parameter.forms[chosen]:
             other += _unfit(key, parameter, stored, config)
-        sources.append(StoredParameter(parameter, parameter.forms[taken]))
+        sources.append(StoredParameter(parameter, parameter.forms[chosen]))
     unused, surplus = _unused(sorted(stored.keys() - known), config)
-    [embedding] = [keys[0].name for own, keys in sources if own.path == ("embed_tokens",)] or [""]
+    [embedding] = [keys[0].name for found, keys in sources if found.path == ("embed_tokens",)] or [""]
     copies = [(name, embedding) for name in unused.get(TIED.reason, ())]
     for name, _ in copies:
         other += _no_copy(name, embedding, stored)
@@ -196,26 +196,26 @@ def make_plan(
 
 
 def stored_types(config: ModelConfig | DraftHeadConfig, path: ParameterPath) -> Collection[np.dtype]:
-    """The types that a parameter may be stored in."""
-    own = dtype_of(config, path, jnp.dtype(jnp.float32))
-    return FILE_DTYPES.values() if own == jnp.float32 else [own]
+    """The types in which a parameter may be stored."""
+    dtype = dtype_of(config, path, jnp.dtype(jnp.float32))
+    return FILE_DTYPES.values() if dtype == jnp.float32 else [dtype]
 
 
 def untied(name: str, embedding: str) -> str:
-    """What to say of a stored head that is not the embedding that the config ties it to."""
+    """The error for a stored output head that differs from the embedding to which the config ties it."""
     return (
-        f"{name} is not {embedding}, and the config ties them; where the head is a matrix of its own, "
-        "config.json has to say so with tie_word_embeddings: false"
+        f"{name} is not {embedding}, and the config ties them; if they are separate matrices, set "
+        "tie_word_embeddings: false in config.json"
     )
 
 
 def stored_dtypes(
     sources: Iterable[StoredParameter], stored: Mapping[str, Stored], where: str
 ) -> list[np.dtype]:
-    """The type that each parameter is stored in; bfloat16, which holds all values, for MXFP4.
+    """The stored type of each parameter; for MXFP4 bfloat16, which represents all its values.
 
     Raises:
-        ValueError: One is made of tensors of different types.
+        ValueError: The tensors of a parameter have different types.
     """
     dtypes, mixed = [], []
     known = {**FILE_DTYPES, FILE_FP8: FP8, FILE_BYTES: jnp.dtype("uint8")}
@@ -233,7 +233,7 @@ def stored_dtypes(
 
 
 def _prefix(module: Transformer | DraftHead, stored: Collection[str]) -> str:
-    """The prefix of `PREFIXES` that most of the stored names begin with, before a root of the key table."""
+    """The prefix in `PREFIXES` with which most stored names begin."""
     first = module.PREFIXES[0]
     roots = {
         key.name.removeprefix(first).partition(".")[0] for key in module.KEYS if key.name.startswith(first)
@@ -249,7 +249,7 @@ def _prefix(module: Transformer | DraftHead, stored: Collection[str]) -> str:
 def _unfit(
     key: Key, parameter: Parameter, stored: Mapping[str, Stored], config: ModelConfig | DraftHeadConfig
 ) -> list[str]:
-    """What is wrong with those of an entry's tensors that are there."""
+    """The problems of an entry's tensors that are present."""
     there = [name for name in key.names if name in stored]
     quantization = quantization_of(config)
     try:
@@ -268,8 +268,8 @@ def _unfit(
     elif parameter.path[-1] == VALUES:
         allowed, why = (FILE_FP8,), "; quantization_config does not leave it out"
     elif any(stored[name].dtype == FILE_FP8 for name in there):
-        said = "has no" if quantization is None else "leaves it out of"
-        why = f"; config.json {said} quantization_config"
+        verb = "has no" if quantization is None else "leaves it out of"
+        why = f"; config.json {verb} quantization_config"
     return wrong + [
         f"unsupported type: {name} is {stored[name].dtype}, not one of {allowed}{why}"
         for name in there
@@ -278,7 +278,7 @@ def _unfit(
 
 
 def _no_copy(name: str, embedding: str, stored: Mapping[str, Stored]) -> list[str]:
-    """Why a tensor cannot be a copy of the embedding, as far as shapes and types tell."""
+    """The reasons, from shapes and types, why a tensor cannot be a copy of the embedding."""
     if stored[name].dtype not in FILE_DTYPES:
         return [f"unsupported type: {name} is {stored[name].dtype}, not one of {tuple(FILE_DTYPES)}"]
     if embedding not in stored or stored[name].shape == stored[embedding].shape:
@@ -290,7 +290,7 @@ def _no_copy(name: str, embedding: str, stored: Mapping[str, Stored]) -> list[st
 def _unused(
     names: Iterable[str], config: ModelConfig | DraftHeadConfig
 ) -> tuple[dict[str, list[str]], list[str]]:
-    """Tensors that no parameter is made of: those with a known reason, by that, and the others."""
+    """Tensors that belong to no parameter: known ones by their reason, and surplus ones."""
     model = config.layers if isinstance(config, DraftHeadConfig) else config
     tied = isinstance(config, ModelConfig) and config.tie_word_embeddings
     quantized = (INPUT_SCALES,) if model.quantization is not None else ()
@@ -304,7 +304,7 @@ def _unused(
 
 
 def _shortened(lines: Iterable[str]) -> list[str]:
-    """The lines; of many that differ in their numbers only, the first and how many more there are."""
+    """The lines; many that differ only in numbers become the first of them and a count."""
     alike = defaultdict(list)
     for line in lines:
         alike[re.sub(r"\d+", "*", line)].append(line)

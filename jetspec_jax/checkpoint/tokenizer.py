@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer, and the tokens that end a text."""
+"""A checkpoint's tokenizer and its end-of-sequence tokens."""
 
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,18 @@ from jetspec_jax.checkpoint.pairs import PAIRS
 from jetspec_jax.config import parse_eos_token_ids
 from jetspec_jax.progress import waiting
 
-# Files of which one is enough for there to be a tokenizer.
+# A folder with one of these files has a tokenizer.
 FILES = ("tokenizer.json", "tokenizer_config.json")
 
-# A text that a tokenizer is tried on.
+# A text to test a tokenizer with.
 _TEXT = "def f(x): return 'é'\n"
 
 
 def load_named_tokenizer(path_or_id: str | Path) -> Any:
-    """The tokenizer of a folder, which needs no ``config.json``, of a GGUF file or of a hub id.
+    """Loads the tokenizer of a folder (``config.json`` is not needed), a GGUF file or a hub id.
 
     Raises:
-        FileNotFoundError: There is no such place, or no tokenizer.
+        FileNotFoundError: The location does not exist, or has no tokenizer.
         CheckpointError: As for `load_tokenizer`.
     """
     folder = local_path(path_or_id)
@@ -41,13 +41,13 @@ def load_named_tokenizer(path_or_id: str | Path) -> Any:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The transformers tokenizer of a checkpoint's folder or GGUF file, or None when it has none.
+    """Loads the transformers tokenizer of a checkpoint's folder or GGUF file; None if it has none.
 
-    No code of the folder is run, and nothing is fetched.
+    Code in the folder is not run, and nothing is downloaded.
 
     Raises:
-        CheckpointError: It is one in Python only, which cannot decode token by token, or the folder's files
-            are not readable, or too large, or a GGUF file holds one that is not supported.
+        CheckpointError: The tokenizer has no fast form and cannot decode token by token, its files are not
+            readable or too large, or a GGUF file's tokenizer is not supported.
     """
     if is_gguf(folder):
         header = read_header(folder)
@@ -57,18 +57,18 @@ def load_tokenizer(folder: Path) -> Any:
         return None
     for name in FILES:
         check_regular(folder / name)
-    small_files(folder)  # which transformers reads whole
+    small_files(folder)  # checks the files that transformers reads whole
     try:
         with waiting(f"loading the tokenizer of {folder.name}"):
             tokenizer = import_transformers().AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=False, local_files_only=True
             )
             fast = hasattr(tokenizer, "backend_tokenizer")
-            # Some files are read without complaint and fail later: better here, by name.
+            # Some broken files load without an error and would fail later without a file name.
             if fast:
                 tokenizer.decode(tokenizer.encode(_TEXT))
     except BaseException as error:
-        # The library raises whatever its parsers do, and where its Rust code panics, no Exception.
+        # The library raises any error of its parsers; a panic of its Rust code is not an Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         line = str(error).partition("\n")[0] or type(error).__name__
@@ -81,19 +81,18 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def read_eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
-    """The end-of-sequence ids of a target: those of its configs, and the ``eos_token`` of its tokenizer.
+    """The end-of-sequence ids of a target: those of its configs, and the tokenizer's ``eos_token``.
 
-    An ``eos_token`` outside the vocabulary, of a tokenizer that grew after the model was trained, is left
-    out: the target cannot emit it.
+    An ``eos_token`` outside the vocabulary is ignored, because the target cannot emit it. Tokenizers may be
+    extended after the model was trained.
 
     Args:
         folder: The checkpoint: a folder, or a GGUF file.
         tokenizer: Its transformers tokenizer, or None.
-        vocab_size: Of the target.
+        vocab_size: The target's vocabulary size.
 
     Raises:
-        CheckpointError: An id of a config is no token id, or lies outside the vocabulary; or a file is not
-            readable.
+        CheckpointError: An id of a config is invalid or outside the vocabulary, or a file is not readable.
     """
     with content_of(folder):
         ids = _ids_of_gguf(folder) if is_gguf(folder) else _ids_of_configs(folder)
@@ -101,9 +100,9 @@ def read_eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[i
         raise CheckpointError(f"{folder}: eos_token_id {beyond} lies outside the vocabulary of {vocab_size}")
     if tokenizer is None or tokenizer.eos_token is None:
         return ids
-    # `tokenizer.eos_token_id` may be the id of unknown words.
-    own = tokenizer.backend_tokenizer.token_to_id(tokenizer.eos_token)
-    return ids if own is None or own in ids or own >= vocab_size else (*ids, own)
+    # `tokenizer.eos_token_id` may be the id of the unknown token.
+    eos = tokenizer.backend_tokenizer.token_to_id(tokenizer.eos_token)
+    return ids if eos is None or eos in ids or eos >= vocab_size else (*ids, eos)
 
 
 def _ids_of_configs(folder: Path) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Arrays that are made when they are needed, so that more of them can be named than memory holds."""
+"""Arrays that are made on demand, so that together they may exceed the memory."""
 
 import math
 from collections.abc import Callable
@@ -10,12 +10,12 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Unread:
-    """Stands in the place of a NumPy array, which ``np.asarray`` makes of it, each time anew.
+    """A placeholder for a NumPy array; ``np.asarray`` makes the array anew at each call.
 
     Attributes:
-        shape: Of the array.
-        dtype: Of the array.
-        read: Makes it.
+        shape: Shape of the array.
+        dtype: Type of the array.
+        read: Makes the array.
     """
 
     shape: tuple[int, ...]

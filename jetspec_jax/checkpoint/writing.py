@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face layout, written whole or not at all, one file's tensors at a time."""
+"""Writes checkpoints in Hugging Face layout atomically, one file's tensors at a time."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ from jetspec_jax.models.key_table import Key
 from jetspec_jax.models.mxfp4 import without_mxfp4
 from jetspec_jax.progress import unseen
 
-#: Bytes of tensors from which on a checkpoint is written in several files.
+#: Bytes of tensors per file; larger checkpoints are written as several files.
 MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -38,28 +38,28 @@ def save_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config: ModelConfig | DraftHeadConfig | None = None,
 ) -> None:
-    """Writes a target or a draft head in Hugging Face layout, whole or not at all.
+    """Writes a target or a draft head in Hugging Face layout atomically.
 
     Args:
-        folder: Where to; it must not exist yet.
-        raw_config: The ``config.json``, which also says whether this is a target or a head. MXFP4 is left out
-            of it unless experts are packed.
-        weights: The parameters: arrays, or what stands in their place, such as `Unread`, of which each is
-            made when its turn comes, once.
-        dtype: The type to store, as far as `dtype_of` lets it; None stores each parameter in its own.
-        extra_files: Further files by name (tokenizer.json, generation_config.json, ...). One that is called
-            config.json is written in place of ``raw_config``.
-        max_shard_bytes: Tensors of more bytes than this go into several files and an index. A single tensor
-            that is larger has a file of its own.
-        config: What ``raw_config`` says, where its reader ignored unknown keys; they are written too. None
-            parses ``raw_config`` and ignores none.
+        folder: The folder to create; it must not exist.
+        raw_config: The ``config.json``, which also tells a target from a head. A quantization_config of MXFP4
+            is removed unless experts are packed.
+        weights: The parameters: arrays, or placeholders such as `Unread`, each of which is made once, when it
+            is written.
+        dtype: The type to store, with the exceptions of `dtype_of`; None stores each parameter in its type.
+        extra_files: Further files by name (tokenizer.json, generation_config.json, ...). A file config.json
+            replaces ``raw_config``.
+        max_shard_bytes: Larger checkpoints are written as several files with an index. A single larger tensor
+            gets a separate file.
+        config: The parsed ``raw_config``; needed if unknown keys were ignored when it was read. None parses
+            ``raw_config`` and allows no unknown keys.
 
     Raises:
         FileExistsError: The folder exists.
-        ValueError: The config is not valid, or the parameters are not its, or of a type that is not stored,
-            or a further file would lie outside the folder.
-        TypeError: An argument is of another type.
-        OSError: The disk is full, or cannot be written.
+        ValueError: The config is invalid, the parameters are not the config's or have an unsupported type, or
+            an extra file would be outside the folder.
+        TypeError: An argument has the wrong type.
+        OSError: The disk is full or cannot be written.
     """
     folder, extra_files = Path(folder), extra_files or {}
     _check_types(raw_config, weights, dtype, extra_files, max_shard_bytes)
@@ -74,16 +74,16 @@ def save_checkpoint(
     if quantization is None or not quantization.is_mxfp4:
         raw_config = without_mxfp4(raw_config)
     plan = expected_parameters(config)
-    wanted = {parameter.path: parameter.shape for parameter in plan}
+    expected = {parameter.path: parameter.shape for parameter in plan}
     differing = sorted(
         ".".join(map(str, path))
-        for path in wanted.keys() | leaves.keys()
-        if path not in leaves or wanted.get(path) != getattr(leaves[path], "shape", None)
+        for path in expected.keys() | leaves.keys()
+        if path not in leaves or expected.get(path) != getattr(leaves[path], "shape", None)
     )
     if differing:
         raise ValueError(f"these parameters are not those of the config: {differing}")
 
-    # A parameter's tensors follow each other.
+    # The tensors of a parameter are written in sequence, so the last parameter is cached.
     @functools.lru_cache(maxsize=1)
     def made_of(path: ParameterPath) -> np.ndarray:
         return np.asarray(leaves[path])
@@ -93,7 +93,7 @@ def save_checkpoint(
         value = leaves[parameter.path]
         to = value.dtype if dtype is None else dtype_of(config, parameter.path, jnp.dtype(dtype))
         if to not in (types := stored_types(config, parameter.path)):
-            raise ValueError(f"{parameter.name} is {to}; what can be stored is {list(types)}")
+            raise ValueError(f"{parameter.name} is {to}; supported types to store: {list(types)}")
         make = functools.partial(made_of, parameter.path)
         tensors |= {key.name: _FileTensor(key, parameter.shape, to, make) for key in parameter.forms[0]}
     shards = _split(tensors, max_shard_bytes)
@@ -109,21 +109,21 @@ def save_checkpoint(
             made = {name: tensor.make() for name, tensor in shard.items()}
             try:
                 save_file(made, partial / file, metadata={"format": "pt"})
-            except SafetensorError as error:  # a full disk, say
+            except SafetensorError as error:  # for example a full disk
                 raise OSError(f"{folder} cannot be written: {error}") from error
-            del made  # before there are others
-            (partial / file).chmod(0o644)  # the library makes it the owner's alone
+            del made  # frees the tensors before the next file's are made
+            (partial / file).chmod(0o644)  # the library creates it with mode 0o600
         write_files(partial, {**files, **extra_files})
 
 
 def _check_types(raw_config: Any, weights: Any, dtype: Any, extra_files: Any, max_shard_bytes: Any) -> None:
-    """Raises TypeError for what is of another type, and ValueError for what is out of its range."""
+    """Raises TypeError for wrong types, and ValueError for values out of range."""
     for name, value in (("raw_config", raw_config), ("weights", weights), ("extra_files", extra_files)):
         if not isinstance(value, Mapping):
             raise TypeError(f"{name} must be a mapping, not {type(value).__name__}")
     if not isinstance(dtype, str | None):
         raise TypeError(f"dtype must be a string or None, not {type(dtype).__name__}")
-    if dtype is not None and dtype not in (words := [str(own) for own in FILE_DTYPES.values()]):
+    if dtype is not None and dtype not in (words := [str(known) for known in FILE_DTYPES.values()]):
         raise ValueError(f"dtype must be one of {', '.join(words)}, or None, not {dtype!r}")
     if not isinstance(max_shard_bytes, int) or isinstance(max_shard_bytes, bool):
         raise TypeError(f"max_shard_bytes must be an integer, not {max_shard_bytes!r}")
@@ -138,7 +138,7 @@ def _check_types(raw_config: Any, weights: Any, dtype: Any, extra_files: Any, ma
 
 @dataclass(frozen=True)
 class _FileTensor:
-    """A tensor of a file to be written; it is made when its turn comes."""
+    """A tensor to write, made on demand."""
 
     key: Key
     shape: tuple[int, ...]
@@ -154,7 +154,7 @@ class _FileTensor:
 
 
 def _split(tensors: Mapping[str, _FileTensor], limit: int) -> dict[str, dict[str, _FileTensor]]:
-    """Tensors by the file that they go to, each filled in turn up to the limit."""
+    """Distributes tensors to files in order, each filled up to the limit."""
     shards: list[dict[str, _FileTensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():

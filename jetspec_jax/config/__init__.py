@@ -1,7 +1,7 @@
 """A Hugging Face ``config.json``, read and validated into frozen dataclasses.
 
-Both dialects are read: the older one (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and the one that
-transformers 5 writes (``rope_parameters``, ``dtype``). One file reads the keys of one family.
+Two dialects are supported: the older (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and the one that
+transformers 5 writes (``rope_parameters``, ``dtype``). Each file reads the keys of one model family.
 """
 
 from jetspec_jax.config.draft_head import (

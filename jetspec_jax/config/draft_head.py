@@ -29,7 +29,7 @@ def parse_draft_head_config(
     The arguments are those of `parse_model_config`.
 
     Raises:
-        ValueError: As for `parse_model_config`, and for settings that make no head or contradict each other.
+        ValueError: As for `parse_model_config`; also if settings of the head are invalid or contradictory.
     """
     if not is_draft_head(raw):
         raise ValueError(f"{where} has no dflash_config: it is not a draft head; load it with load_target")
@@ -56,7 +56,7 @@ def parse_draft_head_config(
         )
     taps = keys.tap_layers
     if taps is None:
-        assert keys.num_target_layers is not None  # only the dialect that has this key has default taps
+        assert keys.num_target_layers is not None  # only the dialect with this key has default taps
         taps = tuple(default_tap_layers(layers.num_layers, keys.num_target_layers))
     config = DraftHeadConfig(
         layers=layers,
@@ -75,7 +75,7 @@ def parse_draft_head_config(
 
 
 def default_tap_layers(num_draft_layers: int, num_target_layers: int) -> list[int]:
-    """Tap layers of a head whose config names none: evenly spaced from 1 to the third layer from the end.
+    """Default tap layers: evenly spaced from layer 1 to the third layer from the end.
 
     Source: the published DFlash checkpoints' convention.
     """
@@ -86,7 +86,7 @@ def default_tap_layers(num_draft_layers: int, num_target_layers: int) -> list[in
 
 
 def check_head_fits(head: DraftHeadConfig, target: ModelConfig) -> None:
-    """Checks that a draft head can run on a target; all that is wrong is said at once.
+    """Checks that a draft head fits a target, and reports all mismatches in one error.
 
     Raises:
         ValueError: The head was made for another target.
@@ -114,6 +114,6 @@ def check_head_fits(head: DraftHeadConfig, target: ModelConfig) -> None:
             f"{target.vocab_size}"
         )
     if head.capped_logits and target.logit_softcap is None:
-        wrong.append("the head's logits go through the target's cap (capped_logits), and the target has none")
+        wrong.append("the head needs the target's logit cap (capped_logits), and the target has none")
     if wrong:
         raise ValueError("the draft head does not fit the target: " + "; ".join(wrong))

@@ -1,4 +1,4 @@
-"""The keys of a JSON object, read one by one, so that in the end every one has been accounted for."""
+"""Checked access to a JSON object's keys: a key that no code has read is an error."""
 
 import json
 from collections.abc import Collection, Iterable, Mapping
@@ -7,31 +7,30 @@ from typing import Any, TypeGuard
 
 from jetspec_jax.arguments import shown
 
-#: The option of every command that gives ``ignore_config_keys``, once for each key.
+#: The command-line option for ``ignore_config_keys``; it is repeated for each key.
 IGNORE_OPTION = "--ignore-config-key"
 
-#: The largest numbers that are read. Published models stay far below them, and what a file claims beyond
-#: them is refused before anything is built of it.
+#: Upper limits, far above all published models. A config beyond them is refused before anything is built.
 MAX_LAYERS = 512
-MAX_HEADS = 2**12  # heads, and elements of one
+MAX_HEADS = 2**12  # heads, and elements of a head
 MAX_EXPERTS = 2**10
-MAX_KERNEL = 2**6  # tokens that a convolution sees
+MAX_KERNEL = 2**6  # width of a convolution, in tokens
 MAX_SIZE = 2**20  # other sizes, and vocabularies
 MAX_TOKENS = 2**30  # contexts and windows
 
-#: The largest JSON or text file that is read. The largest tokenizers have a tenth of it. Parsing a file takes
-#: several times its size.
+#: The largest JSON or text file that is read: ten times the largest tokenizer. Parsing needs several times
+#: the file's size in memory.
 MAX_TEXT_BYTES = 2**28
 
-# The float32 numbers of full precision: models compute with no others.
+# The normal range of float32.
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127 * (2 - 2.0**-23)
 
-# Keys of training, of the tokenizer and of transformers' own bookkeeping: no forward pass depends on them.
-# Nor does one depend on keys that begin with an underscore, which transformers keeps for itself.
+# Keys for training, for the tokenizer and for transformers itself: no forward pass depends on them, nor on
+# keys that begin with an underscore, which transformers reserves.
 INERT_KEYS = frozenset(
     {
         "architectures",
-        "auto_map",  # names code in the repository, which is never fetched nor run
+        "auto_map",  # refers to code in the repository, which is never fetched nor run
         "attention_dropout",
         "bos_token_id",
         "chunk_size_feed_forward",
@@ -55,7 +54,7 @@ INERT_KEYS = frozenset(
     }
 )
 
-# Keys that change the maths. They are read here only to be refused, unless they hold the one harmless value.
+# Keys that change the maths, with the values that do not. Any other value is refused.
 HARMLESS_ONLY: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -66,7 +65,7 @@ HARMLESS_ONLY: Mapping[str, tuple[Any, ...]] = {
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object, naming the file when it is not one.
+    """Reads a JSON object from a file.
 
     Raises:
         ValueError: The file is not a JSON object, gives a key two values, or is too large.
@@ -90,7 +89,7 @@ def check_size(path: Path) -> None:
 
     Raises:
         ValueError: It has more than `MAX_TEXT_BYTES`.
-        OSError: It is not there.
+        OSError: The file cannot be read.
     """
     if (size := path.stat().st_size) > MAX_TEXT_BYTES:
         raise ValueError(
@@ -100,51 +99,50 @@ def check_size(path: Path) -> None:
 
 
 class Fields:
-    """A JSON object whose keys are *used*, *known to be inert*, or *known to change the maths*.
+    """A JSON object that records which of its keys were read.
 
-    A key that is none of these is an error in the end (`done`), because a key that is skipped in silence
-    gives wrong text without a word. Whatever is read counts as used; keys that change the maths in most
-    families (`HARMLESS_ONLY`) are checked in the end unless the family has read them. An unknown key may be
-    ignored by the caller, and a null says no more than an absent key does.
+    `done` raises an error for each unread key, because an ignored key can silently change the model's output.
+    Keys that change the maths in most families (`HARMLESS_ONLY`) are checked by `done` unless the family has
+    read them. Unread keys may be allowed by the caller. A null counts as an absent key.
     """
 
     def __init__(self, raw: Mapping[str, Any], where: str, ignored: Collection[str] = ()):
-        """Reads nothing yet.
+        """Wraps an object.
 
         Args:
             raw: The object.
-            where: What error messages call it.
-            ignored: Unknown keys that the caller vouches for. A key that is understood is never ignored.
+            where: The object's name in error messages.
+            ignored: Keys that may stay unread. A key that some reader knows is never ignored.
         """
         self.raw, self.where, self.ignored = raw, where, ignored
         self.used: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
-        """Whether the key is there, and not null; a null that is asked for counts as used."""
+        """Whether the key is present and not null. A key with null is marked as read."""
         if self.raw.get(key) is None:
             self.used.add(key)
             return False
         return True
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value of any kind; null counts as absent."""
+        """The value of any type; the default if the key is absent or null."""
         self.used.add(key)
         value = self.raw.get(key)
         return default if value is None else value
 
     def inert(self, *keys: str) -> None:
-        """Says that keys of this family have no effect on a forward pass."""
+        """Marks keys that have no effect on a forward pass as read."""
         self.used.update(keys)
 
     def assume(self, **values: Any) -> None:
-        """Gives keys that files of this family leave out the values that all their readers give them."""
+        """Sets default values of absent keys, for defaults on which all readers of a family agree."""
         self.raw = {**self.raw, **{key: value for key, value in values.items() if key not in self}}
 
     def check_agree(self, key: str, newer: Any, older: Any, *replaced: str) -> None:
         """Checks that keys of the older dialect say what the key of the newer one says that replaced them.
 
         Args:
-            key: That key; without it there is nothing to check.
+            key: That key; without it older_keys is nothing to check.
             newer: What it says.
             older: What the others say.
             *replaced: The others.
@@ -153,8 +151,8 @@ class Fields:
             ValueError: They differ.
         """
         if key in self and newer != older:
-            there = [name for name in replaced if name in self]
-            raise ValueError(f"{self.where}: {key} and {', '.join(there)} mean the same and differ")
+            older_keys = [name for name in replaced if name in self]
+            raise ValueError(f"{self.where}: {key} and {', '.join(older_keys)} mean the same and differ")
 
     def only(self, key: str, *harmless: Any, default: Any = None, feature: str = "") -> None:
         """Refuses a key that changes the maths, unless it has a harmless value.
@@ -162,37 +160,37 @@ class Fields:
         Args:
             key: The key.
             *harmless: Values that are supported.
-            default: What it means when the key is absent or null.
-            feature: What the others stand for, where the key does not say so.
+            default: The value if the key is absent or null.
+            feature: The feature that other values switch on, if the key does not say so.
 
         Raises:
-            ValueError: It holds another.
+            ValueError: The value is not supported.
         """
         value = self.get(key, default)
         if value not in harmless:
-            said = (
+            setting = (
                 f"{key}={shown(value)}"
                 if key in self
                 else f"{key} is absent, which means {value!r}, and that"
             )
-            listed = f"; it cannot be ignored, as {IGNORE_OPTION} is for unknown keys"
+            hint = f"; it cannot be ignored, as {IGNORE_OPTION} is for unknown keys"
             raise ValueError(
-                f"{self.where}: {said} changes the model and is not supported"
+                f"{self.where}: {setting} changes the model and is not supported"
                 f"{feature and f' ({feature})'}; supported: {', '.join(map(repr, harmless))}"
-                f"{listed if key in self.ignored else ''}"
+                f"{hint if key in self.ignored else ''}"
             )
 
     def integer(self, *keys: str, least: int = 1, most: int = MAX_SIZE, default: int | None = None) -> int:
-        """An integer, under the first of several names that is there.
+        """An integer that may be stored under any of several keys.
 
         Args:
-            *keys: The names.
-            least: The smallest that it may be.
-            most: The largest that it may be.
-            default: What it is where none of them is there; None refuses that.
+            *keys: The keys.
+            least: The smallest value allowed.
+            most: The largest value allowed.
+            default: The value if all keys are absent; None makes that an error.
 
         Raises:
-            ValueError: It is none, or out of its range, or two names disagree.
+            ValueError: The value is not an integer or out of range, or two keys disagree.
         """
         found = {key: value for key in keys if (value := self.get(key)) is not None}
         values = list(found.values())
@@ -206,10 +204,10 @@ class Fields:
         return value
 
     def positive(self, key: str) -> float:
-        """A positive number that float32 holds.
+        """A positive number within the range of float32.
 
         Raises:
-            ValueError: It is none.
+            ValueError: The value is not such a number.
         """
         value = self.get(key)
         if not is_number(value) or not value >= _SMALLEST:
@@ -217,7 +215,7 @@ class Fields:
         return float(value)
 
     def optional(self, key: str) -> float | None:
-        """A positive number that float32 holds; None if it is not there.
+        """As `positive`, but None if the key is absent.
 
         Raises:
             ValueError: As for `positive`.
@@ -225,10 +223,10 @@ class Fields:
         return self.positive(key) if key in self else None
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        """A boolean; the string "false" must not count as true.
+        """A boolean; strings such as "false" are refused.
 
         Raises:
-            ValueError: It is none.
+            ValueError: The value is not a boolean.
         """
         value = self.get(key, default)
         if not isinstance(value, bool):
@@ -236,15 +234,15 @@ class Fields:
         return value
 
     def layers(self, key: str, length: int, *, surplus: int = 0) -> list[Any] | None:
-        """A list with an entry for each of ``length`` layers; None if it is not there.
+        """A list with one entry per layer; None if the key is absent.
 
         Args:
             key: The key.
-            length: How many entries are wanted.
-            surplus: How many more a list may have, all or none of them, which are of no use.
+            length: The number of layers.
+            surplus: The list may have exactly this many more entries, which are dropped.
 
         Raises:
-            ValueError: It is no list, or of another length.
+            ValueError: The value is not a list, or has another length.
         """
         value = self.get(key)
         if value is None:
@@ -256,10 +254,10 @@ class Fields:
         return value[:length]
 
     def object(self, key: str) -> "Fields | None":
-        """The fields of an object below this one; None if it is not there. The caller must say `done`.
+        """The fields of a nested object; None if the key is absent. The caller must call `done` on it.
 
         Raises:
-            ValueError: It is no object.
+            ValueError: The value is not an object.
         """
         value = self.get(key)
         if value is None:
@@ -269,22 +267,22 @@ class Fields:
         return Fields(value, f"{self.where}: {key}", self.ignored)
 
     def name(self, *keys: str) -> str:
-        """The first of several names that is there, or else the first."""
+        """The first of several keys that is present; if none is, the first."""
         return next((key for key in keys if key in self), keys[0])
 
-    def error(self, key: str, wanted: str, value: Any) -> ValueError:
-        """What is said of a value that is not what it should be."""
-        return ValueError(f"{self.where}: {key} must be {wanted}, not {shown(value)}")
+    def error(self, key: str, expected: str, value: Any) -> ValueError:
+        """The error for a value of the wrong type or range."""
+        return ValueError(f"{self.where}: {key} must be {expected}, not {shown(value)}")
 
     def unread(self) -> set[str]:
-        """Keys that nobody has read and that say something."""
+        """Keys that were not read and are not null."""
         return {key for key, value in self.raw.items() if value is not None} - self.used
 
     def done(self, *, top: bool = False) -> None:
-        """Refuses what nobody has read.
+        """Checks that all keys were read.
 
         Args:
-            top: Whether this is a model's own object, which may hold inert keys, and harmless ones.
+            top: Whether this is a model's top-level object, which may have `INERT_KEYS` and `HARMLESS_ONLY`.
 
         Raises:
             ValueError: There are unknown keys, or keys that change the maths.
@@ -308,15 +306,15 @@ def is_int(value: Any) -> TypeGuard[int]:
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether a JSON value is a number in the range of float32: 1e999 and NaN are none."""
+    """Whether a JSON value is a number in the range of float32; 1e999 and NaN are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
 
 
 def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of a JSON file, which may repeat a key but not give it two values."""
+    """A JSON object from its pairs; a repeated key must have the same value."""
     raw: dict[str, Any] = {}
     for key, value in pairs:
         if key in raw and raw[key] != value:
-            raise ValueError(f"{shown(key)} is there twice, with two values")
+            raise ValueError(f"key {shown(key)} occurs twice with different values")
         raw[key] = value
     return raw

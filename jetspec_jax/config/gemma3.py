@@ -1,4 +1,4 @@
-"""The config of Gemma 3 (``model_type`` "gemma3_text"): layers that slide, and every sixth that does not."""
+"""The config of Gemma 3 (``model_type`` "gemma3_text"): all but every sixth layer slide."""
 
 from jetspec_jax.config.fields import MAX_TOKENS, Fields
 from jetspec_jax.config.geometry import LayerConfig, ModelConfig, Rope
@@ -6,7 +6,7 @@ from jetspec_jax.config.layers import read_decoder, read_heads, read_layer_types
 from jetspec_jax.config.rope import FULL, SLIDING, read_layer_ropes, read_older_layer_rope
 from pallas_kernels.activation import GELU_TANH
 
-#: Keys of the model of text and images (``model_type`` "gemma3") that say nothing about text.
+#: Keys of the multimodal model (``model_type`` "gemma3") that do not affect text.
 WRAPPER_KEYS = (
     "vision_config",
     "mm_tokens_per_image",
@@ -26,7 +26,7 @@ def read(fields: Fields) -> ModelConfig:
     fields.only("attn_logit_softcapping", None)
     fields.only("use_bidirectional_attention", None, False)
     fields.inert("cache_implementation")
-    # Published files of 4B and more leave out what is as in the first model of the family, 4B.
+    # Published files of 4B and larger omit keys whose values equal those of the 4B model.
     fields.assume(
         vocab_size=262208,
         num_attention_heads=8,
@@ -48,7 +48,7 @@ def read(fields: Fields) -> ModelConfig:
     return ModelConfig(
         model_type="gemma3_text",
         **decoder,
-        # No published file says so, and all are tied.
+        # Published files omit the key, and all are tied.
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=True),
         layers=tuple(
             LayerConfig(**shared, rope=ropes[kind], window=window if kind == SLIDING else None)
@@ -60,24 +60,24 @@ def read(fields: Fields) -> ModelConfig:
 
 
 def _layer_types(fields: Fields) -> list[str]:
-    """The list; in the older dialect, every so many-th layer is full, counted from 1."""
+    """Each layer's type; in the older dialect every ``sliding_window_pattern``-th layer is full."""
     num_layers = read_num_layers(fields)
-    # Beside the list, newer files repeat the pattern under this name, whether or not the list has it.
+    # Newer files have the pattern beside the list, whether or not the list follows it.
     fields.inert("sliding_window_pattern")
     if (kinds := read_layer_types(fields, num_layers)) is not None:
         return kinds
-    fields.assume(sliding_window_pattern=6)  # left out like the sizes above
+    fields.assume(sliding_window_pattern=6)  # omitted like the sizes above
     pattern = fields.integer("sliding_window_pattern")
     return [FULL if (layer + 1) % pattern == 0 else SLIDING for layer in range(num_layers)]
 
 
 def _ropes(fields: Fields, head_dim: int) -> dict[str, Rope]:
-    """Of each type of layer; in the older dialect only full layers are stretched."""
+    """The rotary embedding of each layer type; in the older dialect only full layers are scaled."""
     types, newer = ("default", "linear"), {}
     if "rope_parameters" in fields:
         newer = read_layer_ropes(fields, {FULL: head_dim, SLIDING: head_dim}, types)
     else:
-        fields.assume(rope_theta=1e6, rope_local_base_freq=1e4)  # left out like the sizes above
+        fields.assume(rope_theta=1e6, rope_local_base_freq=1e4)  # omitted like the sizes above
     objects, older = fields.get("rope_parameters", {}), {}
     for kind, key, scaling in (
         (FULL, "rope_theta", fields.object("rope_scaling")),

@@ -1,4 +1,4 @@
-"""The config of Gemma 4 (``model_type`` "gemma4_text"): full layers have wider heads, and fewer of them."""
+"""The config of Gemma 4 (``model_type`` "gemma4_text"): full layers have fewer and wider heads."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from jetspec_jax.config.rope import FULL, SLIDING, read_layer_ropes
 from pallas_kernels.activation import GELU_TANH
 from pallas_kernels.expert_choice import RouterRule
 
-#: Keys of the model of all modalities (``model_type`` "gemma4") that say nothing about text.
+#: Keys of the multimodal model (``model_type`` "gemma4") that do not affect text.
 WRAPPER_KEYS = (
     "vision_config",
     "audio_config",
@@ -41,19 +41,19 @@ def read(fields: Fields) -> ModelConfig:
         ValueError: A key is missing, out of its range, or changes the maths and is not supported.
     """
     fields.only("hidden_activation", "gelu_pytorch_tanh", default="gelu_pytorch_tanh")
-    # The smallest models have them, and those are what the family's defaults describe.
+    # The family's defaults describe its smallest models, which have per-layer embeddings.
     fields.only("hidden_size_per_layer_input", 0, default=256, feature="per-layer embeddings")
     fields.inert("vocab_size_per_layer_input")
     fields.only("num_kv_shared_layers", 0, default=0, feature="layers that share keys and values")
     fields.only("use_double_wide_mlp", False, default=False)
-    # Tokens of one image see each other; those of text do not.
+    # "vision" makes tokens of one image attend to each other; text stays causal.
     fields.only("use_bidirectional_attention", "vision", False, None)
     decoder = read_decoder(fields)
     kinds = _layer_types(fields)
     shares = fields.flag("attention_k_eq_v")
     heads = _heads(fields, kinds, shares)
     ropes = read_layer_ropes(
-        fields, {kind: own["head_dim"] for kind, own in heads.items()}, ("default", "proportional")
+        fields, {kind: sizes["head_dim"] for kind, sizes in heads.items()}, ("default", "proportional")
     )
     window = read_window(fields, SLIDING in kinds)
     feed_forward = {
@@ -63,14 +63,14 @@ def read(fields: Fields) -> ModelConfig:
     }
     layers = {
         kind: LayerConfig(
-            **own,
+            **sizes,
             **feed_forward,
             rope=ropes[kind],
             window=window if kind == SLIDING else None,
             attention_scale=1.0,
             keys_as_values=shares and kind == FULL,
         )
-        for kind, own in heads.items()
+        for kind, sizes in heads.items()
     }
     return ModelConfig(
         model_type="gemma4_text",
@@ -83,7 +83,7 @@ def read(fields: Fields) -> ModelConfig:
 
 
 def _layer_types(fields: Fields) -> list[str]:
-    """Of each layer whether it slides; the last one must not, and transformers runs it as if it did not."""
+    """Each layer's type. The last layer must be full: transformers runs it so whatever the list says."""
     kinds = read_layer_types(fields, read_num_layers(fields))
     if kinds is None:
         raise fields.error("layer_types", "a list", None)
@@ -93,9 +93,9 @@ def _layer_types(fields: Fields) -> list[str]:
 
 
 def _heads(fields: Fields, kinds: list[str], shares: bool) -> dict[str, dict[str, Any]]:
-    """Query heads, KV heads and their size of each type of layer, as arguments of `LayerConfig`.
+    """Head counts and sizes of each layer type, as arguments of `LayerConfig`.
 
-    The older dialect has keys for full layers; the newer one an object of exceptions, layer by layer.
+    The older dialect has separate keys for full layers; the newer has an object of exceptions per layer.
     """
     usual = read_heads(fields)
     newer = _exceptions(fields, kinds, usual) if "per_layer_config" in fields else {}
@@ -104,27 +104,27 @@ def _heads(fields: Fields, kinds: list[str], shares: bool) -> dict[str, dict[str
         full["head_dim"] = fields.integer("global_head_dim", most=MAX_HEADS)
     if "num_global_key_value_heads" in fields:
         kv_heads = fields.integer("num_global_key_value_heads", most=MAX_HEADS)
-        # Models whose layers all have values of their own may have the key, and do not heed it.
+        # Without `attention_k_eq_v` the key may be present and has no effect.
         full["num_kv_heads"] = kv_heads if shares else usual["num_kv_heads"]
     heads = {SLIDING: usual, **newer, FULL: full}
     fields.check_agree("per_layer_config", newer, heads, "global_head_dim", "num_global_key_value_heads")
-    for own in heads.values():
-        check_heads(fields.where, own["num_heads"], own["num_kv_heads"], own["head_dim"])
+    for sizes in heads.values():
+        check_heads(fields.where, sizes["num_heads"], sizes["num_kv_heads"], sizes["head_dim"])
     return heads
 
 
 def _exceptions(fields: Fields, kinds: list[str], usual: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Heads of each type of layer by ``per_layer_config``, which names layers by their index."""
+    """Heads of each layer type by ``per_layer_config``, whose keys are layer indices."""
     found = [dict(usual) for _ in kinds]
-    for layer, own in read_exceptions(fields, len(kinds)).items():
+    for layer, exception in read_exceptions(fields, len(kinds)).items():
         for key, name in (("head_dim", "head_dim"), ("num_key_value_heads", "num_kv_heads")):
-            if key in own:
-                found[layer][name] = own.integer(key, most=MAX_HEADS)
-        own.done()
+            if key in exception:
+                found[layer][name] = exception.integer(key, most=MAX_HEADS)
+        exception.done()
     heads = {SLIDING: usual}
     for kind in dict.fromkeys(kinds):
-        of_kind = [own for own, other in zip(found, kinds, strict=True) if other == kind]
-        if any(own != of_kind[0] for own in of_kind):
+        of_kind = [sizes for sizes, other in zip(found, kinds, strict=True) if other == kind]
+        if any(sizes != of_kind[0] for sizes in of_kind):
             raise ValueError(f"{fields.where}: layers of {kind} differ in per_layer_config; not supported")
         heads[kind] = of_kind[0]
     return heads

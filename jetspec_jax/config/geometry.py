@@ -1,4 +1,4 @@
-"""What the forward pass of a decoder needs to know, as frozen records: nothing here is read from a file."""
+"""The geometry of a decoder as frozen dataclasses, independent of any file format."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +17,13 @@ class Linear:
 
 @dataclass(frozen=True)
 class Llama3:
-    """Rotary angles of Llama 3: wavelengths beyond a part of the original context are stretched.
+    """Rotary scaling of Llama 3: long wavelengths are stretched.
 
     Attributes:
-        factor: By how much.
-        low_freq_factor: Wavelengths beyond the context divided by this are stretched whole.
-        high_freq_factor: Wavelengths below the context divided by this are not.
-        original_context: Tokens.
+        factor: The stretch.
+        low_freq_factor: Wavelengths above ``original_context / low_freq_factor`` are stretched fully.
+        high_freq_factor: Wavelengths below ``original_context / high_freq_factor`` are not stretched.
+        original_context: Context length before scaling, in tokens.
     """
 
     factor: float
@@ -34,15 +34,15 @@ class Llama3:
 
 @dataclass(frozen=True)
 class Yarn:
-    """Rotary angles of YaRN (Peng et al., arXiv 2309.00071): a ramp between stretched and not, by rotations.
+    """Rotary scaling of YaRN (Peng et al., arXiv 2309.00071): the stretch is a ramp over the pairs of a head.
 
     Attributes:
-        factor: By how much.
-        beta_fast: Elements that turn more often than this in the original context keep their frequency.
-        beta_slow: Elements that turn less often are stretched whole.
-        original_context: Tokens.
+        factor: The stretch.
+        beta_fast: Pairs with more rotations than this in the original context are not stretched.
+        beta_slow: Pairs with fewer rotations than this are stretched fully.
+        original_context: Context length before scaling, in tokens.
         truncate: Whether the ramp's ends are rounded to whole elements.
-        attention_factor: What cosines and sines are multiplied with.
+        attention_factor: Factor of cosines and sines.
     """
 
     factor: float
@@ -58,13 +58,13 @@ Scaling = Linear | Llama3 | Yarn
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotary embedding of a layer; `jetspec_jax.models.rotary` makes angles of it.
+    """The rotary embedding of a layer; `jetspec_jax.models.rotary` computes its angles.
 
     Attributes:
         theta: Base of the frequencies.
-        size: Elements of a head that it pairs, the first ones: i with i + size / 2.
-        turning: How many of the pairs turn, the first ones; None is all of them.
-        scaling: What is done for contexts beyond the original one.
+        size: The first ``size`` elements of a head are paired: i with i + size / 2.
+        turning: The first ``turning`` pairs are rotated; None means all.
+        scaling: The change of frequencies for contexts beyond the original one.
     """
 
     theta: float
@@ -78,11 +78,11 @@ class Experts:
     """The routed experts of a layer.
 
     Attributes:
-        count: How many there are.
-        size: Features of each.
-        routing: How a token's are chosen and weighted.
-        activation: Between their two products.
-        biases: Whether both products have one.
+        count: Number of experts.
+        size: Hidden features of an expert.
+        routing: How a token's experts are chosen and weighted.
+        activation: Activation between the two products of an expert.
+        biases: Whether both products have biases.
     """
 
     count: int
@@ -94,14 +94,14 @@ class Experts:
 
 @dataclass(frozen=True)
 class Recurrence:
-    """A gated delta net: what a layer has that keeps a state in place of keys and values.
+    """A gated delta net, which keeps a recurrent state instead of keys and values.
 
     Attributes:
-        num_key_heads: Heads of its queries and keys.
-        num_value_heads: Heads of its values and of its state; a multiple of those, which they share evenly.
-        key_dim: Elements of a head's query, and of its key.
-        value_dim: Elements of a head's value.
-        kernel: Tokens that its convolution sees, the own one included.
+        num_key_heads: Heads of queries and keys.
+        num_value_heads: Heads of values and state; a multiple of ``num_key_heads``.
+        key_dim: Elements of a query or key head.
+        value_dim: Elements of a value head.
+        kernel: Width of the convolution in tokens, the current one included.
     """
 
     num_key_heads: int
@@ -112,42 +112,42 @@ class Recurrence:
 
     @property
     def channels(self) -> int:
-        """Elements of a row that the convolution passes over: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     @property
     def state_size(self) -> int:
-        """Elements of a sequence's state."""
+        """Elements of the state of one sequence."""
         return self.num_value_heads * self.key_dim * self.value_dim
 
     def slot_bytes(self, itemsize: int) -> int:
-        """Bytes that a sequence keeps: its state in float32, and the rows that the convolution still sees.
+        """Bytes of one sequence: its state in float32, and the convolution's last ``kernel - 1`` rows.
 
         Args:
-            itemsize: Bytes of an element of those rows.
+            itemsize: Bytes of an element of the rows.
         """
         return 4 * self.state_size + itemsize * (self.kernel - 1) * self.channels
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """A decoder layer: of attention, or a recurrent one, which has no heads of attention.
+    """A decoder layer, with attention or recurrent. A recurrent layer has 0 attention heads.
 
     Attributes:
         num_heads: Query heads.
         num_kv_heads: Heads of keys and values.
         head_dim: Elements of a head.
         rope: The rotary embedding.
-        window: Tokens that a query sees, its own included; None is all.
-        attention_scale: What products of queries and keys are multiplied with; None is head_dim^-0.5.
-        keys_as_values: Whether the projected keys are also the values, before both are normed.
+        window: Tokens that a query attends to, its own included; None means all.
+        attention_scale: Factor of the products of queries and keys; None means head_dim^-0.5.
+        keys_as_values: Whether the projected keys, before their norm, are also the values.
         qkv_bias: Whether the projections of queries, keys and values have biases.
         output_bias: Whether the output projection of attention has a bias.
-        mlp_size: Features of the dense feed-forward block; 0 where there is none.
-        mlp_bias: Whether that block's products have biases.
-        activation: Between that block's two products.
-        experts: The routed experts, if there are any.
-        recurrence: What a recurrent layer has in place of attention; None is attention.
+        mlp_size: Hidden features of the dense feed-forward block; 0 if there is none.
+        mlp_bias: Whether the dense block's products have biases.
+        activation: Activation of the dense block.
+        experts: The routed experts; None if there are none.
+        recurrence: The gated delta net of a recurrent layer; None in attention layers.
     """
 
     num_heads: int
@@ -167,7 +167,7 @@ class LayerConfig:
 
     @property
     def kv_size(self) -> int:
-        """Elements of a token's keys and values."""
+        """Elements of one token's keys and values."""
         return 2 * self.num_kv_heads * self.head_dim
 
 
@@ -176,12 +176,12 @@ class ModelConfig:
     """A decoder.
 
     Attributes:
-        model_type: The family, as Hugging Face names it.
-        layers: Its layers; they may differ.
-        embedding_scale: What embeddings are multiplied with, once it is rounded to their dtype.
-        logit_softcap: c makes logits ``c * tanh(logits / c)``; None leaves them.
-        further_layers: Layers after these that files may hold, for predicting further tokens. None is run.
-        quantization: How weights are quantised, if they are.
+        model_type: The family: ``model_type`` of the Hugging Face config.
+        layers: The layers, which may differ.
+        embedding_scale: Factor of embeddings, rounded to their dtype first.
+        logit_softcap: A value c makes the logits ``c * tanh(logits / c)``; None leaves them.
+        further_layers: Extra layers for multi-token prediction that checkpoints may hold; they are not run.
+        quantization: How weights are quantised; None if they are not.
     """
 
     model_type: str
@@ -202,9 +202,8 @@ class ModelConfig:
 
         Args:
             model_type: The family.
-            num_layers: How many layers it has.
-            **geometry: The other arguments of `ModelConfig` and those of `LayerConfig`; unless they say so,
-                embeddings are not tied.
+            num_layers: Number of layers.
+            **geometry: Other arguments of `ModelConfig` and `LayerConfig`; embeddings are untied by default.
         """
         layer = {name: geometry.pop(name) for name in LayerConfig.__dataclass_fields__ if name in geometry}
         model = {"tie_word_embeddings": False, **geometry}
@@ -217,9 +216,9 @@ class ModelConfig:
 
     @property
     def rounding(self) -> str:
-        """The format that the weights were rounded to after training; empty if they were not."""
-        own = self.quantization
-        return "" if own is None or own.is_mxfp4 else own.format
+        """The format that weights were rounded to after training; empty if they were not."""
+        quantization = self.quantization
+        return "" if quantization is None or quantization.is_mxfp4 else quantization.format
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -228,18 +227,18 @@ class ModelConfig:
 
     @property
     def layers_with_places(self) -> tuple[int, ...]:
-        """The layers whose stores have a place for each slot: a ring of the window, or a recurrent state."""
+        """Layers with one store entry per slot: a ring buffer for the window, or a recurrent state."""
         layers = enumerate(self.layers)
         return tuple(i for i, layer in layers if layer.window is not None or layer.recurrence is not None)
 
 
 @dataclass(frozen=True)
 class SelectorConfig:
-    """A draft head's selector, which scores a candidate knowing its parent.
+    """A draft head's selector, which scores a candidate given its parent.
 
     Attributes:
-        rank: Width of its codebooks.
-        candidates: The best tokens of a draft row that it chooses among.
+        rank: Width of the codebooks.
+        candidates: Number of best tokens of a draft row that the selector scores.
         tail: Whether the probability of a row's other tokens counts when scores become probabilities.
     """
 
@@ -250,21 +249,19 @@ class SelectorConfig:
 
 @dataclass(frozen=True)
 class DraftHeadConfig:
-    """A draft head: decoder layers of the target's width plus what it reads of the target.
+    """A draft head: decoder layers of the target's width, and the taps that they read.
 
     Attributes:
-        layers: Geometry of the head's own decoder layers.
-        block_size: Draft slots, the anchor's included; the head drafts ``block_size - 1`` tokens deep.
-        num_target_layers: Depth of the target that the head was trained on; None where its config does not
-            say.
+        layers: Geometry of the head's decoder layers.
+        block_size: Draft slots, the anchor's included; trees are at most ``block_size - 1`` deep.
+        num_target_layers: Layers of the target that the head was trained on; None if the config omits it.
         tap_layers: Target layers (0-based) whose outputs are the head's taps.
         mask_token_id: Token whose embedding fills the slots after the anchor.
-        causal: Whether slot j sees the slots up to j only; otherwise it sees the whole block.
-        scaled_embeddings: Whether the slots' embeddings are scaled as the target's own inputs are.
-        capped_logits: Whether draft logits pass through the target's cap, which it must have then.
-        target_format: How the target was quantised that the head was trained with, as `ModelConfig.rounding`
-            says it; empty for one that was not.
-        selector: Its selector; None where all nodes of a depth share a draft row.
+        causal: Whether slot j attends only to slots up to j; otherwise to the whole block.
+        scaled_embeddings: Whether the slots' embeddings are scaled like the target's inputs.
+        capped_logits: Whether draft logits pass through the target's logit cap, which must exist.
+        target_format: `ModelConfig.rounding` of the target that the head was trained with.
+        selector: The selector; None if all nodes of a depth share a draft row.
     """
 
     layers: ModelConfig
@@ -280,10 +277,10 @@ class DraftHeadConfig:
 
     @property
     def depth(self) -> int:
-        """Largest depth of a token tree drafted by this head."""
+        """Largest depth of a token tree of this head."""
         return self.block_size - 1
 
     @property
     def selected(self) -> int | None:
-        """Among how many candidates of a draft row the selector chooses; None without one."""
+        """The number of candidates that the selector scores; None without a selector."""
         return None if self.selector is None else self.selector.candidates

@@ -1,4 +1,4 @@
-"""The config of GPT-OSS (``model_type`` "gpt_oss"): experts in every layer, every other layer slides."""
+"""The config of GPT-OSS (``model_type`` "gpt_oss"): all layers have experts, every other layer slides."""
 
 from jetspec_jax.config.fields import MAX_EXPERTS, Fields
 from jetspec_jax.config.geometry import Experts, LayerConfig, ModelConfig, Rope
@@ -14,7 +14,7 @@ from jetspec_jax.config.rope import FULL, SLIDING, read_rope
 from pallas_kernels.activation import Activation
 from pallas_kernels.expert_choice import RouterRule
 
-# What transformers 5 takes a file to mean that says nothing of its rotary embedding.
+# The defaults of transformers 5 for a file without rotary settings.
 USUAL_THETA = 150000.0
 USUAL_SCALING = {
     "rope_type": "yarn",
@@ -34,17 +34,17 @@ def read(fields: Fields) -> ModelConfig:
     """
     fields.only("hidden_act", "silu", default="silu")
     fields.only("attention_bias", True, default=True)
-    # The last one repeats what YaRN's own settings say.
+    # `initial_context_length` repeats a setting of YaRN.
     fields.inert("router_aux_loss_coef", "output_router_logits", "initial_context_length")
     _check_quantization(fields)
     decoder, heads = read_decoder(fields), read_heads(fields)
-    # Published files name no alpha, those of transformers 4 neither: all their readers have these two.
+    # Published files omit alpha, and files of transformers 4 both: all readers use these defaults.
     fields.assume(swiglu_limit=7.0, swiglu_alpha=1.702)
     top_k = "num_experts_per_tok", "experts_per_token"
     experts = Experts(
         count=fields.integer("num_local_experts", "num_experts", most=MAX_EXPERTS),
         size=fields.integer("intermediate_size"),
-        # The chosen logits' softmax is the softmax of all, renormalised.
+        # The softmax over the chosen logits equals the renormalised softmax over all.
         routing=RouterRule(fields.integer(*top_k, most=MAX_EXPERTS)),
         activation=Activation.gpt_oss(fields.positive("swiglu_limit"), fields.positive("swiglu_alpha")),
         biases=True,
@@ -69,14 +69,14 @@ def read(fields: Fields) -> ModelConfig:
 
 
 def _rope(fields: Fields, head_dim: int) -> Rope:
-    """The rotary embedding. Only a file that says so has one that is not stretched."""
+    """The rotary embedding: YaRN, unless the file says otherwise."""
     if "rope_parameters" not in fields and fields.get("rope_scaling") in (None, {}):
         fields.raw = {**fields.raw, "rope_scaling": USUAL_SCALING}
     return read_rope(fields, head_dim, ("default", "yarn"), theta=USUAL_THETA)
 
 
 def _check_quantization(fields: Fields) -> None:
-    """Accepts experts in MXFP4, which the names of their tensors tell anyway; all else is refused."""
+    """Checks that the quantisation is MXFP4; the loader recognises it by the tensors' names."""
     quantization = fields.object("quantization_config")
     if quantization is None:
         return

@@ -1,13 +1,12 @@
-"""How the engines write a draft head's settings, read into one record.
+"""A draft head's settings, read from either of two dialects into one record.
 
-Two dialects are read:
-
-* ``dflash_config``: the published heads, and what vLLM and SGLang load. Several keys may hold one setting.
+* ``dflash_config``: the format of the published heads, which vLLM and SGLang load. Several keys may hold the
+  same setting.
 * ``speculators_model_type``: the format of the library speculators, which vLLM loads too. The decoder's keys
   are under ``transformer_layer_config``, and tap layers are counted from 1.
 
-Keys that mean the same must agree, because each engine reads another one of them. Sources, read in November
-2026: vLLM 0.33 (``models/qwen3_dflash.py``, ``configs/speculators``), SGLang 0.5.23 (``models/dflash.py``,
+Keys with the same meaning must agree, because engines read different ones. Sources, read in November 2026:
+vLLM 0.33 (``models/qwen3_dflash.py``, ``configs/speculators``), SGLang 0.5.23 (``models/dflash.py``,
 ``speculative/dflash_utils.py``) and speculators 0.9 (``models/dflash/config.py``).
 """
 
@@ -22,18 +21,18 @@ from jetspec_jax.config.geometry import SelectorConfig
 #: The key that marks each dialect.
 DFLASH, SPECULATORS = "dflash_config", "speculators_model_type"
 
-#: The most draft slots that are read; a tree of 256 nodes could be no deeper than 255.
+#: The largest supported block: a tree of 256 nodes is at most 255 deep.
 MAX_BLOCK = 256
 
 T = TypeVar("T")
-#: The most candidates that a selector may choose among: it scores all pairs of them at every depth.
+#: The most candidates of a selector, which scores all pairs of them at every depth.
 MAX_SELECTED = 128
 
 #: A key and the object that may hold it.
 Place = tuple[Fields, str]
 
-# Keys that change a head's maths in some engine, with the values that change nothing: of DFlash 2
-# (convolutions, scales), of Domino, and of heads that sample from the anchor's slot.
+# Keys that change a head's maths in some engine, with the values that do not: from DFlash 2 (convolutions,
+# scales), from Domino, and from heads that sample from the anchor's slot.
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "attention_sink_bias": (None, False),
     "attention_value_scale": (None, 1.0),
@@ -51,8 +50,8 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "use_aux_hidden_state": (None, True),
     "use_swa": (None, False),
 }
-# Keys without effect where the others are harmless: the mask token's text beside its id, a window that no
-# layer uses, settings of a projector that is not there, and settings of training.
+# Keys without effect if `_HARMLESS` holds: the mask token's text beside its id, a window that no layer uses,
+# settings of an absent projector, and training settings.
 _INERT = (
     *("auf", "emb_dim", "gru_hidden_dim", "lambda_base_decay_ratio", "lambda_base_start", "mask_token"),
     *("max_anchors", "pure_draft_prefix_len", "speculators_version", "swa_window_size"),
@@ -64,14 +63,14 @@ class HeadKeys:
     """A draft head's settings from either dialect.
 
     Attributes:
-        decoder: The object with the keys of the decoder's layers; its caller says `done`.
+        decoder: The object with the decoder's keys; the caller must call `done` on it.
         block_size: Draft slots, the anchor's included.
-        num_target_layers: Depth of the target; None where the dialect has no key for it.
-        tap_layers: Target layers that are tapped, counted from 0; None where the default applies.
+        num_target_layers: Layers of the target; None if the dialect has no key for it.
+        tap_layers: Tapped target layers, counted from 0; None for the default.
         mask_token_id: Token of the slots after the anchor.
-        target_hidden_size: The target's width; None where it is the head's.
-        draft_vocab_size: Tokens that the head can draft; None where they are the target's.
-        causal: Whether a slot sees only the slots up to its own.
+        target_hidden_size: The target's width; None if it equals the head's.
+        draft_vocab_size: Tokens that the head can draft; None for the whole vocabulary.
+        causal: Whether a slot attends only to the slots up to itself.
         scaled_embeddings: As in `DraftHeadConfig`.
         capped_logits: As in `DraftHeadConfig`.
         target_format: As in `DraftHeadConfig`.
@@ -96,8 +95,8 @@ def read_head_keys(top: Fields) -> HeadKeys:
     """Reads a draft head's settings from the ``config.json`` of either dialect.
 
     Raises:
-        ValueError: A key is missing, out of its range or unknown, changes the maths and is not supported, or
-            contradicts another; the message has both keys and their values.
+        ValueError: A key is missing, out of range, unknown or unsupported, or two keys contradict each other;
+            the message has both keys and their values.
     """
     return _read_speculators(top) if SPECULATORS in top else _read_dflash(top)
 
@@ -110,8 +109,8 @@ def dialect_of(raw: Mapping[str, Any]) -> str:
 def causality_by_engine(raw: Mapping[str, Any]) -> dict[str, bool]:
     """Whether the draft slots attend causally, as each engine reads a head's ``config.json``.
 
-    An engine that does not load the dialect is absent. All layers are full attention, as in all heads that
-    are read here: sliding layers have other defaults.
+    Engines that do not load the dialect are absent. Valid for heads with full attention only, as all heads
+    here; sliding layers have other defaults.
     """
     if dialect_of(raw) == SPECULATORS:
         return {"vllm": raw.get("sliding_window_non_causal") is False}
@@ -135,11 +134,13 @@ def _read_dflash(top: Fields) -> HeadKeys:
     ]
     keys = HeadKeys(
         decoder=top,
-        block_size=_agreed(top, _block_size, *((own, "block_size") for own in both)),
-        num_target_layers=_agreed(top, _depth, *((own, "num_target_layers") for own in both)),
-        tap_layers=_agreed(top, _taps, *taps) if any(key in own for own, key in taps) else None,
-        mask_token_id=_agreed(top, _token, *((own, "mask_token_id") for own in (dflash, top))),
-        target_hidden_size=_agreed(top, Fields.get, *((own, "target_hidden_size") for own in (dflash, top))),
+        block_size=_agreed(top, _block_size, *((fields, "block_size") for fields in both)),
+        num_target_layers=_agreed(top, _depth, *((fields, "num_target_layers") for fields in both)),
+        tap_layers=_agreed(top, _taps, *taps) if any(key in fields for fields, key in taps) else None,
+        mask_token_id=_agreed(top, _token, (dflash, "mask_token_id"), (top, "mask_token_id")),
+        target_hidden_size=_agreed(
+            top, Fields.get, *((fields, "target_hidden_size") for fields in (dflash, top))
+        ),
         draft_vocab_size=top.get("draft_vocab_size"),
         causal=_agreed(top, Fields.flag, (top, "is_causal"), (dflash, "causal"), (dflash, "causal_head")),
         scaled_embeddings=dflash.flag("scaled_embeddings", default=True),
@@ -161,7 +162,7 @@ def _read_speculators(top: Fields) -> HeadKeys:
     decoder = top.object("transformer_layer_config")
     if decoder is None:
         raise top.error("transformer_layer_config", "an object", None)
-    # `tie_word_embeddings` of the decoder is nested; vLLM also takes the layers' types and windows from here.
+    # `tie_word_embeddings` is read from the decoder's object. vLLM reads layer types and windows from here.
     top.inert("tie_word_embeddings", "sliding_window", "max_window_layers")
     top.only("use_sliding_window", None, False)
     kinds, of_decoder = top.get("layer_types"), decoder.get("layer_types")
@@ -189,12 +190,12 @@ def _read_speculators(top: Fields) -> HeadKeys:
 
 
 def _agreed(top: Fields, read: Callable[[Fields, str], T], *places: Place) -> T:
-    """The value that all keys give that are there; without any, what the first one means when it is absent.
+    """The value on which all present keys agree; if all are absent, the first key's default.
 
     Raises:
-        ValueError: Two of them give different values.
+        ValueError: Two keys have different values.
     """
-    found = [(own, key, read(own, key)) for own, key in places if key in own]
+    found = [(fields, key, read(fields, key)) for fields, key in places if key in fields]
     if not found:
         return read(*places[0])
     first, key, value = found[0]
@@ -207,47 +208,47 @@ def _agreed(top: Fields, read: Callable[[Fields, str], T], *places: Place) -> T:
     return value
 
 
-def _said(top: Fields, own: Fields, key: str) -> str:
-    within = own.where.removeprefix(top.where).removeprefix(": ")
-    return f"{within}{within and '.'}{key}={shown(own.raw[key])}"
+def _said(top: Fields, fields: Fields, key: str) -> str:
+    within = fields.where.removeprefix(top.where).removeprefix(": ")
+    return f"{within}{within and '.'}{key}={shown(fields.raw[key])}"
 
 
-def _block_size(own: Fields, key: str) -> int:
-    return own.integer(key, least=2, most=MAX_BLOCK)
+def _block_size(fields: Fields, key: str) -> int:
+    return fields.integer(key, least=2, most=MAX_BLOCK)
 
 
-def _depth(own: Fields, key: str) -> int:
-    return own.integer(key, most=MAX_LAYERS)
+def _depth(fields: Fields, key: str) -> int:
+    return fields.integer(key, most=MAX_LAYERS)
 
 
-def _text(own: Fields, key: str) -> str:
-    found = own.get(key, "")
+def _text(fields: Fields, key: str) -> str:
+    found = fields.get(key, "")
     if not isinstance(found, str):
-        raise own.error(key, "a text", found)
+        raise fields.error(key, "a text", found)
     return found
 
 
-def _token(own: Fields, key: str) -> int:
-    return own.integer(key, least=0)
+def _token(fields: Fields, key: str) -> int:
+    return fields.integer(key, least=0)
 
 
-def _taps(own: Fields, key: str) -> tuple[int, ...]:
+def _taps(fields: Fields, key: str) -> tuple[int, ...]:
     """Tap layers counted from 0; the keys of auxiliary hidden states count from 1."""
-    taps = own.get(key)
+    taps = fields.get(key)
     if not isinstance(taps, list) or not taps or not all(map(is_int, taps)):
-        raise own.error(key, "a list of layer indices", taps)
+        raise fields.error(key, "a list of layer indices", taps)
     first = 0 if key == "target_layer_ids" else 1
     return tuple(tap - first for tap in taps)
 
 
-def _selector(own: Fields, vocabulary: Any) -> SelectorConfig | None:
-    """The selector of the published layout, whose two numbers are 0 or absent in heads that have none.
+def _selector(fields: Fields, vocabulary: Any) -> SelectorConfig | None:
+    """The selector; None if both of its numbers are 0 or absent.
 
     Raises:
-        ValueError: A key is missing or out of its range; all such keys are listed.
+        ValueError: Keys are missing or out of range; the message lists all of them.
     """
-    rank, count = own.get("selector_rank"), own.get("selector_top_k")
-    tail = own.get("selector_tail", False)
+    rank, count = fields.get("selector_rank"), fields.get("selector_top_k")
+    tail = fields.get("selector_tail", False)
     if rank in (None, 0) and count in (None, 0) and tail is False:
         return None
     most = min(vocabulary, MAX_SELECTED) if is_int(vocabulary) else MAX_SELECTED
@@ -260,20 +261,20 @@ def _selector(own: Fields, vocabulary: Any) -> SelectorConfig | None:
         wrong.append(f"selector_tail must be true or false, not {shown(tail)}")
     if wrong:
         raise ValueError(
-            f"{own.where}: a selector needs selector_rank and selector_top_k: {'; '.join(wrong)}"
+            f"{fields.where}: a selector needs selector_rank and selector_top_k: {'; '.join(wrong)}"
         )
     assert is_int(rank)  # for the type checker
     assert is_int(count)
     return SelectorConfig(rank, count, tail)
 
 
-def _causal(own: Fields, key: str) -> bool:
-    """Causality of the dialect speculators by vLLM's rule: without the key all layers are bidirectional."""
-    return own.flag(key) if key == "is_causal" else not own.flag(key, default=True)
+def _causal(fields: Fields, key: str) -> bool:
+    """Causality in the speculators dialect; as in vLLM, layers are bidirectional by default."""
+    return fields.flag(key) if key == "is_causal" else not fields.flag(key, default=True)
 
 
 def _check_proposals(top: Fields, block_size: int) -> None:
-    """Checks that no proposal method drafts more tokens than a block has slots after the anchor."""
+    """Checks that proposal methods draft at most as many tokens as there are slots after the anchor."""
     config = top.get("speculators_config")
     methods = config.get("proposal_methods") if isinstance(config, Mapping) else None
     for method in methods if isinstance(methods, list) else []:
@@ -286,15 +287,15 @@ def _check_proposals(top: Fields, block_size: int) -> None:
 
 
 def _check_no_selector(*objects: Fields) -> None:
-    """Refuses a selector whose keys are anywhere but in `dflash_config`."""
-    for own in objects:
+    """Refuses selector keys outside `dflash_config`."""
+    for fields in objects:
         for key in ("selector_rank", "selector_top_k"):
-            own.only(key, None, 0, feature=f"a selector's keys are read in {DFLASH} only")
+            fields.only(key, None, 0, feature=f"a selector's keys are read in {DFLASH} only")
 
 
 def _check_harmless(*objects: Fields) -> None:
-    for own in objects:
-        own.inert(*_INERT)
+    for fields in objects:
+        fields.inert(*_INERT)
         for key, harmless in _HARMLESS.items():
-            if key in own:
-                own.only(key, *harmless)
+            if key in fields:
+                fields.only(key, *harmless)

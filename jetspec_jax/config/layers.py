@@ -1,4 +1,4 @@
-"""What the configs of several families say in the same words."""
+"""Readers of config keys that several model families share."""
 
 from collections.abc import Collection
 from typing import Any
@@ -9,14 +9,14 @@ from jetspec_jax.config.rope import FULL, SLIDING, context_of
 
 
 def read_decoder(fields: Fields, rope: Rope | None = None) -> dict[str, Any]:
-    """The arguments of `ModelConfig` that every family names alike, but for its layers.
+    """The arguments of `ModelConfig` whose keys are the same in every family.
 
     Args:
         fields: The config.
-        rope: The rotary embedding, where it may stretch the context beyond what the config says.
+        rope: The rotary embedding, if its scaling may extend the context beyond the config's number.
 
     Raises:
-        ValueError: One of them is missing or out of its range.
+        ValueError: A key is missing or out of its range.
     """
     return {
         "vocab_size": fields.integer("vocab_size"),
@@ -27,16 +27,15 @@ def read_decoder(fields: Fields, rope: Rope | None = None) -> dict[str, Any]:
 
 
 def read_heads(fields: Fields, hidden_size: int | None = None) -> dict[str, Any]:
-    """Query heads, KV heads and their size, as arguments of `LayerConfig`.
+    """Head counts and head size, as arguments of `LayerConfig`.
 
     Args:
         fields: The config.
-        hidden_size: Of families whose files may leave out ``head_dim``, which is then ``hidden_size`` divided
-            by the query heads, and ``num_key_value_heads``, which is then as many as the query heads. None:
-            both must be there.
+        hidden_size: If given, ``head_dim`` defaults to ``hidden_size`` divided by the query heads, and
+            ``num_key_value_heads`` to the number of query heads. If None, both keys are required.
 
     Raises:
-        ValueError: One of them is missing or out of its range, or they do not go together.
+        ValueError: A key is missing or out of its range, or the sizes do not fit together.
     """
     heads = fields.integer("num_attention_heads", most=MAX_HEADS)
     default_kv_heads = default_head_dim = None
@@ -55,19 +54,19 @@ def read_heads(fields: Fields, hidden_size: int | None = None) -> dict[str, Any]
 
 
 def read_num_layers(fields: Fields) -> int:
-    """How many layers a decoder has.
+    """The number of decoder layers.
 
     Raises:
-        ValueError: It does not say, or the number is out of its range.
+        ValueError: The key is missing or out of its range.
     """
     return fields.integer("num_hidden_layers", most=MAX_LAYERS)
 
 
 def check_heads(where: str, heads: int, kv_heads: int, head_dim: int) -> None:
-    """Checks that heads go together.
+    """Checks head counts and head size.
 
     Raises:
-        ValueError: Query heads cannot share KV heads evenly, or elements of a head make no pairs.
+        ValueError: The query heads are not a multiple of the KV heads, or the head size is odd.
     """
     if heads % kv_heads:
         raise ValueError(f"{where}: {heads} attention heads are no multiple of {kv_heads} KV heads")
@@ -76,15 +75,15 @@ def check_heads(where: str, heads: int, kv_heads: int, head_dim: int) -> None:
 
 
 def check_top_k(fields: Fields, experts: Experts, *names: str) -> None:
-    """Checks that there are as many experts as a token is to pass.
+    """Checks that a token is not routed to more experts than there are.
 
     Args:
         fields: The config.
         experts: The experts.
-        *names: What the config may call the number of those that a token passes.
+        *names: The possible keys of the number of experts per token.
 
     Raises:
-        ValueError: There are fewer.
+        ValueError: There are fewer experts.
     """
     if experts.routing.top_k > experts.count:
         raise ValueError(
@@ -95,16 +94,16 @@ def check_top_k(fields: Fields, experts: Experts, *names: str) -> None:
 def read_layer_types(
     fields: Fields, num_layers: int, surplus: int = 0, *, types: Collection[str] = (FULL, SLIDING)
 ) -> list[str] | None:
-    """Each layer's type, such as whether it slides; None where the config does not say.
+    """The type of each layer (``layer_types``); None if the key is absent.
 
     Args:
         fields: The config.
-        num_layers: How many layers it has.
-        surplus: How many more the list may go on with, as `Fields.layers` has it.
-        types: Those that the family has.
+        num_layers: The number of layers.
+        surplus: Extra entries that the list may have, as in `Fields.layers`.
+        types: The layer types of the family.
 
     Raises:
-        ValueError: It is no list of as many types, or one is none of the family's.
+        ValueError: The list has another length, or a type that the family lacks.
     """
     kinds = fields.layers("layer_types", num_layers, surplus=surplus)
     if kinds is None:
@@ -115,10 +114,10 @@ def read_layer_types(
 
 
 def read_routed_layers(fields: Fields, num_layers: int) -> set[int]:
-    """The layers that have experts: every so many-th, counted from 1, unless it is listed as dense.
+    """The layers with experts: every ``decoder_sparse_step``-th except those in ``mlp_only_layers``.
 
     Raises:
-        ValueError: The list is none, or has what is no layer.
+        ValueError: ``mlp_only_layers`` is not a list of layer indices.
     """
     step = fields.integer("decoder_sparse_step", default=1)
     dense = fields.get("mlp_only_layers", [])
@@ -128,20 +127,22 @@ def read_routed_layers(fields: Fields, num_layers: int) -> set[int]:
 
 
 def read_window(fields: Fields, slides: bool) -> int | None:
-    """The window of the layers that slide; None where none does, whatever the config holds.
+    """The window of sliding layers; None if ``slides`` is false, whatever the config holds.
 
     Raises:
-        ValueError: Layers slide, and there is no window.
+        ValueError: ``slides`` is true, and the config has no window.
     """
     fields.inert("sliding_window")
     return fields.integer("sliding_window", most=MAX_TOKENS) if slides else None
 
 
 def read_late_windows(fields: Fields, num_layers: int) -> list[int | None]:
-    """Each layer's window, by Qwen's keys: layers from ``max_window_layers`` on slide, and only if told to.
+    """Each layer's window by Qwen's keys.
+
+    With ``use_sliding_window``, layers from ``max_window_layers`` on slide.
 
     Raises:
-        ValueError: Layers slide, and a key that says how is missing; or ``layer_types`` contradicts the keys.
+        ValueError: Layers slide and a key is missing, or ``layer_types`` contradicts ``use_sliding_window``.
     """
     slides = fields.flag("use_sliding_window")
     kinds = read_layer_types(fields, num_layers)
@@ -149,7 +150,7 @@ def read_late_windows(fields: Fields, num_layers: int) -> list[int | None]:
     if kinds is None:
         if not slides:
             return [None] * num_layers
-        # Both keys must be there: the defaults that another reader would fill in change the maths.
+        # Both keys are required: readers have different defaults, and they change the maths.
         window = fields.integer("sliding_window", most=MAX_TOKENS)
         first = fields.integer("max_window_layers", least=0)
         return [window if layer >= first else None for layer in range(num_layers)]
@@ -162,12 +163,12 @@ def read_late_windows(fields: Fields, num_layers: int) -> list[int | None]:
 
 
 def read_exceptions(fields: Fields, num_layers: int) -> dict[int, Fields]:
-    """What ``per_layer_config`` says of single layers, by index; the caller must say `done` of each.
+    """The objects of ``per_layer_config`` by layer index; the caller must call `done` on each.
 
-    transformers writes the indices with leading zeros, so that all have as many digits.
+    transformers pads the indices with zeros to the same number of digits.
 
     Raises:
-        ValueError: A key is no layer's index, or not the only one of its layer.
+        ValueError: A key is not a layer index, or two keys mean the same layer.
     """
     layers, found = fields.object("per_layer_config"), {}
     if layers is None:
@@ -177,11 +178,11 @@ def read_exceptions(fields: Fields, num_layers: int) -> dict[int, Fields]:
             raise ValueError(f"{layers.where}: there is no layer {key[:20]!r}")
         if int(key) in found:
             raise ValueError(f"{layers.where}: layer {int(key)} is there twice")
-        if (own := layers.object(key)) is not None:
-            found[int(key)] = own
+        if (exception := layers.object(key)) is not None:
+            found[int(key)] = exception
     return found
 
 
 def is_index(text: str, count: int) -> bool:
-    """Whether a text is the number of one of ``count`` layers; Python makes no integer of very long ones."""
+    """Whether a string is an integer in ``0..count - 1``; Python's `int` refuses very long ones."""
     return text.isdecimal() and len(text) < 10 and int(text) < count

@@ -1,4 +1,4 @@
-"""The config of Llama (``model_type`` "llama"): Llama 2 and 3, SmolLM2, and others of the same layers."""
+"""The config of Llama (``model_type`` "llama"): Llama 2 and 3, SmolLM2, and others with the same layers."""
 
 from jetspec_jax.config.fields import Fields
 from jetspec_jax.config.geometry import LayerConfig, ModelConfig
@@ -13,7 +13,7 @@ def read(fields: Fields) -> ModelConfig:
         ValueError: A key is missing, out of its range, or changes the maths and is not supported.
     """
     fields.only("hidden_act", "silu", default="silu")
-    # SmolLM2's: the first two are for its trainer, the last for another runtime.
+    # Keys of SmolLM2: the first two are for its trainer, the last for another runtime.
     fields.only("rope_interleaved", False, default=False)
     fields.inert("is_llama_config", "transformers.js_config")
     heads = read_heads(fields, fields.integer("hidden_size"))

@@ -1,4 +1,4 @@
-"""The config of Mistral (``model_type`` "mistral"): Llama's layers, which may all have a sliding window."""
+"""The config of Mistral (``model_type`` "mistral"): Llama's layers, optionally all with a sliding window."""
 
 from jetspec_jax.config.fields import MAX_TOKENS, Fields
 from jetspec_jax.config.geometry import LayerConfig, ModelConfig
@@ -28,21 +28,21 @@ def read(fields: Fields) -> ModelConfig:
 
 
 def _window(fields: Fields, num_layers: int) -> int | None:
-    """The window of all layers; null is none.
+    """The window of all layers; null means none.
 
-    A file without the key is refused, since transformers takes it to mean a window of 4,096.
+    A file without the key is refused, because transformers would use a window of 4,096.
 
     Raises:
-        ValueError: The key is absent or no window, or ``layer_types`` gives layers of another type.
+        ValueError: The key is absent or invalid, or ``layer_types`` contradicts it.
     """
     if "sliding_window" not in fields.raw:
         raise fields.error("sliding_window", "a number of tokens, or null for none", "absent")
     window = fields.integer("sliding_window", most=MAX_TOKENS) if "sliding_window" in fields else None
-    wanted = FULL if window is None else SLIDING
+    expected = FULL if window is None else SLIDING
     kinds = read_layer_types(fields, num_layers) or ()
-    if other := sorted(set(kinds) - {wanted}):
+    if other := sorted(set(kinds) - {expected}):
         raise ValueError(
             f"{fields.where}: layer_types has {other}, and with sliding_window {window} all layers of this "
-            f"family are of type {wanted}"
+            f"family are of type {expected}"
         )
     return window

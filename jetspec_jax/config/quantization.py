@@ -1,8 +1,8 @@
-"""How weights are quantised: what a ``quantization_config`` says of FP8, and MXFP4 that is kept packed.
+"""Quantised weights: FP8 from a ``quantization_config``, and packed MXFP4.
 
 Two dialects of FP8 are read: ``quant_method`` "fp8", as Qwen publishes it, and "compressed-tensors", as
-llm-compressor writes it, with scales of blocks or of whole rows. Activations are never quantised here: what a
-config says of them changes nothing. The config of GPT-OSS in MXFP4 says no more than that.
+llm-compressor writes it, with a scale per block or per row. Activations are never quantised: settings for
+them are read and have no effect. The config of GPT-OSS only says that its experts are MXFP4.
 """
 
 import re
@@ -15,13 +15,13 @@ from jetspec_jax.config.fields import MAX_SIZE, Fields, is_int
 
 FP8, COMPRESSED, MXFP4 = "fp8", "compressed-tensors", "mxfp4"
 
-# Methods that others publish, and what they are.
+# Unsupported methods, described for error messages.
 _OTHERS = {
     "awq": "AWQ, integers of 4 bits",
     "gptq": "GPTQ, integers of 2 to 8 bits",
     "bitsandbytes": "bitsandbytes, integers of 8 bits or NF4",
     "modelopt": "NVIDIA ModelOpt, NVFP4 or FP8",
-    "mxfp4": "MXFP4, which GPT-OSS alone is read in",
+    "mxfp4": "MXFP4, which is supported for GPT-OSS only",
     "quark": "AMD Quark",
     "fbgemm_fp8": "FBGEMM, whose scales are of rows under other names",
     "torchao": "torchao",
@@ -32,23 +32,23 @@ _READ = (
     "strategy 'channel' or 'block'; or take the unquantised checkpoint, of which python -m convert "
     "--quantize fp8 makes the former"
 )
-# A name is at most as long as this, and repetitions as many: matching must not take for ever.
+# Limits of a pattern's length and repetitions, so that matching ends soon.
 _MAX_PATTERN, _MAX_REPEATS = 200, 3
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """Weights in FP8: the matrices of all products of the layers, but for routers and what is left out.
+    """The quantisation of a model's weights.
 
-    Or experts in MXFP4, see `PACKED`.
+    FP8 applies to all matrices of the layers except routers and ``skipped``; MXFP4 to experts, see `PACKED`.
 
     Attributes:
-        method: `FP8` or `COMPRESSED`, which name the scales differently, or `MXFP4`.
-        rows: Outputs that share a scale; the last ones may be fewer.
-        columns: Inputs that share a scale, likewise; None is all of them.
-        skipped: Modules that stay as they are: names, or parts of names between dots, or after ``re:`` a
-            regular expression of how the name begins.
-        activations: What the config says of activations, which stay as they are: "dynamic", "static", "none".
+        method: `FP8` or `COMPRESSED`, whose scales have different names, or `MXFP4`.
+        rows: Outputs that share a scale; the last block may be smaller.
+        columns: Inputs that share a scale, likewise; None means all.
+        skipped: Modules that are not quantised: names, parts of names between dots, or after ``re:`` a
+            regular expression that matches the beginning of a name.
+        activations: The config's setting for activations, which has no effect: "dynamic", "static", "none".
     """
 
     method: str
@@ -59,32 +59,32 @@ class Quantization:
 
     @property
     def is_mxfp4(self) -> bool:
-        """Whether this is MXFP4, in which GPT-OSS is published, so that no weight was rounded to it later."""
+        """Whether this is MXFP4. GPT-OSS is trained in it, so no weight was rounded after training."""
         return self.method == MXFP4
 
     @property
     def type(self) -> str:
-        """The type of the values, for people."""
+        """The type of the values, for display."""
         return "MXFP4" if self.is_mxfp4 else "FP8"
 
     @property
     def suffix(self) -> str:
-        """What the name of a scale adds to that of its matrix."""
+        """The suffix that turns a matrix's name into the name of its scale."""
         return "_scale_inv" if self.method == FP8 else "_scale"
 
     @property
     def format(self) -> str:
-        """What people call it."""
+        """The format, for display."""
         if self.is_mxfp4:
             return "MXFP4"
         block = f"in blocks of {self.rows} x {self.columns}"
         return f"FP8 {'with a scale for each output' if self.columns is None else block}"
 
     def skips(self, module: str) -> bool:
-        """Whether a module, by its published name, stays as it is."""
+        """Whether the module with this published name is not quantised."""
         parts = module.split(".")
         runs = {".".join(parts[i:j]) for j in range(1, len(parts) + 1) for i in range(j)}
-        return not self._names.isdisjoint(runs) or any(own.match(module) for own in self._patterns)
+        return not self._names.isdisjoint(runs) or any(pattern.match(module) for pattern in self._patterns)
 
     @cached_property
     def _names(self) -> frozenset[str]:
@@ -95,40 +95,40 @@ class Quantization:
         return tuple(re.compile(name[3:]) for name in self.skipped if name.startswith("re:"))
 
 
-#: Experts in MXFP4, packed as files hold them: 32 inputs of an output share a scale.
+#: Experts in MXFP4, packed as in the files: 32 inputs of an output share a scale.
 PACKED = Quantization(MXFP4, 1, 32, activations="none")
 
 
 def read_quantization(fields: Fields) -> Quantization | None:
-    """Reads a config's ``quantization_config``; None if there is none.
+    """Reads a config's ``quantization_config``; None if it is absent.
 
     Raises:
-        ValueError: It is of a method, or has a setting, that is not supported.
+        ValueError: The method or a setting is not supported.
     """
-    own = fields.object("quantization_config")
-    if own is None:
+    settings = fields.object("quantization_config")
+    if settings is None:
         return None
-    method = own.get("quant_method")
+    method = settings.get("quant_method")
     if method == FP8:
-        found = _read_fp8(own)
+        found = _read_fp8(settings)
     elif method == COMPRESSED:
-        found = _read_compressed(own)
+        found = _read_compressed(settings)
     else:
         known = _OTHERS.get(method) if isinstance(method, str) else None
         raise ValueError(
-            f"{own.where}: quant_method {shown(method)} is not supported{(known and f' ({known})') or ''}; "
-            f"supported: {_READ}"
+            f"{settings.where}: quant_method {shown(method)} is not supported"
+            f"{(known and f' ({known})') or ''}; supported: {_READ}"
         )
-    if own.get("kv_cache_scheme") not in (None, {}):
+    if settings.get("kv_cache_scheme") not in (None, {}):
         raise ValueError(
-            f"{own.where}: kv_cache_scheme: scales of a KV cache are not supported; set it to null"
+            f"{settings.where}: kv_cache_scheme: scales of a KV cache are not supported; set it to null"
         )
-    own.done()
+    settings.done()
     return found
 
 
 def fp8_json(block: int = 128) -> dict[str, Any]:
-    """The ``quantization_config`` of square blocks."""
+    """The ``quantization_config`` for FP8 with square blocks of ``block`` x ``block``."""
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
@@ -137,38 +137,38 @@ def fp8_json(block: int = 128) -> dict[str, Any]:
     }
 
 
-def _read_fp8(own: Fields) -> Quantization:
-    own.only("fmt", "e4m3", "float8_e4m3fn", default="e4m3", feature="another FP8 format")
-    own.only("scale_fmt", None, "float", feature="scales that are no floats")
-    own.inert("dequantize")
-    scheme = own.get("activation_scheme", "dynamic")
+def _read_fp8(settings: Fields) -> Quantization:
+    settings.only("fmt", "e4m3", "float8_e4m3fn", default="e4m3", feature="another FP8 format")
+    settings.only("scale_fmt", None, "float", feature="scales that are no floats")
+    settings.inert("dequantize")
+    scheme = settings.get("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static"):
-        raise own.error("activation_scheme", "'dynamic' or 'static'", scheme)
-    if own.get("weight_block_size") is None:
+        raise settings.error("activation_scheme", "'dynamic' or 'static'", scheme)
+    if settings.get("weight_block_size") is None:
         raise ValueError(
-            f"{own.where}: no weight_block_size: scales of whole tensors are not supported; "
+            f"{settings.where}: no weight_block_size: scales of whole tensors are not supported; "
             f"supported: {_READ}"
         )
-    rows, columns = _read_block(own, "weight_block_size")
-    skipped = own.name("modules_to_not_convert", "ignored_layers")
-    return Quantization(FP8, rows, columns, _read_names(own, skipped), scheme)
+    rows, columns = _read_block(settings, "weight_block_size")
+    skipped = settings.name("modules_to_not_convert", "ignored_layers")
+    return Quantization(FP8, rows, columns, _read_names(settings, skipped), scheme)
 
 
-def _read_compressed(own: Fields) -> Quantization:
-    own.only(
+def _read_compressed(settings: Fields) -> Quantization:
+    settings.only(
         "format", "float-quantized", "naive-quantized", default="float-quantized", feature="packed weights"
     )
-    own.inert("quantization_status", "global_compression_ratio", "version")
+    settings.inert("quantization_status", "global_compression_ratio", "version")
     for key in ("sparsity_config", "transform_config"):
-        settings = own.object(key)
-        if settings is not None and settings.raw.get("format", "dense") not in ("dense", None):
-            raise ValueError(f"{settings.where} is not supported; supported: dense")
-        if key == "transform_config" and settings is not None and settings.raw:
-            raise ValueError(f"{settings.where}: transforms are not supported")
-    groups = own.object("config_groups")
+        nested = settings.object(key)
+        if nested is not None and nested.raw.get("format", "dense") not in ("dense", None):
+            raise ValueError(f"{nested.where} is not supported; supported: dense")
+        if key == "transform_config" and nested is not None and nested.raw:
+            raise ValueError(f"{nested.where}: transforms are not supported")
+    groups = settings.object("config_groups")
     if groups is None or len(groups.raw) != 1:
         count = 0 if groups is None else len(groups.raw)
-        raise ValueError(f"{own.where}: {count} config_groups are not supported; supported: one")
+        raise ValueError(f"{settings.where}: {count} config_groups are not supported; supported: one")
     [name] = groups.raw
     group = groups.object(name)
     if group is None or (weights := group.object("weights")) is None:
@@ -198,34 +198,34 @@ def _read_compressed(own: Fields) -> Quantization:
             f"{weights.where}: strategy {shown(strategy)} is not supported; supported: 'channel' and 'block'"
         )
     weights.done()
-    return Quantization(COMPRESSED, rows, columns, _read_names(own, "ignore"), activations)
+    return Quantization(COMPRESSED, rows, columns, _read_names(settings, "ignore"), activations)
 
 
-def _read_block(own: Fields, key: str) -> tuple[int, int]:
-    block = own.get(key)
+def _read_block(fields: Fields, key: str) -> tuple[int, int]:
+    block = fields.get(key)
     sizes = block if isinstance(block, list) else []
     if len(sizes) != 2 or not all(is_int(size) and 1 <= size <= MAX_SIZE for size in sizes):
-        raise own.error(key, "a block's outputs and inputs, such as [128, 128]", block)
+        raise fields.error(key, "a block's outputs and inputs, such as [128, 128]", block)
     return sizes[0], sizes[1]
 
 
-def _read_names(own: Fields, key: str) -> tuple[str, ...]:
-    names = own.get(key, [])
+def _read_names(fields: Fields, key: str) -> tuple[str, ...]:
+    names = fields.get(key, [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise own.error(key, "a list of modules", names)
+        raise fields.error(key, "a list of modules", names)
     for name in names:
         if name.startswith("re:"):
-            _check_pattern(own, key, name[3:])
+            _check_pattern(fields, key, name[3:])
     return tuple(names)
 
 
-def _check_pattern(own: Fields, key: str, pattern: str) -> None:
-    """Refuses what is no regular expression, or could take very long to match."""
+def _check_pattern(fields: Fields, key: str, pattern: str) -> None:
+    """Refuses a string that is not a regular expression, or could take very long to match."""
     repeats = re.findall(r"[*+{]", re.sub(r"\\.", "", pattern))
     if len(pattern) > _MAX_PATTERN or len(repeats) > _MAX_REPEATS or re.search(r"\)[*+{?]", pattern):
-        wanted = f"patterns of at most {_MAX_REPEATS} repetitions, none of them of a group"
-        raise own.error(key, wanted, pattern)
+        expected = f"patterns of at most {_MAX_REPEATS} repetitions, none of them of a group"
+        raise fields.error(key, expected, pattern)
     try:
         re.compile(pattern)
     except re.error as error:
-        raise own.error(key, f"regular expressions ({error})", pattern) from error
+        raise fields.error(key, f"regular expressions ({error})", pattern) from error

@@ -1,4 +1,4 @@
-"""The config of Qwen2 and Qwen2.5 (``model_type`` "qwen2"): biases of attention, but no norms."""
+"""The config of Qwen2 and Qwen2.5 (``model_type`` "qwen2"): attention has biases, but no norms of heads."""
 
 from jetspec_jax.config.fields import Fields
 from jetspec_jax.config.geometry import LayerConfig, ModelConfig

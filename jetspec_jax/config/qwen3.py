@@ -1,4 +1,4 @@
-"""The config of Qwen3 (``model_type`` "qwen3"), which is also that of a draft head's layers."""
+"""The config of Qwen3 (``model_type`` "qwen3"), also used for a draft head's layers."""
 
 from jetspec_jax.config.fields import Fields
 from jetspec_jax.config.geometry import LayerConfig, ModelConfig
@@ -19,7 +19,7 @@ def read(fields: Fields) -> ModelConfig:
     return ModelConfig(
         model_type="qwen3",
         **decoder,
-        # transformers leaves the key out of files where it holds the family's default.
+        # transformers omits the key if it has the default.
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         layers=tuple(
             LayerConfig(**heads, rope=rope, window=window, mlp_size=mlp_size)

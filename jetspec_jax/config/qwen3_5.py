@@ -1,7 +1,7 @@
 """The configs of Qwen3.5 and its successors (``model_type`` "qwen3_5_text" and "qwen3_5_moe_text").
 
-Most of their layers are recurrent; the others, every fourth as published, have attention with a gate. The
-dense and the mixed family differ in their feed-forward blocks.
+Most layers are recurrent; every fourth, in published models, has gated attention. The two families differ in
+their feed-forward blocks: dense, or experts.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from jetspec_jax.config.rope import FULL, QWEN3_TYPES, read_rope
 from pallas_kernels.expert_choice import RouterRule
 
 RECURRENT = "linear_attention"
-#: Keys of the models of text and images ("qwen3_5", "qwen3_5_moe") that say nothing about text.
+#: Keys of the multimodal models ("qwen3_5", "qwen3_5_moe") that do not affect text.
 WRAPPER_KEYS = (
     "vision_config",
     "language_model_only",
@@ -29,7 +29,7 @@ WRAPPER_KEYS = (
     "vision_start_token_id",
     "vision_end_token_id",
 )
-# Text has one position, the same on all axes.
+# Positions on several axes, which are all equal for text.
 _AXES_OF_POSITIONS = ("mrope_section", "mrope_interleaved")
 
 
@@ -41,7 +41,7 @@ def read_dense(fields: Fields) -> ModelConfig:
     """
     fields.inert("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
     num_layers = read_num_layers(fields)
-    read_routed_layers(fields, num_layers)  # published files list what is dense: none, and all are
+    read_routed_layers(fields, num_layers)  # published files have these keys, and all layers are dense
     block = {"mlp_size": fields.integer("intermediate_size")}
     return read_hybrid(fields, "qwen3_5_text", [block] * num_layers)
 
@@ -59,11 +59,11 @@ def read_moe(fields: Fields) -> ModelConfig:
 
 
 def read_blocks(fields: Fields, *, renormalise: bool) -> list[dict[str, Any]]:
-    """Each layer's feed-forward block, as arguments of `LayerConfig`: experts beside a shared one, or dense.
+    """Each layer's feed-forward block, as arguments of `LayerConfig`: routed and shared experts, or dense.
 
     Args:
         fields: The config.
-        renormalise: Whether the weights of a token's experts add up to one.
+        renormalise: Whether the weights of a token's experts are scaled to sum to one.
 
     Raises:
         ValueError: A key is missing or out of its range.
@@ -85,7 +85,7 @@ def read_blocks(fields: Fields, *, renormalise: bool) -> list[dict[str, Any]]:
 
 
 def read_hybrid(fields: Fields, model_type: str, blocks: list[dict[str, Any]]) -> ModelConfig:
-    """Reads what all these families have in common.
+    """Reads the keys that these families share.
 
     Args:
         fields: The config.
@@ -118,7 +118,7 @@ def _recurrent(rope: Rope, recurrence: Recurrence, block: dict[str, Any]) -> Lay
 
 
 def _layer_types(fields: Fields, num_layers: int) -> list[str]:
-    """The list; without it, every so many-th layer has attention, counted from 1."""
+    """Each layer's type; without a list, every ``full_attention_interval``-th layer has attention."""
     listed = read_layer_types(fields, num_layers, types=(FULL, RECURRENT))
     interval = fields.integer("full_attention_interval", most=MAX_LAYERS, default=4)
     kinds = [RECURRENT if (layer + 1) % interval else FULL for layer in range(num_layers)]
@@ -128,7 +128,7 @@ def _layer_types(fields: Fields, num_layers: int) -> list[str]:
 
 
 def _recurrence(fields: Fields) -> Recurrence:
-    """The sizes of the recurrent layers."""
+    """The geometry of the recurrent layers."""
     key_heads = fields.integer("linear_num_key_heads", most=MAX_HEADS)
     value_heads = fields.integer("linear_num_value_heads", most=MAX_HEADS)
     if value_heads % key_heads:

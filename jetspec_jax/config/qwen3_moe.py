@@ -36,7 +36,7 @@ def read(fields: Fields) -> ModelConfig:
     shared = {
         **heads,
         "rope": rope,
-        # Unlike Qwen3, all layers slide or none does.
+        # Unlike in Qwen3, either all layers slide or none does.
         "window": read_window(fields, fields.flag("use_sliding_window")),
     }
     num_layers = read_num_layers(fields)

@@ -1,4 +1,4 @@
-"""The config of Qwen3-Next (``model_type`` "qwen3_next"): layers as Qwen3.5's mixture has them."""
+"""The config of Qwen3-Next (``model_type`` "qwen3_next"): the same layers as Qwen3.5 with experts."""
 
 from jetspec_jax.config.fields import Fields
 from jetspec_jax.config.geometry import ModelConfig

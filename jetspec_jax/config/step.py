@@ -1,6 +1,6 @@
 """The config of Step-3.7-Flash's text model (``model_type`` "step3p5"): the hub's dialect, or transformers'.
 
-The hub's lists of layers go on with those that predict further tokens, which no forward pass here has.
+The hub's lists of layers also include the layers for multi-token prediction, which are not run here.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ from jetspec_jax.config.rope import FULL, SLIDING, part_of_head, read_layer_rope
 from pallas_kernels.activation import SILU, Activation
 from pallas_kernels.expert_choice import RouterRule
 
-#: Keys of the model of text and images (``model_type`` "step3p7") that say nothing about text.
+#: Keys of the multimodal model (``model_type`` "step3p7") that do not affect text.
 WRAPPER_KEYS = (
     "vision_config",
     "projector_bias",
@@ -37,7 +37,7 @@ WRAPPER_KEYS = (
     "im_patch_token",
 )
 
-# Only these values are known, so none of the keys is asked for. A config that says otherwise is refused.
+# Keys with one supported value. They may be absent; any other value is refused.
 FIXED = {
     "hidden_act": "silu",
     "gating": True,
@@ -63,12 +63,12 @@ def read(fields: Fields) -> ModelConfig:
     """
     for key, value in FIXED.items():
         fields.only(key, value, default=value)
-    # Published files say that queries and keys have no norms, and hold the norms that all readers apply.
+    # Published files have `use_qk_norm` false, and yet contain these norms, which all readers apply.
     fields.inert("use_qk_norm")
-    # The router's logits are float32 either way. The layers with experts are listed.
+    # The router's logits are float32 in any case, and the layers with experts are listed elsewhere.
     fields.inert("need_fp32_gate", "moe_layer_offset", "moe_every_n_layer", "output_router_logits")
     fields.inert("max_seq_len", "mtp_layer_types", "mtp_mlp_layer_types")
-    # Published files do not say, all readers have it.
+    # Published files omit it, and all readers agree on this default.
     fields.assume(rms_norm_eps=1e-5)
     decoder, num_layers = read_decoder(fields), read_num_layers(fields)
     surplus = fields.integer(
@@ -88,7 +88,7 @@ def read(fields: Fields) -> ModelConfig:
     sparse = _sparse(fields, num_layers, surplus)
     experts, dense_size = _experts(fields), fields.integer("intermediate_size")
     shared_size = fields.integer("share_expert_dim", "share_expert_dims")
-    # Shared experts are dense blocks, and bounded like those.
+    # Shared experts are dense blocks with the same bounds.
     dense = _activations(fields, "swiglu_limits_shared", num_layers, surplus)
     routed = _activations(fields, "swiglu_limits", num_layers, surplus)
     return ModelConfig(
@@ -113,7 +113,7 @@ def read(fields: Fields) -> ModelConfig:
 
 
 def _experts(fields: Fields) -> Experts:
-    """The experts of every layer that has some, but for their bound."""
+    """The experts of all layers with experts, without the bound of their activation."""
     top_k = "num_experts_per_tok", "moe_top_k"
     routing = RouterRule(
         fields.integer(*top_k, most=MAX_EXPERTS),
@@ -127,16 +127,16 @@ def _experts(fields: Fields) -> Experts:
 
 
 def _heads(fields: Fields, kinds: list[str], kv_heads: int, head_dim: int) -> list[int]:
-    """Each layer's query heads, which sliding layers may have more of; said in one to three places."""
+    """Query heads of each layer, from up to three keys; sliding layers may have more."""
     full = fields.integer("num_attention_heads", most=MAX_HEADS)
     sliding = full
     if "num_sliding_attention_heads" in fields:
         sliding = fields.integer("num_sliding_attention_heads", most=MAX_HEADS)
     if (other := fields.object("attention_other_setting")) is not None:
-        own = other.integer("num_attention_heads", most=MAX_HEADS)
-        if "num_sliding_attention_heads" in fields and own != sliding:
-            raise ValueError(f"{other.where} has {own} heads, and num_sliding_attention_heads is {sliding}")
-        sliding = own
+        count = other.integer("num_attention_heads", most=MAX_HEADS)
+        if "num_sliding_attention_heads" in fields and count != sliding:
+            raise ValueError(f"{other.where} has {count} heads, and num_sliding_attention_heads is {sliding}")
+        sliding = count
         for key, value in (
             ("attention_type", SLIDING),
             ("num_attention_groups", kv_heads),
@@ -150,9 +150,9 @@ def _heads(fields: Fields, kinds: list[str], kv_heads: int, head_dim: int) -> li
         exceptions = read_exceptions(fields, len(kinds))
         for layer, expected in enumerate(heads):
             found = full
-            if (own := exceptions.get(layer)) is not None:
-                found = own.integer("num_attention_heads", most=MAX_HEADS)
-                own.done()
+            if (exception := exceptions.get(layer)) is not None:
+                found = exception.integer("num_attention_heads", most=MAX_HEADS)
+                exception.done()
             if found != expected:
                 raise ValueError(
                     f"{fields.where}: per_layer_config gives layer {layer} {found} heads, "
@@ -162,7 +162,7 @@ def _heads(fields: Fields, kinds: list[str], kv_heads: int, head_dim: int) -> li
 
 
 def _sparse(fields: Fields, num_layers: int, surplus: int) -> list[bool]:
-    """Of each layer whether it has experts; the hub's dialect lists those that do, as text or numbers."""
+    """Whether each layer has experts. The hub's dialect lists the layers with experts, as text or numbers."""
     newer = []
     if "mlp_layer_types" in fields:
         kinds = fields.layers("mlp_layer_types", num_layers, surplus=surplus) or []
@@ -184,7 +184,7 @@ def _sparse(fields: Fields, num_layers: int, surplus: int) -> list[bool]:
 
 
 def _activations(fields: Fields, key: str, num_layers: int, surplus: int) -> list[Activation]:
-    """SiLU of each layer, bounded where the list has a bound; null and 0 are none."""
+    """Each layer's SiLU, with the bound from the list; null and 0 mean no bound."""
     limits = fields.layers(key, num_layers, surplus=surplus) or [None] * num_layers
     if not all(limit is None or (is_number(limit) and limit >= 0) for limit in limits):
         raise fields.error(key, "bounds that are not negative", limits)
@@ -192,7 +192,7 @@ def _activations(fields: Fields, key: str, num_layers: int, surplus: int) -> lis
 
 
 def _ropes(fields: Fields, kinds: list[str], head_dim: int, surplus: int) -> list[Rope]:
-    """Each layer's rotary embedding. In the hub's dialect bases and turning parts are those of layers."""
+    """Each layer's rotary embedding. The hub's dialect has bases and rotated fractions per layer."""
     types, newer, count = ("default", "llama3"), [], len(kinds)
     if "rope_parameters" in fields:
         by_kind = read_layer_ropes(fields, dict.fromkeys(kinds, head_dim), types, partial=True)

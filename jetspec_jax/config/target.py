@@ -1,4 +1,4 @@
-"""The ``config.json`` of a target, by its family."""
+"""The ``config.json`` of a target model."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -29,18 +29,18 @@ Read = Callable[[Fields], ModelConfig]
 
 
 class Wrapper(NamedTuple):
-    """A model of several modalities, whose config has that of its text model below ``text_config``.
+    """A multimodal model, whose config has its text model's config under ``text_config``.
 
     Attributes:
-        text_type: The model type of its text model.
-        inert: Keys of its own that say nothing about text: other modalities, and their tokens.
+        text_type: The model type of the text model.
+        inert: Top-level keys that do not affect text: other modalities and their tokens.
     """
 
     text_type: str
     inert: tuple[str, ...]
 
 
-#: The families whose configs are read; `jetspec_jax.models` has a class for each.
+#: The reader of each supported family; `jetspec_jax.models` has a class for each.
 READERS: Mapping[str, Read] = {
     "llama": llama.read,
     "mistral": mistral.read,
@@ -55,7 +55,7 @@ READERS: Mapping[str, Read] = {
     "qwen3_5_moe_text": qwen3_5.read_moe,
     "qwen3_next": qwen3_next.read,
 }
-#: The models that hold one of them among others, of which text is all that is used.
+#: Multimodal models, of which only the text model is used.
 WRAPPERS: Mapping[str, Wrapper] = {
     "gemma3": Wrapper("gemma3_text", gemma3.WRAPPER_KEYS),
     "gemma4": Wrapper("gemma4_text", gemma4.WRAPPER_KEYS),
@@ -66,7 +66,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
 MODEL_TYPES = (*READERS, *WRAPPERS)
 
 _POSITIONS = "its rotary embedding has positions on three axes, and images enter several layers"
-#: Relatives of these families, and what they have that no model here has; their text models end in "_text".
+#: Unsupported relatives of these families, with the reason; text models have the suffix "_text".
 RELATIVES: Mapping[str, str] = {
     "llama4": "its layers without rotary embeddings scale queries by position",
     "qwen2_moe": "it has biases in attention together with routed and shared experts",
@@ -90,9 +90,8 @@ def parse_model_config(
 
     Args:
         raw: The parsed JSON.
-        ignore_config_keys: Unknown keys that the caller vouches for as having no effect; those that
-            are understood cannot be ignored.
-        where: What error messages call the file.
+        ignore_config_keys: Unknown keys to ignore. Known keys cannot be ignored.
+        where: The file's name in error messages.
 
     Raises:
         ValueError: The model type, a rope type or a key is unknown or unsupported, or a key is missing or out
@@ -118,10 +117,10 @@ def parse_model_config(
 
 
 def _read_wrapped(fields: Fields, wrapper: Wrapper) -> ModelConfig:
-    """The text model of a wrapper's config; errors name where in it they are.
+    """The text model of a multimodal model's config.
 
     Raises:
-        ValueError: There is none, or it is of another type.
+        ValueError: The text model is missing or of another type.
     """
     text = fields.object("text_config")
     if text is None:
@@ -130,35 +129,35 @@ def _read_wrapped(fields: Fields, wrapper: Wrapper) -> ModelConfig:
         raise text.error("model_type", repr(wrapper.text_type), text_type)
     config = _with_quantization(READERS[wrapper.text_type](text), text, fields)
     text.done(top=True)
-    # The wrapper's class owns the output head and writes such files, so its flag decides, as in transformers.
+    # The multimodal class owns the output head, so its flag takes precedence, as in transformers.
     tied = fields.flag("tie_word_embeddings", default=config.tie_word_embeddings)
     fields.inert(*wrapper.inert)
     return replace(config, tie_word_embeddings=tied)
 
 
 def _with_quantization(config: ModelConfig, *places: Fields) -> ModelConfig:
-    """A config with how its weights are quantised, by the first of several objects that says it."""
-    if config.model_type == "gpt_oss":  # which has read it
+    """Adds the quantisation from the first object that has one."""
+    if config.model_type == "gpt_oss":  # its reader has read the key
         return config
-    found = [own for fields in places if (own := read_quantization(fields)) is not None]
+    found = [quantization for fields in places if (quantization := read_quantization(fields)) is not None]
     return replace(config, quantization=found[0]) if found else config
 
 
 def parse_eos_token_ids(
     config: Mapping[str, Any], generation_config: Mapping[str, Any] | None, *, folder: str | Path = ""
 ) -> tuple[int, ...]:
-    """End-of-sequence ids of a checkpoint's configs: those of both files, in their order.
+    """End-of-sequence token ids from both files, those of ``generation_config.json`` first.
 
-    The files often differ: one names the end of a document, the other the end of a turn. A model of several
-    modalities has ids in its own config, in that of its text model, or in both.
+    The files often differ: one has the end of a document, the other the end of a turn. A multimodal model has
+    ids at the top level of its config, in ``text_config``, or in both.
 
     Args:
         config: The ``config.json``.
         generation_config: The ``generation_config.json``, if there is one.
-        folder: Where error messages say that the two are.
+        folder: The folder of the files, for error messages.
 
     Raises:
-        ValueError: An id is no token id.
+        ValueError: A value is not a token id.
     """
     text, found = config.get("text_config"), []
     for name, raw in (

@@ -1,1 +1,1 @@
-"""The device's side of decoding: the round, its loop, prefill, and the arrays that they work on."""
+"""The device side of decoding: the round, its loop, prefill, and their arrays."""

@@ -1,6 +1,6 @@
-"""Decoding as a caller's own program would run it: slots, prefill, and dispatches of many rounds.
+"""The decoder: slots, prefill, and dispatches of many rounds, for the engine and for custom loops.
 
-Shapes: B slots, L live ones, N nodes (the bucket), D draft depth, C tokens of a chunk, T pages per slot;
+Shapes: B slots, L live slots, N nodes (the bucket), D draft depth, C tokens of a chunk, T pages per slot;
 P pages of the pool, or prompts of a prefill.
 """
 
@@ -38,9 +38,9 @@ from jetspec_jax.sampling.adjust import Adjustments
 
 @dataclass(frozen=True)
 class TreeDecoder(Round):
-    """The static settings of a decoder, with the programs that they make: see also `Round`.
+    """The static settings of a decoder, with methods that run its programs; see also `Round`.
 
-    The loop in a program of one's own::
+    A custom loop::
 
         decoder = TreeDecoder(target.config, DraftHeadProposer(head.config), bucket=64)
         weights = DecodeWeights(target.weights, head.weights)
@@ -50,7 +50,7 @@ class TreeDecoder(Round):
         state = decoder.prefill(weights, state, slots, tokens, counts, ready)
         state, records = decoder.decode(weights, state, rounds, live)
 
-    All that take and return a state donate the one they are given, but for those of a round.
+    Methods that take and return a state donate it, except those of `Round`.
 
     Attributes:
         max_rounds: Most rounds of one `decode`.
@@ -63,7 +63,7 @@ class TreeDecoder(Round):
         """Checks the settings.
 
         Raises:
-            ValueError: A setting is out of its range.
+            ValueError: A setting is out of range.
         """
         super().__post_init__()
         if self.max_rounds < 1:
@@ -79,9 +79,9 @@ class TreeDecoder(Round):
         dtype: jnp.dtype,
         bad_words: tuple[int, int] = (0, 0),
     ) -> DecodeState:
-        """As `Models.empty_state`; where the decoder adjusts logits, with room for that.
+        """As `Models.empty_state`, with arrays for adjustments if the decoder has them.
 
-        Of ``bad_words`` there may be so many, and so long ones: see `jetspec_jax.sampling.adjust.room_for`.
+        ``bad_words`` is the number and length of bad words, see `jetspec_jax.sampling.adjust.room_for`.
         """
         sizes = {"num_pages": num_pages, "pages_per_slot": pages_per_slot, "page_size": page_size}
         state = super().empty_state(slots, **sizes, dtype=dtype)
@@ -90,12 +90,12 @@ class TreeDecoder(Round):
     def adjustments(
         self, slots: int, bad_words: tuple[int, int] = (0, 0), before: Adjustments | None = None
     ) -> Adjustments:
-        """What slots want of the logits, which is nothing, or what they did before, with more room.
+        """Empty logit adjustments of all slots, or existing ones with room for more bad words.
 
         Args:
             slots: B.
-            bad_words: As for `empty_state`; no less room than before.
-            before: What the slots wanted before.
+            bad_words: As for `empty_state`; at least the room of ``before``.
+            before: Existing adjustments, or None.
         """
         where = None if self.mesh is None else NamedSharding(self.mesh, WHOLE)
 
@@ -116,41 +116,43 @@ class TreeDecoder(Round):
         length: Int[ArrayLike, ""],
         active: Bool[ArrayLike, ""],
     ) -> DecodeState:
-        """Hands a slot to a request: see `jetspec_jax.decode.state.insert`. ``state`` is donated."""
-        kept, state = _apart(state)
-        state = _together(kept, insert(state, slot, pages, settings, anchor, length, active))
+        """Assigns a slot to a request: see `jetspec_jax.decode.state.insert`. ``state`` is donated."""
+        kept, state = _split_off(state)
+        state = _rejoin(kept, insert(state, slot, pages, settings, anchor, length, active))
         return self.adjust(state, slot, None)
 
-    def adjust(self, state: DecodeState, slot: Int[ArrayLike, ""], own: Adjustments | None) -> DecodeState:
-        """Says what the request that has got a slot wants of the logits. ``state`` is donated.
+    def adjust(
+        self, state: DecodeState, slot: Int[ArrayLike, ""], adjustments: Adjustments | None
+    ) -> DecodeState:
+        """Sets the logit adjustments of a slot's request. ``state`` is donated.
 
         Args:
             state: The state.
-            slot: Which slot; `insert` has handed it over.
-            own: What it wants, without the slot axis; None is nothing.
+            slot: The slot, after `insert`.
+            adjustments: The adjustments without the slot axis; None means none.
 
         Raises:
-            ValueError: It wants something, and the state has no arrays for that.
+            ValueError: There are adjustments, and the state has no arrays for them.
         """
         if state.adjust is None:
-            if own is not None:
-                raise ValueError("no decoder that adjusts logits has made this state")
+            if adjustments is not None:
+                raise ValueError("this state was made by a decoder without adjustments of logits")
             return state
-        if own is None:
+        if adjustments is None:
             return replace(state, adjust=forget_adjustments(state.adjust, slot))
-        return replace(state, adjust=put_adjustments(state.adjust, slot, own))
+        return replace(state, adjust=put_adjustments(state.adjust, slot, adjustments))
 
     def grow(
         self, state: DecodeState, slots: Int[ArrayLike, "L"], pages: Int[ArrayLike, "L T"]
     ) -> DecodeState:
-        """Gives slots more pages: see `jetspec_jax.decode.state.grow`. ``state`` is donated."""
-        kept, state = _apart(state)
-        return _together(kept, grow(state, slots, pages))
+        """Adds pages to slots: see `jetspec_jax.decode.state.grow`. ``state`` is donated."""
+        kept, state = _split_off(state)
+        return _rejoin(kept, grow(state, slots, pages))
 
     def release(self, state: DecodeState, slot: Int[ArrayLike, ""]) -> DecodeState:
         """Frees a slot: see `jetspec_jax.decode.state.release`. ``state`` is donated."""
-        kept, state = _apart(state)
-        return _together(kept, release(state, slot))
+        kept, state = _split_off(state)
+        return _rejoin(kept, release(state, slot))
 
     def prefill(
         self,
@@ -178,39 +180,39 @@ class TreeDecoder(Round):
         Args:
             weights: The parameters.
             state: The state.
-            rounds: How many rounds, at most ``max_rounds``; fewer run when no slot decodes any more. One
-                whose next round could commit more than its pages hold pauses until it gets more: see `grow`.
-            live: The slots that may decode, each once and in any order; the others keep their state and cost
-                nothing. Every number of them is a program. None is all B.
+            rounds: Number of rounds, at most ``max_rounds``; the loop ends early if no slot decodes. A slot
+                pauses if its next round could commit more tokens than its pages hold, until `grow`.
+            live: The slots that may decode, unique and in any order; other slots keep their state and cost
+                nothing. Each number of live slots is a separate program. None means all B.
 
         Returns:
             The state, and the records ``[max_rounds, L, ...]`` of the live slots in their order, with no
             tokens for rounds that did not run.
         """
-        # JAX takes compiler options of the outermost program alone: inside of another the loop is part of it.
+        # JAX applies compiler options only to the outermost program, so inside another one they are dropped.
         inside = isinstance(state.anchors, Tracer)
         program = self.program.__wrapped__ if inside else self.program
-        own = () if live is None else (live,)
+        selection = () if live is None else (live,)
         if self.adjusts:
-            return program(self, weights, state, rounds, *own)
-        # A batch in which nobody wants anything of the logits runs the program that knows nothing of it.
+            return program(self, weights, state, rounds, *selection)
+        # Without adjustments, the program without their arrays runs.
         kept = state.adjust
-        state, records = program(self, weights, replace(state, adjust=None), rounds, *own)
+        state, records = program(self, weights, replace(state, adjust=None), rounds, *selection)
         return replace(state, adjust=kept), records
 
     @property
     def program(self) -> Any:
-        """The jitted function behind `decode`, with the decoder as its first argument: to compile ahead."""
+        """The jitted function of `decode`, with the decoder as its first argument; for ahead-of-time use."""
         return jit_rounds(_decode, self.bucket)
 
 
-def _apart(state: DecodeState) -> tuple[tuple[Stores, Adjustments | None], DecodeState]:
-    """What programs that hand slots over do not look at, and the state without it."""
+def _split_off(state: DecodeState) -> tuple[tuple[Stores, Adjustments | None], DecodeState]:
+    """The arrays that programs for slots do not need, and the state without them."""
     stores, state = split(state)
     return (stores, state.adjust), replace(state, adjust=None)
 
 
-def _together(kept: tuple[Stores, Adjustments | None], state: DecodeState) -> DecodeState:
+def _rejoin(kept: tuple[Stores, Adjustments | None], state: DecodeState) -> DecodeState:
     """The inverse of `_apart`."""
     return replace(join(kept[0], state), adjust=kept[1])
 
@@ -225,15 +227,15 @@ def _decode(
     def dispatch(
         weights: DecodeWeights, state: DecodeState, rounds: Int[Array, ""], *live: Int[Array, "L"]
     ) -> tuple[DecodeState, RoundRecord]:
-        # What no round changes is made before the loop: XLA would make some of it in every round.
+        # Values that do not change are computed before the loop; XLA would recompute some in every round.
         if decoder.proposer is not None:
             weights = weights._replace(proposer=decoder.proposer.prepare(weights.proposer))
 
         def step(state: DecodeState) -> tuple[DecodeState, RoundRecord]:
             return decoder.round(weights, state)
 
-        own = pick(state, live[0]) if live else state
-        own, records = repeat_rounds(step, decoder.decodes, own, rounds, most=decoder.max_rounds)
-        return put(state, live[0], own) if live else own, records
+        picked = pick(state, live[0]) if live else state
+        picked, records = repeat_rounds(step, decoder.decodes, picked, rounds, most=decoder.max_rounds)
+        return put(state, live[0], picked) if live else picked, records
 
     return decoder.on_mesh(dispatch)(weights, state, rounds, *(() if live is None else (live,)))

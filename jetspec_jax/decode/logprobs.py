@@ -1,8 +1,8 @@
-"""Log-probabilities of chosen tokens, and of the likeliest ones, under the target's own distribution.
+"""Log-probabilities of chosen and most likely tokens under the target's distribution.
 
-That is the softmax of its logits as they are: before masks, biases, penalties, temperature and filters.
+This is the softmax of the unmodified logits, before masks, biases, penalties, temperature and filters.
 
-Shapes: B slots, R rows of each, K likeliest tokens, V vocabulary.
+Shapes: B slots, R rows of each, K most likely tokens, V vocabulary.
 """
 
 from typing import NamedTuple
@@ -17,12 +17,12 @@ from pallas_kernels import shards
 
 
 class Logprobs(NamedTuple):
-    """What is told of tokens; records of rounds have an axis of rounds before the others.
+    """Log-probabilities of tokens; in records there is a leading axis of rounds.
 
     Attributes:
-        chosen: Log-probability of each.
-        ranks: 1 for the likeliest of all; of equally likely ones the lower id comes first.
-        tokens: The K likeliest there, best first.
+        chosen: Log-probabilities of the chosen tokens.
+        ranks: Ranks of the chosen tokens, from 1; among equals the lower id is first.
+        tokens: The K most likely tokens, best first.
         likeliest: Their log-probabilities.
     """
 
@@ -33,24 +33,24 @@ class Logprobs(NamedTuple):
 
 
 def logprobs_of(logits: Float[Array, "B R V"], chosen: Int[Array, "B R"], vocab_size: int) -> Logprobs:
-    """What is told of chosen tokens; of a negative one nothing that has a meaning.
+    """Log-probabilities of chosen tokens; arbitrary for negative ids.
 
-    Where several devices each compute a part of the vocabulary (see `pallas_kernels.shards`), V is a device's
-    own part, and all get the same bits. Who makes something of these numbers on a mesh must tie what comes
-    after to ``tokens``, the last that is exchanged.
+    If the vocabulary is sharded over devices (see `pallas_kernels.shards`), V is the size of a shard, and all
+    devices get the same bits. On a mesh, later collectives must depend on ``tokens``, the result of the last
+    collective here.
 
     Args:
-        logits: Of any floating type; -inf beyond the vocabulary.
+        logits: Logits of any floating type; -inf for padding.
         chosen: Ids in the whole vocabulary.
-        vocab_size: Of the whole.
+        vocab_size: Size of the whole vocabulary.
     """
-    values, own = logits.astype(jnp.float32), logits.shape[-1]
-    token = jnp.arange(own, dtype=jnp.int32)[None, None, :] + own * shards.index()
-    column = chosen - own * shards.index()
-    found = jnp.take_along_axis(values, jnp.clip(column, 0, own - 1)[:, :, None], axis=2)[:, :, 0]
+    values, local = logits.astype(jnp.float32), logits.shape[-1]
+    token = jnp.arange(local, dtype=jnp.int32)[None, None, :] + local * shards.index()
+    column = chosen - local * shards.index()
+    found = jnp.take_along_axis(values, jnp.clip(column, 0, local - 1)[:, :, None], axis=2)[:, :, 0]
     total = jax.nn.logsumexp(values, axis=-1)
     if shards.count() > 1:
-        found = jnp.where((column >= 0) & (column < own), found, -jnp.inf)
+        found = jnp.where((column >= 0) & (column < local), found, -jnp.inf)
         of_all = shards.gather(jnp.stack([found, total]))
         found, total = jnp.max(of_all[:, 0], axis=0), jax.nn.logsumexp(of_all[:, 1], axis=0)
     level = found[:, :, None]
@@ -58,7 +58,7 @@ def logprobs_of(logits: Float[Array, "B R V"], chosen: Int[Array, "B R"], vocab_
     ranks = 1 + jnp.sum(above, axis=-1, dtype=jnp.int32)
     if shards.count() > 1:
         ranks = 1 + jnp.sum(shards.gather(ranks - 1), axis=0)
-        # Never so, but XLA does not know it: the next exchange must not overtake this one.
+        # The condition is always true, but orders the next collective after this one.
         values = jnp.where(ranks[:, :, None] > 0, values, -jnp.inf)
     best = top_candidates(values, min(MOST_LOGPROBS, vocab_size))
     return Logprobs(found - total, ranks, best.tokens, best.log_probs)

@@ -1,4 +1,4 @@
-"""The loop around the round: all rounds of a dispatch are one program, which never returns to the host."""
+"""The loop of rounds: all rounds of a dispatch are one program, which does not return to the host."""
 
 import functools
 from collections.abc import Callable
@@ -19,13 +19,13 @@ def repeat_rounds(
     *,
     most: int,
 ) -> tuple[DecodeState, RoundRecord]:
-    """Runs rounds until they are enough or nobody decodes.
+    """Runs up to ``rounds`` rounds; ends early if no slot decodes.
 
     Args:
         step: One round.
-        decodes: Which slots take part in one.
-        state: Where the first begins.
-        rounds: How many, at most ``most``.
+        decodes: Whether each slot takes part in the next round.
+        state: The initial state.
+        rounds: Number of rounds, at most ``most``.
         most: Static bound on the rounds.
 
     Returns:
@@ -36,7 +36,7 @@ def repeat_rounds(
     shapes = jax.eval_shape(step, state)[1]
     nothing = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape), leaf.dtype), shapes)
 
-    def goes_on(carry: tuple[Array, DecodeState, RoundRecord]) -> Array:
+    def continues(carry: tuple[Array, DecodeState, RoundRecord]) -> Array:
         done, state, _ = carry
         return (done < jnp.minimum(rounds, most)) & jnp.any(decodes(state))
 
@@ -46,13 +46,13 @@ def repeat_rounds(
         put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=done, axis=0)
         return done + 1, state, jax.tree.map(put, records, record)
 
-    _, state, records = jax.lax.while_loop(goes_on, turn, (jnp.int32(0), state, nothing))
+    _, state, records = jax.lax.while_loop(continues, turn, (jnp.int32(0), state, nothing))
     ran = records.tree_sizes[:, :, None] > 0
     return state, records._replace(tokens=jnp.where(ran, records.tokens, -1))
 
 
-# XLA's own Triton products compete with cuBLAS's, timed with weights that still lie in the cache, where those
-# of a model never do. For one row XLA's picks are faster; for a tree they are slower, so trees do without.
+# XLA's autotuner compares its Triton products with cuBLAS on weights that are in the cache, unlike those of a
+# model. Its choices are faster for one row, but slower for a tree, so Triton products are off for trees.
 TREE_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
@@ -63,9 +63,9 @@ def jit_rounds(
     static_argnums: int | tuple[int, ...] = 0,
     donate_argnums: int | tuple[int, ...] = 2,
 ) -> Any:
-    """`jax.jit` of a function that runs rounds of a bucket, with what XLA is told for these.
+    """`jax.jit` of a function that runs rounds of a bucket, with compiler options for the bucket.
 
-    Equal arguments give the same jitted function, so nothing is compiled twice.
+    Equal arguments return the same jitted function, so nothing is compiled twice.
     """
     return jax.jit(
         function,

@@ -1,4 +1,4 @@
-"""The models of a program and the devices that share them. Shapes: B slots, P pages, T pages per slot."""
+"""The models of a program and their devices. Shapes: B slots, P pages, T pages per slot."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -24,15 +24,14 @@ from pallas_kernels import shards
 
 @dataclass(frozen=True)
 class Models:
-    """A target, its proposer, and where they run: hashable, equal by value, without arrays.
+    """A target, its proposer and their devices; hashable, compared by value, without arrays.
 
     Attributes:
         target: The target's geometry.
-        proposer: Where draft logits come from; None only decodes plainly.
-        implementation: Of tree attention; None picks the best.
-        mesh: The devices that share the models, a mesh with the axes "expert" and "tensor", of which one may
-            be missing; None is one device. Functions of arrays then see a device's part of each array:
-            `on_mesh` makes programs of them.
+        proposer: The source of draft logits; None allows only plain decoding.
+        implementation: Implementation of tree attention; None picks the best.
+        mesh: The devices that share the models: a mesh with the axis "expert", "tensor" or both. None means
+            one device. On a mesh, functions of arrays see shards; `on_mesh` makes programs of them.
     """
 
     target: ModelConfig
@@ -42,21 +41,21 @@ class Models:
     mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
-        """Checks that the mesh can split the models.
+        """Checks that the mesh can shard the models.
 
         Raises:
-            TypeError: The mesh is none.
-            ValueError: It cannot.
+            TypeError: The mesh is not a mesh.
+            ValueError: The models cannot be sharded over it.
         """
         if not isinstance(self.mesh, AbstractMesh | None):
-            # Programs name both axes, and are equal for equal devices.
+            # Programs use both axes, and are equal for equal devices.
             object.__setattr__(self, "mesh", as_mesh(self.mesh))
         check_partition(self.target, self.mesh)
         check_proposer(self.proposer, self.mesh)
 
     @functools.cached_property
     def models(self) -> "Models":
-        """The record alone: programs that take it are the same for all settings of a subclass."""
+        """This record without a subclass's settings, so that programs are shared by all settings."""
         return Models(self.target, self.proposer, implementation=self.implementation, mesh=self.mesh)
 
     @property
@@ -67,28 +66,30 @@ class Models:
     def empty_state(
         self, slots: int, *, num_pages: int, pages_per_slot: int, page_size: int, dtype: jnp.dtype
     ) -> DecodeState:
-        """A state whose slots are all free; on a mesh no device ever holds more than its part.
+        """A state with only free slots; on a mesh it is created in shards.
 
         Args:
             slots: B.
-            num_pages: P, pages in the pool that the slots share.
-            pages_per_slot: T, so that a slot holds at most ``T * page_size`` tokens.
-            page_size: Tokens in a page.
-            dtype: Of the stores: the weights' dtype.
+            num_pages: P, pages of the pool that all slots share.
+            pages_per_slot: T; a slot holds at most ``T * page_size`` tokens.
+            page_size: Tokens of a page.
+            dtype: Type of the stores: the weights' dtype.
         """
         sizes = slots, num_pages, pages_per_slot, page_size, jnp.dtype(dtype)
         models = self.models
         return _empty_state(models, *sizes) if self.mesh is None else _split_empty_state(models, *sizes)()
 
     def state_specs(self, state: DecodeState) -> DecodeState:
-        """How the mesh splits a state: stores by heads, all else whole on every device."""
+        """The partition specs of a state: stores are sharded by heads, everything else is replicated."""
         mesh, proposer = self.mesh, self.proposer
         assert mesh is not None
-        own = WHOLE if proposer is None else split_proposer(proposer).state_specs(state.proposer, mesh)
+        proposer_specs = (
+            WHOLE if proposer is None else split_proposer(proposer).state_specs(state.proposer, mesh)
+        )
         return replace(
             state,
             stores=tuple(store.specs(shards.ALL) for store in state.stores),
-            proposer=own,
+            proposer=proposer_specs,
             slots=WHOLE,
             room=WHOLE,
             anchors=WHOLE,
@@ -100,12 +101,12 @@ class Models:
     def on_mesh(
         self, function: Callable[..., Any], *, others: Sequence[Any] | None = None, results: Any = None
     ) -> Callable[..., Any]:
-        """A function that all devices run, each on its part of weights and state; as it is without a mesh.
+        """A function that all devices run on their shards of weights and state; unchanged without a mesh.
 
         Args:
-            function: Takes weights, a state, and others.
-            others: How the others are split; None is all of them whole on every device.
-            results: How what it returns is put together; None is a state, and what is whole on every device.
+            function: A function of weights, a state, and other arguments.
+            others: Partition specs of the other arguments; None: all are replicated.
+            results: Partition specs of the results; None: a state, and a replicated value.
         """
         mesh, proposer = self.mesh, self.proposer
         if mesh is None:
@@ -152,7 +153,7 @@ def _empty_state(
 
 @functools.cache
 def _split_empty_state(models: Models, *sizes: Any) -> Callable[[], DecodeState]:
-    """The program that makes an empty state on a mesh, each device its own part."""
+    """The program that creates an empty state on a mesh in shards."""
     make = functools.partial(_empty_state, models, *sizes)
     assert models.mesh is not None
     specs = models.state_specs(jax.eval_shape(make))

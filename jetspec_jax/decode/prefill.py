@@ -1,7 +1,7 @@
-"""Prefill: prompts enter their slots chunk by chunk, as chains whose whole paths are accepted.
+"""Prefill: prompts are committed to their slots in chunks, as chains whose whole paths are accepted.
 
-All of a prompt but its last token is committed: that one is the anchor of the request's first round, so that
-every choice is a round's. One program serves all buckets, widths and algorithms.
+All tokens of a prompt except the last are committed. The last token is the anchor of the first round, so that
+every token is chosen by a round. One program serves all buckets, widths and algorithms.
 
 Shapes: B slots, P prompts, C tokens of a chunk.
 """
@@ -32,18 +32,18 @@ def prefill(
     counts: Int[Array, "P"],
     ready: Bool[Array, "P"],
 ) -> DecodeState:
-    """Commits a chunk of each of some prompts in one forward; other slots keep their state.
+    """Commits a chunk of each of several prompts in one forward; other slots keep their state.
 
-    ``state`` is donated. Every token of a chunk enters the target's stores and is shown to the proposer.
+    ``state`` is donated. The tokens of a chunk are committed to the target's stores and to the proposer.
 
     Args:
         models: The models.
         weights: The parameters.
         state: The state.
-        slots: Whose prompts, each slot once.
-        tokens: Their chunks; from its count on each is padding.
-        counts: Tokens of each chunk; 0 is none, and leaves its slot as it is.
-        ready: Which slots decode from now on, as only the anchor is left of their prompts.
+        slots: The slots of the prompts, each once.
+        tokens: The chunks, padded after their counts.
+        counts: Number of tokens of each chunk; 0 leaves the slot unchanged.
+        ready: Whether each slot starts decoding, because its prompt is complete except for the anchor.
     """
     chunk = functools.partial(_prefill, models)
     state, _ = models.on_mesh(chunk)(weights, state, slots, tokens, counts, ready)
@@ -59,20 +59,20 @@ def _prefill(
     counts: Int[Array, "P"],
     ready: Bool[Array, "P"],
 ) -> tuple[DecodeState, None]:
-    target, own, proposer = bind(models.target, weights.target), pick(state, slots), models.proposer
+    target, before, proposer = bind(models.target, weights.target), pick(state, slots), models.proposer
     block = Block.chain(tokens, num_nodes=counts)
-    attend = attend_over(own.stores, own.slots, block, implementation=models.implementation)
-    output = target(block.tokens, block.positions(own.slots.lengths), attend, taps=taps_of(proposer))
-    # No logits: a place in a row is a number that is never negative, as a choice would be.
+    attend = attend_over(before.stores, before.slots, block, implementation=models.implementation)
+    output = target(block.tokens, block.positions(before.slots.lengths), attend, taps=taps_of(proposer))
+    # There are no logits; the index of a maximum is never negative, like a choice.
     written = after_forward(counts, jnp.argmax(output.hidden[:, -1:], axis=-1))
-    shown = own.proposer
+    proposer_state = before.proposer
     if proposer is not None:
-        shown = proposer.commit(weights.proposer, shown, output.taps, own.slots, written)
-    picked = dataclasses.replace(
-        own,
-        stores=commit(own.stores, own.slots, output.stash, chain_path(*block.tokens.shape), written),
-        proposer=shown,
-        slots=own.slots._replace(lengths=own.slots.lengths + counts),
-        active=own.active | ready,
+        proposer_state = proposer.commit(weights.proposer, proposer_state, output.taps, before.slots, written)
+    after = dataclasses.replace(
+        before,
+        stores=commit(before.stores, before.slots, output.stash, chain_path(*block.tokens.shape), written),
+        proposer=proposer_state,
+        slots=before.slots._replace(lengths=before.slots.lengths + counts),
+        active=before.active | ready,
     )
-    return put(state, slots, picked), None
+    return put(state, slots, after), None

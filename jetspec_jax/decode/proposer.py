@@ -1,7 +1,7 @@
-"""Proposers: what a round needs to know about the next tokens before the target is asked.
+"""Proposers: the sources of draft logits.
 
-A proposer yields draft logits for the depths below the anchor, from a state of its own that it extends
-whenever tokens are committed. The draft head is one; the decoder knows no more of it than this seam.
+A proposer computes draft logits for the depths below the anchor, from a state that it extends whenever tokens
+are committed. The draft head is a proposer; the decoder uses it only through this interface.
 """
 
 from dataclasses import dataclass, replace
@@ -27,24 +27,24 @@ from pallas_kernels.quantized import Quantized
 
 @runtime_checkable
 class Proposer(Protocol):
-    """Static description of a proposer: hashable, holds no array. Its state is any pytree."""
+    """The static part of a proposer: hashable, without arrays. Its state is any pytree."""
 
     @property
     def depth(self) -> int:
-        """D, the number of rows that `propose` can yield."""
+        """D, the largest number of rows of `propose`."""
         ...
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Target layers whose outputs `commit` wants to see."""
+        """Target layers whose outputs `commit` needs."""
         ...
 
     def empty_state(self, num_pages: int, page_size: int, dtype: jnp.dtype) -> Any:
-        """State of an empty pool of pages; slots share the pages of the target's stores."""
+        """The state for an empty pool of pages; page numbers are those of the target's stores."""
         ...
 
     def prepare(self, weights: Any) -> Any:
-        """The parameters in a form that many rounds read faster; `propose` and `commit` take either."""
+        """The parameters in a form that rounds read faster; `propose` and `commit` accept both forms."""
         ...
 
     def propose(
@@ -58,8 +58,8 @@ class Proposer(Protocol):
     ) -> Float[Array, "B D V"]:
         """Draft logits: row d is the distribution of the token at depth d + 1 below the anchor.
 
-        ``slots`` may be any selection of the batch; ``slots.numbers`` say which. The first ``depth`` rows are
-        wanted; None is all.
+        ``slots`` may be any selection of the batch, with their indices in ``slots.numbers``. Only the first
+        ``depth`` rows are returned; None means all.
         """
         ...
 
@@ -71,20 +71,20 @@ class Proposer(Protocol):
         slots: Slots,
         count: Int[Array, "B"],
     ) -> Any:
-        """State after the first ``count[b]`` of R tapped tokens were committed to each slot.
+        """The state after the first ``count[b]`` of R tapped tokens were committed to each slot.
 
-        ``slots`` may be any selection of the batch, as it was before the commit.
+        ``slots`` may be any selection of the batch, in its state before the commit.
         """
         ...
 
 
 @runtime_checkable
 class SelectingProposer(Proposer, Protocol):
-    """A proposer that may know a node's parent: it says what candidates are worth below each other."""
+    """A proposer with a selector, which scores candidates given their parents."""
 
     @property
     def selected(self) -> int | None:
-        """K, among how many candidates of a row it is made to choose; None where it knows no parent."""
+        """K, the number of candidates that the selector scores; None without a selector."""
         ...
 
     def select(
@@ -97,24 +97,24 @@ class SelectingProposer(Proposer, Protocol):
         count: int,
         depth: int | None = None,
     ) -> Candidates:
-        """The best ``count`` tokens of every row, with their pairs; the rest is as for `Proposer.propose`."""
+        """The best ``count`` tokens of every row, with pairs; other arguments as for `Proposer.propose`."""
         ...
 
 
 @runtime_checkable
 class SplitProposer(Proposer, Protocol):
-    """A proposer that can run on a mesh: it says how its arrays are split."""
+    """A proposer that can run on a mesh, because it defines the sharding of its arrays."""
 
     def spread(self, mesh: Mesh) -> Proposer:
-        """The proposer that makes an empty state as large as it lies on a mesh."""
+        """The proposer whose `empty_state` has the global shapes on a mesh."""
         ...
 
     def weight_specs(self, mesh: Mesh) -> Any:
-        """How its parameters are split: specs in their structure, or for whole branches of it."""
+        """The partition specs of its parameters, for each or for whole branches."""
         ...
 
     def state_specs(self, state: Any, mesh: Mesh) -> Any:
-        """How its state is split: likewise."""
+        """The partition specs of its state, for each array or for whole branches."""
         ...
 
 
@@ -122,7 +122,7 @@ def check_proposer(proposer: Proposer | None, mesh: Mesh | None) -> None:
     """Checks that a proposer can run on a mesh.
 
     Raises:
-        ValueError: It does not say how it is split.
+        ValueError: The proposer does not define its sharding.
     """
     if mesh is not None and proposer is not None and not isinstance(proposer, SplitProposer):
         raise ValueError(
@@ -132,18 +132,18 @@ def check_proposer(proposer: Proposer | None, mesh: Mesh | None) -> None:
 
 
 def split_proposer(proposer: Proposer) -> SplitProposer:
-    """A proposer of a mesh, which `check_proposer` has checked."""
+    """A proposer that `check_proposer` has accepted for a mesh, with its type."""
     assert isinstance(proposer, SplitProposer)
     return proposer
 
 
 def selected_of(proposer: Proposer | None) -> int | None:
-    """Among how many candidates of a row a proposer's selector chooses; None where it has none."""
+    """The number of candidates of a proposer's selector; None without one."""
     return proposer.selected if isinstance(proposer, SelectingProposer) else None
 
 
 def check_selected(proposer: Proposer | None, breadth: Breadth) -> None:
-    """Raises ValueError for more candidates than pairs are scored of."""
+    """Raises ValueError if there are more candidates than a selector supports."""
     if selected_of(proposer) is not None and breadth.candidates > MAX_SELECTED:
         raise ValueError(
             f"candidates must be at most {MAX_SELECTED} for a draft head with a selector, which scores all "
@@ -168,16 +168,16 @@ def candidates_of(
 
 
 def taps_of(proposer: Proposer | None) -> tuple[int, ...]:
-    """The layers to tap for a proposer; none without one."""
+    """The layers to tap for a proposer; empty without one."""
     return () if proposer is None else proposer.taps
 
 
 class PreparedHead(NamedTuple):
-    """A draft head's parameters as rounds read them.
+    """A draft head's parameters, prepared for rounds.
 
     Attributes:
         head: The parameters.
-        context: All layers' projections of the context side by side: see `DraftHead.context_projection`.
+        context: The result of `DraftHead.context_projection`.
     """
 
     head: Weights
@@ -186,11 +186,11 @@ class PreparedHead(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftHeadProposer:
-    """The causal parallel draft head behind the proposer seam. Its state is its context's keys and values.
+    """The causal parallel draft head as a proposer. Its state is the keys and values of its context.
 
     Attributes:
-        config: The head.
-        implementation: Of tree attention; None picks the best.
+        config: The head's config.
+        implementation: Implementation of tree attention; None picks the best.
     """
 
     config: DraftHeadConfig
@@ -198,7 +198,7 @@ class DraftHeadProposer:
 
     @property
     def depth(self) -> int:
-        """One row per draft slot after the anchor's."""
+        """The number of draft slots after the anchor's."""
         return self.config.depth
 
     @property
@@ -216,15 +216,15 @@ class DraftHeadProposer:
         return empty_stores(self.config.layers, num_pages, page_size, dtype)
 
     def spread(self, mesh: Mesh) -> "DraftHeadProposer":
-        """The proposer whose state is as large as it lies on a mesh."""
+        """The proposer whose state has the global shapes on a mesh."""
         return replace(self, config=spread(self.config, mesh))
 
     def weight_specs(self, mesh: Mesh) -> Any:
-        """How a mesh splits the head's parameters."""
+        """The partition specs of the head's parameters."""
         return parameter_specs(self.config, mesh)
 
     def state_specs(self, state: Any, mesh: Mesh) -> Any:
-        """How a mesh splits the head's stores: as its layers, unless they stay whole."""
+        """The partition specs of the head's stores, which are sharded like its layers."""
         return tuple(store.specs(shards.ALL) for store in state) if is_split(self.config, mesh) else WHOLE
 
     def prepare(self, weights: Weights | PreparedHead) -> PreparedHead:
@@ -242,7 +242,7 @@ class DraftHeadProposer:
         slots: Slots,
         depth: int | None = None,
     ) -> Float[Array, "B D V"]:
-        """One forward of the head over ``[anchor, MASK, MASK, ...]``; the slots' own rows are not kept."""
+        """One forward of the head over ``[anchor, MASK, MASK, ...]``, whose rows are not stored."""
         hidden = self._hidden(weights, state, target, anchors, slots, depth)
         return target.logits(hidden, capped=self.config.capped_logits)
 
@@ -256,7 +256,7 @@ class DraftHeadProposer:
         count: int,
         depth: int | None = None,
     ) -> Candidates:
-        """The same forward, and the selector's scores of all pairs of the candidates that it gives."""
+        """As `propose`, plus the selector's scores of all pairs of candidates."""
         selector = self.config.selector
         assert selector is not None, "a head without a selector"
         hidden = self._hidden(weights, state, target, anchors, slots, depth)
@@ -278,9 +278,9 @@ class DraftHeadProposer:
         depth: int | None,
     ) -> Float[Array, "B D M"]:
         """Final-normed hidden states of the draft rows."""
-        wanted = self.depth if depth is None else depth
-        # A causal head's rows do not know of those after them; another's know of all.
-        rows = wanted if self.config.causal else self.depth
+        num_rows = self.depth if depth is None else depth
+        # The rows of a causal head do not depend on later rows; in other heads all rows are needed.
+        rows = num_rows if self.config.causal else self.depth
         masks = jnp.full((anchors.shape[0], rows), self.config.mask_token_id, anchors.dtype)
         tokens = jnp.concatenate([anchors[:, None], masks], axis=1)
         block = Block.chain(tokens, "chain" if self.config.causal else "full")
@@ -288,8 +288,8 @@ class DraftHeadProposer:
         head = self._bound(weights)
         slots_in = target.embed(block.tokens, scaled=self.config.scaled_embeddings)
         hidden = head(slots_in, block.positions(slots.lengths), attend)
-        # The anchor's slot drafts nothing: the anchor is known.
-        return hidden[:, 1 : 1 + wanted]
+        # The anchor's slot drafts nothing.
+        return hidden[:, 1 : 1 + num_rows]
 
     def commit(
         self,
@@ -299,11 +299,11 @@ class DraftHeadProposer:
         slots: Slots,
         count: Int[Array, "B"],
     ) -> Any:
-        """Projects the tapped tokens into every layer's context and stores them."""
+        """Projects the tapped tokens to every layer's context, and stores the result."""
         positions = slots.lengths[:, None] + jnp.arange(taps.shape[1], dtype=jnp.int32)[None, :]
         weights = self.prepare(weights)
         if shards.count() > 1:
-            # The gather in `context` must not overtake that of the choices, which `count` is made of: see
+            # Orders the gather in `context` after that of the choices, on which `count` depends: see
             # `shards`. Rows beyond the count are not stored.
             taken = jnp.arange(taps.shape[1])[None, :] < count[:, None]
             taps = jnp.where(taken[:, :, None], taps, 0)

@@ -1,4 +1,4 @@
-"""The round of speculation: three functions of arrays, and their one composition.
+"""The round of speculation: three functions of arrays, and their composition.
 
 ::
 
@@ -50,11 +50,11 @@ from jetspec_jax.tree import (
 
 
 class Proposal(NamedTuple):
-    """What a round is about to verify.
+    """The trees that a round verifies.
 
     Attributes:
-        tree: The tree below the anchors.
-        candidates: The draft tokens that it was built of; None in plain decoding, which drafts nothing.
+        tree: The trees below the anchors.
+        candidates: The candidates from which they were built; None in plain decoding.
     """
 
     tree: TokenTree
@@ -62,12 +62,12 @@ class Proposal(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """What the target made of a block.
+    """The result of the target's forward.
 
     Attributes:
-        logits: Of every node.
+        logits: The logits of every node.
         taps: Outputs of the tapped layers.
-        stash: For each layer what a commit of the nodes could need.
+        stash: The nodes' rows for a commit, per layer.
     """
 
     logits: Float[Array, "B N V"]
@@ -76,14 +76,15 @@ class Verified(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """What a round takes over.
+    """The accepted paths.
 
     Attributes:
         path: Nodes of the accepted path from the root on; -1 beyond.
-        counts: Tokens to commit, as many as the path has nodes; 0 for a slot that does not decode.
-        tokens: What the target chose at those nodes; -1 beyond.
-        bonus: The last of them, the next anchor.
-        choices: What the target chose at every node.
+        counts: Number of nodes of the path, which is the number of tokens to commit; 0 for a slot that does
+            not decode.
+        tokens: The target's choices at the nodes of the path; -1 beyond.
+        bonus: The last of these tokens, the next anchor.
+        choices: The target's choices at all nodes.
     """
 
     path: Int[Array, "B D1"]
@@ -94,12 +95,12 @@ class Accepted(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """How a round ends.
+    """The result of a round.
 
     Attributes:
-        state: After the commit.
-        record: What the host is told.
-        accepted: What was taken over.
+        state: The state after the commit.
+        record: The record for the host.
+        accepted: The accepted paths.
     """
 
     state: DecodeState
@@ -109,18 +110,18 @@ class Settled(NamedTuple):
 
 @dataclass(frozen=True)
 class Round(Models):
-    """The static settings of a round, one compiled program each. The first are those of `Models`.
+    """The static settings of a round, each combination a compiled program. The first are those of `Models`.
 
     Attributes:
-        bucket: Nodes of a tree, root included, as a static size; 1 is plain decoding.
-        width: Most children of a node; None is all candidates.
-        algorithm: The tree algorithm: a name, or one with its options.
-        candidates: Tokens of a draft row that are looked at; None is those of the proposer's selector, or
-            else the width, or without one the algorithm's own number.
-        observes: Numbers of nodes: records tell what trees of each would have had accepted, as far as it is
-            no larger than the bucket.
-        adjusts: Whether slots may want masks, biases and penalties: their states have arrays for these.
-        logprobs: Whether records tell log-probabilities of what is committed.
+        bucket: Static number of nodes of a tree, root included; 1 is plain decoding.
+        width: Most children of a node; None means the number of candidates.
+        algorithm: The tree algorithm: a name, or an algorithm with its options.
+        candidates: Candidates per draft row; None means those of the proposer's selector, else the width, or
+            without a width the algorithm's default.
+        observes: Tree sizes for which records have the acceptance that they would have had; sizes above the
+            bucket are ignored.
+        adjusts: Whether the logits of slots may be adjusted, for which the state has arrays.
+        logprobs: Whether records have log-probabilities of the committed tokens.
     """
 
     bucket: int = 1
@@ -136,8 +137,8 @@ class Round(Models):
         """Checks the settings.
 
         Raises:
-            TypeError: The mesh is none.
-            ValueError: A setting is out of its range.
+            TypeError: The mesh is not a mesh.
+            ValueError: A setting is out of range.
         """
         super().__post_init__()
         if self.bucket not in BUCKETS:
@@ -149,7 +150,7 @@ class Round(Models):
 
     @property
     def breadth(self) -> Breadth:
-        """Width and candidates, none left open."""
+        """Width and candidates, with defaults resolved."""
         return breadth_of(self.algorithm, self.width, self.candidates, selected_of(self.proposer))
 
     @property
@@ -158,9 +159,9 @@ class Round(Models):
         return 0 if self.proposer is None else min(self.proposer.depth, self.bucket - 1)
 
     def decodes(self, state: DecodeState) -> Bool[Array, "B"]:
-        """Slots that take part in the next round: active, and with room for all that it could commit.
+        """Slots that take part in the next round: active, and with room for all tokens it could commit.
 
-        What is committed beyond a request's last token needs none. A slot without room keeps its state.
+        Tokens after a request's last one need no room. A slot without room keeps its state.
         """
         settings = state.settings
         deepest = jnp.minimum(jnp.minimum(settings.depth, settings.budget - 1), self.depth)
@@ -168,20 +169,22 @@ class Round(Models):
         return state.active & (state.slots.lengths + most <= state.room)
 
     def round(self, weights: DecodeWeights, state: DecodeState) -> tuple[DecodeState, RoundRecord]:
-        """One round of speculation over all slots; those that do not decode keep their state."""
+        """One round of speculation for all slots; slots that do not decode keep their state."""
         tree = self.propose(weights, state).tree
         settled = self.settle(weights, state, tree, self.verify(weights, state, tree))
         return settled.state, settled.record
 
     def propose(self, weights: DecodeWeights, state: DecodeState) -> Proposal:
-        """Drafts, and builds the round's tree below the anchors."""
+        """Drafts, and builds the round's trees below the anchors."""
         if self.proposer is None or self.bucket == 1:
             return Proposal(root_tree(state.anchors, 1), None)
         target = bind(self.target, weights.target)
         with jax.named_scope("propose"):
-            width, looked_at = self.breadth
-            own = weights.proposer, state.proposer, target
-            candidates = candidates_of(self.proposer, *own, state.anchors, state.slots, looked_at, self.depth)
+            width, num_candidates = self.breadth
+            inputs = weights.proposer, state.proposer, target
+            candidates = candidates_of(
+                self.proposer, *inputs, state.anchors, state.slots, num_candidates, self.depth
+            )
             algorithm = algorithm_of(self.algorithm)
             tree = grow_tree(
                 candidates,
@@ -196,7 +199,7 @@ class Round(Models):
             return Proposal(tree, candidates)
 
     def verify(self, weights: DecodeWeights, state: DecodeState, tree: TokenTree) -> Verified:
-        """One forward of the target over all nodes, each after its own ancestors."""
+        """One forward of the target over all nodes, each of which attends to its ancestors."""
         target = bind(self.target, weights.target)
         with jax.named_scope("verify"):
             block = Block.of_tree(tree, max_depth=self.depth)
@@ -213,28 +216,30 @@ class Round(Models):
         verified: Verified,
         allowed: UInt32[Array, "B N words"] | None = None,
     ) -> Settled:
-        """Accepts the path that the target itself would have taken, and commits it.
+        """Accepts the path that agrees with the target's choices, and commits it.
 
-        The path's rows go into the stores and the proposer's state, and the slots move on. Where ``allowed``
-        is given, the target chooses among these tokens at each node: packed sets, see `only_allowed`.
+        The path's rows are written to the stores and the proposer's state, and the slots' lengths grow.
+        ``allowed`` restricts the choices at each node to these packed sets, see `only_allowed`.
         """
         with jax.named_scope("settle"):
             logits = verified.logits if allowed is None else only_allowed(verified.logits, allowed)
             accepted = self._accept(state, tree, logits)
-            accepted, logprobs = self._told(accepted, verified.logits)
+            accepted, logprobs = self._with_logprobs(accepted, verified.logits)
             path, count = accepted.path, accepted.counts
             stores = commit(state.stores, state.slots, verified.stash, path, count)
-            own = state.proposer
+            proposer_state = state.proposer
             if self.proposer is not None:
                 taps = jnp.take_along_axis(verified.taps, jnp.maximum(path, 0)[:, :, None], axis=1)
-                own = self.proposer.commit(weights.proposer, own, taps, state.slots, count)
+                proposer_state = self.proposer.commit(
+                    weights.proposer, proposer_state, taps, state.slots, count
+                )
             remaining = state.settings.remaining - count
             stopped = jnp.any(contains(state.settings.stop_bits, accepted.tokens), axis=1)
             after = replace(
                 state,
                 stores=stores,
-                proposer=own,
-                # What overshoots a request's end has no page, and no later round of a loop may look for it.
+                proposer=proposer_state,
+                # Tokens after a request's end have no pages, so the length must not include them.
                 slots=state.slots._replace(
                     lengths=state.slots.lengths + jnp.clip(state.settings.remaining, 0, count)
                 ),
@@ -248,7 +253,7 @@ class Round(Models):
     def _accept(self, state: DecodeState, tree: TokenTree, logits: Float[Array, "B N V"]) -> Accepted:
         if self.adjusts:
             if state.adjust is None:
-                raise ValueError("a decoder that adjusts logits needs a state that it made itself")
+                raise ValueError("a decoder that adjusts logits needs a state from its own empty_state")
             logits = adjust(logits, path_tokens(tree, self.depth), tree.depths, state.adjust)
         choices = choose_tokens(
             logits,
@@ -260,28 +265,30 @@ class Round(Models):
         )
         path, _, bonus = accept(tree, choices, max_depth=self.depth)
         taken = (path >= 0) & self.decodes(state)[:, None]
-        # The choice at every node of the path is the next one's token, and at the last node the bonus.
+        # The choice at each node of the path is the token of the next node, and at the last node the bonus.
         tokens = jnp.where(taken, jnp.take_along_axis(choices, jnp.maximum(path, 0), axis=1), -1)
         counts = after_forward(jnp.sum(taken, axis=1, dtype=jnp.int32), choices)
         return Accepted(path, counts, tokens, bonus, choices)
 
-    def _told(self, accepted: Accepted, logits: Float[Array, "B N V"]) -> tuple[Accepted, Logprobs | None]:
-        """The log-probabilities of the path's tokens, if they are to be told."""
+    def _with_logprobs(
+        self, accepted: Accepted, logits: Float[Array, "B N V"]
+    ) -> tuple[Accepted, Logprobs | None]:
+        """Adds the log-probabilities of the path's tokens, if the settings ask for them."""
         if not self.logprobs:
             return accepted, None
         rows = jnp.take_along_axis(logits, jnp.maximum(accepted.path, 0)[:, :, None], axis=1)
-        told = logprobs_of(rows, accepted.tokens, self.target.vocab_size)
+        logprobs = logprobs_of(rows, accepted.tokens, self.target.vocab_size)
         if self.mesh is not None:
-            # What devices exchange for the commit must not overtake what they exchanged here.
-            likeliest = told.tokens.reshape(len(accepted.counts), -1)
+            # Orders the collectives of the commit after those of the log-probabilities.
+            likeliest = logprobs.tokens.reshape(len(accepted.counts), -1)
             accepted = accepted._replace(counts=after_forward(accepted.counts, likeliest))
-        return accepted, told
+        return accepted, logprobs
 
-    def _extended(self, own: Adjustments | None, accepted: Accepted) -> Adjustments | None:
-        """What slots want of the logits, after what was committed to them."""
-        if not self.adjusts or own is None:
-            return own
-        return own._replace(history=own.history.extended(accepted.tokens, accepted.counts))
+    def _extended(self, adjustments: Adjustments | None, accepted: Accepted) -> Adjustments | None:
+        """The adjustments with the committed tokens added to their history."""
+        if not self.adjusts or adjustments is None:
+            return adjustments
+        return adjustments._replace(history=adjustments.history.extended(accepted.tokens, accepted.counts))
 
     def _record(self, tree: TokenTree, accepted: Accepted, logprobs: Logprobs | None) -> RoundRecord:
         decodes = accepted.counts > 0
@@ -289,5 +296,5 @@ class Round(Models):
         if self.observes:
             budgets = [nodes for nodes in self.observes if nodes <= self.bucket]
             reach = reach_of(tree.scores, accepted.path, budgets)
-            reach = jax.tree.map(lambda each: jnp.where(decodes[:, None], each, 0.0), reach)
+            reach = jax.tree.map(lambda values: jnp.where(decodes[:, None], values, 0.0), reach)
         return RoundRecord(accepted.tokens, jnp.where(decodes, tree.num_nodes, 0), reach, logprobs)

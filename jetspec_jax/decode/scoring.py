@@ -1,7 +1,7 @@
-"""Log-probabilities of a prompt's own tokens: its forward once more, in stores that are its own.
+"""Log-probabilities of a prompt's tokens, from a second forward with separate stores.
 
-Prefill makes no logits, and skips what is committed already. Few requests ask for these, so they pay for it
-alone: nobody else's programs or stores have anything of it. Shapes: C tokens of a chunk, T prompt tokens.
+Prefill computes no logits, and skips tokens that are cached. Few requests ask for these log-probabilities, so
+only they pay for them. Shapes: C tokens of a chunk, T prompt tokens.
 """
 
 import dataclasses
@@ -22,17 +22,17 @@ from jetspec_jax.decode.state import DecodeState, DecodeWeights
 from jetspec_jax.device.mesh import on_all_devices
 from jetspec_jax.models import Weights, bind
 
-#: Tokens of a forward; all of them get logits.
+#: Tokens of a chunk, all of which get logits.
 SCORED_CHUNK = 64
 
 
 def scored_pages(length: int) -> int:
-    """Pages for a prompt of so many tokens: a power of two, so that few programs serve all lengths."""
+    """Pages for a prompt of ``length`` tokens: a power of two, so that few programs serve all lengths."""
     return 1 << (-(-length // PAGE_SIZE) - 1).bit_length()
 
 
 def empty_scoring_state(models: Models, length: int, dtype: jnp.dtype) -> DecodeState:
-    """A state of one slot, of the target alone, that holds a prompt of so many tokens."""
+    """A state of the target with one slot for a prompt of ``length`` tokens."""
     pages = scored_pages(length)
     sizes = {"num_pages": pages, "pages_per_slot": pages, "page_size": PAGE_SIZE, "dtype": dtype}
     state = models.empty_state(1, **sizes)
@@ -43,30 +43,30 @@ def empty_scoring_state(models: Models, length: int, dtype: jnp.dtype) -> Decode
 def score_prompt(
     models: Models, weights: Weights, prompt: Int32[np.ndarray, "T"], dtype: jnp.dtype
 ) -> list[Logprobs]:
-    """What is told of each token of a prompt but the first, in chunks; does not wait for the device.
+    """Log-probabilities of a prompt's tokens except the first, in chunks; does not wait for the device.
 
     Args:
-        models: The target alone.
-        weights: The target's.
+        models: The target without a proposer.
+        weights: The target's weights.
         prompt: At least two tokens.
-        dtype: Of the stores.
+        dtype: Type of the stores.
 
     Returns:
-        For every chunk what is told of its C tokens, ``[1, C, ...]``; those after the last have no meaning.
+        The log-probabilities ``[1, C, ...]`` of each chunk, the last one padded.
     """
-    context, told = prompt[:-1], []
+    context, found = prompt[:-1], []
     state = empty_scoring_state(models, len(context), dtype)
     for start in range(0, len(context), SCORED_CHUNK):
         count = min(SCORED_CHUNK, len(context) - start)
         rows = np.zeros((2, SCORED_CHUNK), np.int32)
         rows[:, :count] = prompt[start : start + count], prompt[start + 1 : start + 1 + count]
-        state, own = score_chunk(models, DecodeWeights(weights), state, *rows, np.int32(count))
-        told.append(own)
-    return told
+        state, rows_logprobs = score_chunk(models, DecodeWeights(weights), state, *rows, np.int32(count))
+        found.append(rows_logprobs)
+    return found
 
 
 def compile_scoring(models: Models, weights: Weights, length: int, dtype: jnp.dtype) -> None:
-    """Compiles what `score_prompt` runs for prompts of up to so many tokens, by scoring none of theirs."""
+    """Compiles the programs of `score_prompt` for prompts of up to ``length`` tokens, with empty chunks."""
     nothing, pages = np.zeros((2, SCORED_CHUNK), np.int32), 1
     while pages <= scored_pages(length):
         state = empty_scoring_state(models, pages * PAGE_SIZE, dtype)
@@ -83,7 +83,7 @@ def score_chunk(
     following: Int[Array, "C"],
     count: Int[Array, ""],
 ) -> tuple[DecodeState, Logprobs]:
-    """Commits a chunk, and tells of the tokens that follow its own."""
+    """Commits a chunk; returns the log-probabilities of the tokens that follow each of its tokens."""
 
     def run(
         weights: DecodeWeights,
@@ -96,13 +96,13 @@ def score_chunk(
         block = Block.chain(tokens[None], num_nodes=counts)
         attend = attend_over(state.stores, state.slots, block, implementation=models.implementation)
         output = target(block.tokens, block.positions(state.slots.lengths), attend)
-        told = logprobs_of(target.logits(output.hidden), following[None], models.target.vocab_size)
-        written = after_forward(counts, told.tokens.reshape(1, -1))
+        logprobs = logprobs_of(target.logits(output.hidden), following[None], models.target.vocab_size)
+        written = after_forward(counts, logprobs.tokens.reshape(1, -1))
         path = chain_path(*block.tokens.shape)
         return dataclasses.replace(
             state,
             stores=commit(state.stores, state.slots, output.stash, path, written),
             slots=state.slots._replace(lengths=state.slots.lengths + counts),
-        ), told
+        ), logprobs
 
     return models.on_mesh(run)(weights, state, tokens, following, count)

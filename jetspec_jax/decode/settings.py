@@ -1,4 +1,4 @@
-"""The trees of a run: their settings, checked against what the models can do, and their decoder."""
+"""Tree settings, their checks against the models, and the decoder for them."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -22,21 +22,21 @@ from jetspec_jax.tree import (
 )
 from pallas_kernels.tree_attention import check_implementation
 
-#: Nodes of a tree where nobody says how many.
+#: The default budget of trees.
 DEFAULT_BUDGET = 128
 
 
 @dataclass(frozen=True)
 class TreeSettings:
-    """The trees of a run, checked against what the models can do.
+    """The settings of trees.
 
     Attributes:
         budget: Most nodes, root included; 1 is plain decoding.
-        width: Most children of a node; None is all candidates.
-        depth: Largest depth; None is all that the proposer drafts.
-        algorithm: The tree algorithm: a name, or one with its options.
-        candidates: Tokens of a draft row that are looked at; None is those of the head's selector, or else
-            the width, or without one the algorithm's own number.
+        width: Most children of a node; None means the number of candidates.
+        depth: Largest depth; None means the proposer's depth.
+        algorithm: The tree algorithm: a name, or an algorithm with its options.
+        candidates: Candidates per draft row; None means those of the head's selector, else the width, or
+            without a width the algorithm's default.
     """
 
     budget: int = DEFAULT_BUDGET
@@ -47,22 +47,22 @@ class TreeSettings:
 
     @property
     def breadth(self) -> Breadth:
-        """Width and candidates, none left open."""
+        """Width and candidates, with defaults resolved."""
         return breadth_of(self.algorithm, self.width, self.candidates)
 
     def for_selected(self, selected: int | None) -> "TreeSettings":
-        """The settings with the width and candidates that they have with a selector of so many candidates."""
+        """The settings with width and candidates resolved for a selector of ``selected`` candidates."""
         if selected is None or self.candidates is not None or self.budget == 1:
             return self
         width, candidates = breadth_of(self.algorithm, self.width, self.candidates, selected)
         return replace(self, width=width, candidates=candidates)
 
     def check(self, target: ModelConfig, max_depth: int | None) -> None:
-        """Checks each setting, by name; no head, no bound on the depth.
+        """Checks all settings; ``max_depth`` is the proposer's depth, or None without a proposer.
 
         Raises:
-            TypeError: One is of a wrong type.
-            ValueError: One is out of its range.
+            TypeError: A setting has the wrong type.
+            ValueError: A setting is out of range.
         """
         algorithm_of(self.algorithm)
         bucket_for(check_integer("budget", self.budget))
@@ -80,7 +80,7 @@ class TreeSettings:
 
 @functools.lru_cache(64)
 def _check_once(algorithm: str | Algorithm, depth: int, width: int) -> None:
-    """As `check_traceable`: a trace takes milliseconds, and every request is checked."""
+    """A cached `check_traceable`: tracing takes milliseconds, and every request is checked."""
     check_traceable(algorithm, depth=depth, width=width)
 
 
@@ -88,15 +88,15 @@ PLAIN = TreeSettings(budget=1, width=1)
 
 
 def fastest_settings() -> TreeSettings:
-    """What is fastest where nobody names a tree: plain decoding on a CPU, for which every node is work."""
+    """The default settings: plain decoding on a CPU, where every node costs time, and trees elsewhere."""
     return PLAIN if jax.default_backend() == "cpu" else TreeSettings()
 
 
 def serving_algorithm() -> str:
-    """The algorithm of trees for many callers, where somebody has named trees but no algorithm.
+    """The default tree algorithm for serving, if the caller has set other tree options.
 
-    It is "auto", which draws fewer nodes the more requests decode. On a CPU every node costs, so that "auto"
-    always decodes plainly. A caller who names trees there gets trees.
+    It is "auto", which uses fewer nodes the more requests decode. On a CPU, "auto" would always choose plain
+    decoding, so the default there is a fixed algorithm, and callers who set tree options get trees.
     """
     return DEFAULT_ALGORITHM if jax.default_backend() == "cpu" else "auto"
 
@@ -110,12 +110,12 @@ def make_decoder(
     implementation: str | None = None,
     mesh: Mesh | None = None,
 ) -> TreeDecoder:
-    """The decoder of an engine: its static settings, checked.
+    """The decoder for checked tree settings.
 
     Raises:
-        TypeError: A setting is of a wrong type.
-        ValueError: The head does not fit, or a setting is out of its range.
-        NotImplementedError: The named implementation cannot run on the device.
+        TypeError: A setting has the wrong type.
+        ValueError: The head does not fit, or a setting is out of range.
+        NotImplementedError: The implementation cannot run on the device.
     """
     check_type("implementation", implementation, str | None, "a name or None")
     check_implementation(implementation)
@@ -128,10 +128,10 @@ def make_decoder(
         settings = settings.for_selected(selected_of(proposer))
         settings.check(target, proposer.depth)
     if settings.budget == 1:
-        settings = PLAIN  # whatever trees were meant: plain decoding is one program
+        settings = PLAIN  # drops other tree options, so that plain decoding is one program
     return TreeDecoder(
         target,
-        # No tree of one node has a use for drafts: decode without the head and its context.
+        # Plain decoding does not need the head and its context.
         None if settings.budget == 1 else proposer,
         bucket_for(settings.budget),
         settings.breadth.width,

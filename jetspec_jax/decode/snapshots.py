@@ -1,7 +1,7 @@
-"""Snapshots: what slots keep beside pages, their rings and recurrent states, copied to places and back.
+"""Snapshots: copies of the slots' rings and recurrent states, for requests that share pages.
 
-Pages are shared by their numbers. A request that begins behind shared pages also needs what the layers with a
-place for each slot knew at their end. K places hold that, in stores like those of K slots.
+Pages are shared by their numbers. A request that starts after shared pages also needs the rings and recurrent
+states at their end. They are kept in stores with K entries, like the stores of K slots.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jetspec_jax.device.mesh import WHOLE, everywhere, shardings
 from jetspec_jax.device.partition import spread
 from pallas_kernels import shards
 
-#: Of every layer whose store has a place for each slot, a store of as many places as there are snapshots.
+#: For each layer with one store entry per slot, a store with one entry per snapshot.
 Snapshots = tuple[Store, ...]
 
 
@@ -33,21 +33,21 @@ def empty_snapshots(
     page_size: int,
     dtype: jnp.dtype,
 ) -> Snapshots:
-    """Places for snapshots, with nothing in them; on a mesh each device has its own part.
+    """Empty snapshots; on a mesh they are created in shards.
 
     Args:
         models: The models.
-        count: K.
-        pages_per_slot: As of the state whose slots are copied.
-        page_size: Likewise.
-        dtype: Likewise.
+        count: K, the number of snapshots.
+        pages_per_slot: As in the state whose slots are copied.
+        page_size: As in that state.
+        dtype: As in that state.
     """
 
     def make() -> Snapshots:
         whole = spread(models.target, models.mesh)
-        own = replace(whole, layers=tuple(whole.layers[i] for i in whole.layers_with_places))
+        snapshot_config = replace(whole, layers=tuple(whole.layers[i] for i in whole.layers_with_places))
         free = Slots.of(jnp.zeros((count, pages_per_slot), jnp.int32), jnp.zeros(count, jnp.int32))
-        return empty_stores(own, 0, page_size, dtype, free)
+        return empty_stores(snapshot_config, 0, page_size, dtype, free)
 
     if models.mesh is None:
         return make()
@@ -55,7 +55,7 @@ def empty_snapshots(
 
 
 def snapshot_specs(stores: Any) -> Any:
-    """How a mesh splits them: by heads, as the state's. Specs in place of arrays."""
+    """The partition specs of snapshots, which are sharded by heads like the state's stores."""
     return tuple(store.specs(shards.ALL) for store in stores)
 
 
@@ -66,17 +66,17 @@ def keep(
     slot: Int[ArrayLike, ""],
     place: Int[ArrayLike, ""],
 ) -> Snapshots:
-    """The snapshots with a slot's in a place, whatever that held. ``snapshots`` is donated, the state is not.
+    """Copies a slot's rings and states to snapshot ``place``. ``snapshots`` is donated, the state is not.
 
     Args:
         models: The models.
         state: The state.
-        snapshots: The places.
-        slot: Whose.
-        place: Which.
+        snapshots: The snapshots.
+        slot: The slot to copy.
+        place: The index of the snapshot, which is overwritten.
     """
-    own = tuple(state.stores[i] for i in models.target.layers_with_places)
-    return _with_slot(models.mesh, snapshots, place, own, slot)
+    slot_stores = tuple(state.stores[i] for i in models.target.layers_with_places)
+    return _with_slot(models.mesh, snapshots, place, slot_stores, slot)
 
 
 def restore(
@@ -86,13 +86,13 @@ def restore(
     slot: Int[ArrayLike, ""],
     place: Int[ArrayLike, ""],
 ) -> DecodeState:
-    """The inverse of `keep`: a slot has what a place holds, which stays. The state is donated.
+    """The inverse of `keep`: copies a snapshot to a slot. The state is donated.
 
     The arguments are those of `keep`.
     """
     layers, stores = models.target.layers_with_places, list(state.stores)
-    own = _with_slot(models.mesh, tuple(stores[i] for i in layers), slot, snapshots, place)
-    for layer, store in zip(layers, own, strict=True):
+    restored = _with_slot(models.mesh, tuple(stores[i] for i in layers), slot, snapshots, place)
+    for layer, store in zip(layers, restored, strict=True):
         stores[layer] = store
     return replace(state, stores=tuple(stores))
 

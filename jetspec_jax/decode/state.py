@@ -1,4 +1,4 @@
-"""All arrays of decoding, and how a slot changes hands. No shape here depends on the bucket of the trees.
+"""All arrays of decoding, and the assignment of slots. No shape here depends on the bucket of the trees.
 
 Shapes: B slots, L slots of a selection, D draft depth, P pages, T pages per slot.
 """
@@ -29,8 +29,8 @@ class DecodeWeights(NamedTuple):
     """The parameters that a round reads.
 
     Attributes:
-        target: The target's.
-        proposer: The proposer's; None in plain decoding.
+        target: The target's parameters.
+        proposer: The proposer's parameters; None in plain decoding.
     """
 
     target: Weights
@@ -38,15 +38,15 @@ class DecodeWeights(NamedTuple):
 
 
 class SlotSettings(NamedTuple):
-    """What a request brings to its slot; in `DecodeState` every field has a leading slot axis.
+    """The settings of a slot's request; in `DecodeState` every field has a leading slot axis.
 
     Attributes:
-        sampling: How its tokens are chosen.
-        budget: Most nodes of its trees, root included.
-        depth: Largest depth of its trees.
-        remaining: Tokens that it may still emit.
-        stop_bits: Packed set of the tokens that end it.
-        routing: What is known of it, for tree algorithms that look at that.
+        sampling: Sampling settings.
+        budget: Most nodes of the trees, root included.
+        depth: Largest depth of the trees.
+        remaining: Number of tokens that may still be emitted.
+        stop_bits: Packed set of the tokens that end the request.
+        routing: Routing hints for tree algorithms.
     """
 
     sampling: Sampling
@@ -67,18 +67,18 @@ class SlotSettings(NamedTuple):
         depth: int = 0,
         routing: Hints | None = None,
     ) -> "SlotSettings":
-        """One request's settings as NumPy values, without the slot axis; draws a seed if there is none.
+        """One request's settings as NumPy values without the slot axis; draws a seed if it is None.
 
         Args:
             params: The request's sampling parameters.
-            stop_ids: All tokens that end it; whether end-of-sequence tokens do is the caller's say.
+            stop_ids: All tokens that end the request, including end-of-sequence tokens if they do.
             vocab_size: V.
-            budget: Most nodes of its trees.
-            depth: Largest depth of its trees.
-            routing: What is known of the request.
+            budget: Most nodes of the trees.
+            depth: Largest depth of the trees.
+            routing: Routing hints.
 
         Raises:
-            ValueError: There is no number of tokens, or the routing has unknown keys.
+            ValueError: ``max_tokens`` is None, or the routing has unknown keys.
         """
         if params.max_tokens is None:
             raise ValueError("max_tokens must be a number here: a slot does not know where the context ends")
@@ -93,18 +93,18 @@ class SlotSettings(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState:
-    """Every array of B slots. Nothing here depends on the bucket, so it can change between rounds.
+    """All arrays of B slots. Nothing here depends on the bucket, so it can change between rounds.
 
     Attributes:
         stores: The target's committed tokens, one store per layer.
         proposer: The proposer's state; None in plain decoding.
-        slots: Where each slot's tokens lie in the stores, and how many they are.
-        room: How many tokens each slot's pages hold.
-        anchors: The last token of each slot, not yet in the stores: the root of its next tree.
+        slots: Block tables and lengths of the slots.
+        room: Number of tokens that each slot's pages hold.
+        anchors: The last token of each slot, which is not in the stores yet: the root of its next tree.
         active: Slots that decode; others are free, being prefilled, or finished.
-        settings: What the slots' requests asked for.
+        settings: The settings of the slots' requests.
         page_size: Tokens of a page.
-        adjust: What they want of the logits; None where no request may want anything.
+        adjust: Logit adjustments of the slots; None if the decoder has none.
     """
 
     stores: tuple[Store, ...]
@@ -119,14 +119,14 @@ class DecodeState:
 
 
 class RoundRecord(NamedTuple):
-    """What a round did; `TreeDecoder.decode` stacks records along a leading axis of rounds.
+    """The record of a round; `TreeDecoder.decode` stacks records along a leading axis of rounds.
 
     Attributes:
         tokens: Committed tokens of each slot (the accepted ones, then the bonus), -1 beyond.
         tree_sizes: Nodes of each slot's tree; 0 for a slot that did not decode.
-        reach: What trees of each smaller bucket would have had accepted, 0 for a slot that did not decode;
-            None where the decoder does not observe it.
-        logprobs: Of the committed tokens; None where the decoder does not tell them.
+        reach: The acceptance that trees of smaller sizes would have had, 0 for a slot that did not decode;
+            None if the decoder does not observe it.
+        logprobs: Log-probabilities of the committed tokens; None if the decoder does not compute them.
     """
 
     tokens: Int32[Array, "*rounds B D1"]
@@ -136,7 +136,7 @@ class RoundRecord(NamedTuple):
 
     @property
     def counts(self) -> Int32[Array, "*rounds B"]:
-        """How many tokens: accepted drafted ones plus one; 0 for a slot that did not decode."""
+        """Number of committed tokens: accepted drafted ones plus one; 0 for a slot that did not decode."""
         return (self.tokens >= 0).sum(axis=-1, dtype=np.int32)
 
 
@@ -145,7 +145,7 @@ Stores = tuple[Any, Any]
 
 
 def split(state: DecodeState) -> tuple[Stores, DecodeState]:
-    """A state's stores, and the state without them: fewer arrays for programs that look at none."""
+    """A state's stores, and the state without them, for programs that do not need the stores."""
     return (state.stores, state.proposer), replace(state, stores=(), proposer=None)
 
 
@@ -155,9 +155,9 @@ def join(stores: Stores, state: DecodeState) -> DecodeState:
 
 
 def pick(state: DecodeState, numbers: Int[Array, "L"]) -> DecodeState:
-    """Some slots, each once and in any order, as a state of their own; what has pages stays whole."""
+    """A state with only some slots, unique and in any order; stores with pages stay whole."""
     small = state.slots, state.room, state.anchors, state.active, state.settings
-    slots, room, anchors, active, settings = jax.tree.map(lambda all_: all_[numbers], small)
+    slots, room, anchors, active, settings = jax.tree.map(lambda array: array[numbers], small)
     return replace(
         state,
         stores=tuple(store.pick(numbers) for store in state.stores),
@@ -166,18 +166,18 @@ def pick(state: DecodeState, numbers: Int[Array, "L"]) -> DecodeState:
         anchors=anchors,
         active=active,
         settings=settings,
-        adjust=jax.tree.map(lambda all_: all_[numbers], state.adjust),
+        adjust=jax.tree.map(lambda array: array[numbers], state.adjust),
     )
 
 
 def put(state: DecodeState, numbers: Int[Array, "L"], picked: DecodeState) -> DecodeState:
-    """The inverse of `pick`: the state after what was committed to the slots that were picked of it.
+    """The inverse of `pick`: writes the picked slots back after commits.
 
-    Only what commits change is put back, not where a slot's pages are, nor what its request asked for.
+    Only arrays that commits change are written, not block tables and requests' settings.
     """
 
-    def back(all_: Array, own: Array) -> Array:
-        return all_.at[numbers].set(own, unique_indices=True)
+    def back(array: Array, part: Array) -> Array:
+        return array.at[numbers].set(part, unique_indices=True)
 
     stores = zip(state.stores, picked.stores, strict=True)
     remaining = back(state.settings.remaining, picked.settings.remaining)
@@ -186,7 +186,7 @@ def put(state: DecodeState, numbers: Int[Array, "L"], picked: DecodeState) -> De
         adjust = adjust._replace(history=jax.tree.map(back, adjust.history, picked.adjust.history))
     return replace(
         state,
-        stores=tuple(store.put(numbers, own) for store, own in stores),
+        stores=tuple(store.put(numbers, part) for store, part in stores),
         proposer=picked.proposer,
         slots=state.slots._replace(lengths=back(state.slots.lengths, picked.slots.lengths)),
         anchors=back(state.anchors, picked.anchors),
@@ -206,16 +206,16 @@ def insert(
     length: Int[Array, ""],
     active: Bool[Array, ""],
 ) -> DecodeState:
-    """Hands a slot to a request, whatever it held; the other slots keep their state. ``state`` is donated.
+    """Assigns a slot to a request; other slots keep their state. ``state`` is donated.
 
     Args:
         state: The state.
-        slot: Which slot.
+        slot: The slot; its previous content does not matter.
         pages: The request's pages, padded with `NO_PAGE`.
-        settings: The request's settings, without the slot axis.
-        anchor: The last token of its prompt: the root of its first tree. Those before it are prefilled.
-        length: Tokens that its pages hold already, of target and proposer alike.
-        active: Whether it decodes from now on: no token is left to prefill.
+        settings: The request's settings without the slot axis.
+        anchor: The last token of the prompt, the root of the first tree; earlier tokens are prefilled.
+        length: Number of tokens that the pages hold already, for target and proposer.
+        active: Whether the slot starts decoding, because no token is left to prefill.
     """
     return replace(
         state,
@@ -226,30 +226,30 @@ def insert(
         room=state.room.at[slot].set(_tokens_in(pages, state.page_size)),
         anchors=state.anchors.at[slot].set(anchor),
         active=state.active.at[slot].set(active),
-        settings=jax.tree.map(lambda all_, own: all_.at[slot].set(own), state.settings, settings),
+        settings=jax.tree.map(lambda array, value: array.at[slot].set(value), state.settings, settings),
     )
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def put_adjustments(all_: Adjustments, slot: Int[Array, ""], own: Adjustments) -> Adjustments:
-    """What a slot's request wants of the logits, in its place. ``all_`` is donated."""
-    return jax.tree.map(lambda of_all, of_one: of_all.at[slot].set(of_one), all_, own)
+def put_adjustments(adjustments: Adjustments, slot: Int[Array, ""], request: Adjustments) -> Adjustments:
+    """Sets the adjustments of a slot's request. ``adjustments`` is donated."""
+    return jax.tree.map(lambda of_all, of_one: of_all.at[slot].set(of_one), adjustments, request)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def forget_adjustments(all_: Adjustments, slot: Int[Array, ""]) -> Adjustments:
-    """The same, but that a slot's request wants nothing. ``all_`` is donated."""
-    return all_._replace(wanted=all_.wanted.at[slot].set(False))
+def forget_adjustments(adjustments: Adjustments, slot: Int[Array, ""]) -> Adjustments:
+    """Removes the adjustments of a slot. ``adjustments`` is donated."""
+    return adjustments._replace(active=adjustments.active.at[slot].set(False))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def grow(state: DecodeState, slots: Int[Array, "L"], pages: Int[Array, "L T"]) -> DecodeState:
-    """Gives slots more pages; those that paused for want of them go on. ``state`` is donated.
+    """Adds pages to slots; slots that paused for lack of pages resume. ``state`` is donated.
 
     Args:
         state: The state.
-        slots: Which, each once; a number that is no slot's is nobody.
-        pages: The whole block table of each: pages that a slot had stay where they are in it.
+        slots: The slots, each once; numbers that are not slots are ignored.
+        pages: The whole new block table of each slot; existing pages keep their positions.
     """
     tables = state.slots.block_tables.at[slots].set(pages, mode="drop")
     room = state.room.at[slots].set(_tokens_in(pages, state.page_size), mode="drop")
@@ -257,13 +257,13 @@ def grow(state: DecodeState, slots: Int[Array, "L"], pages: Int[Array, "L T"]) -
 
 
 def _tokens_in(pages: Int[Array, "*L T"], page_size: int) -> Int32[Array, "*L"]:
-    """How many tokens block tables have room for."""
+    """Number of tokens that the pages of block tables hold."""
     return page_size * jnp.sum(pages != NO_PAGE, axis=-1, dtype=jnp.int32)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def release(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
-    """Frees a slot: it no longer decodes and no longer names a page. ``state`` is donated."""
+    """Frees a slot: it no longer decodes and has no pages. ``state`` is donated."""
     return replace(
         state,
         slots=state.slots._replace(
@@ -272,7 +272,7 @@ def release(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
         ),
         room=state.room.at[slot].set(0),
         active=state.active.at[slot].set(False),
-        # A greedy slot: what it sampled by must not keep the batch from its greedy path.
+        # Greedy, so that a free slot does not keep the batch from the greedy path.
         settings=state.settings._replace(
             sampling=state.settings.sampling._replace(
                 temperature=state.settings.sampling.temperature.at[slot].set(0.0)

@@ -1,8 +1,8 @@
-"""A round as three programs, so that the host can see the trees, and mask choices, before it is settled.
+"""A round as three programs, so that the host can read the trees and mask choices before it is settled.
 
 ::
 
-    propose ──► trees ──► host: the tokens that each node may be followed by ──┐
+    propose ──► trees ──► host: the tokens that may follow each node ──────────┐
                   └─────► verify, meanwhile on the device ─────────────────────┴──► settle
 
 Shapes: L live slots, N nodes, V vocabulary.
@@ -22,20 +22,20 @@ from jetspec_jax.device.mesh import WHOLE
 from jetspec_jax.tree import TokenTree
 from pallas_kernels import shards
 
-# What a device has made of its part stays there until the next program: stacked, [devices, ...].
+# Results of each device stay there until the next program, stacked as [devices, ...].
 _EACH = PartitionSpec(shards.ALL)
 
 
 def propose(
     decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState, *live: Int[ArrayLike, "L"]
 ) -> TokenTree:
-    """The first part: see `Round.propose`. Keeps the state.
+    """The first program: see `Round.propose`. The state is not donated.
 
     Args:
         decoder: The decoder.
         weights: The parameters.
         state: The state.
-        *live: The slots that may decode, as for `TreeDecoder.decode`; none is all.
+        *live: The slots that may decode, as for `TreeDecoder.decode`; by default all.
     """
     return jit_rounds(_propose, decoder.bucket, donate_argnums=())(decoder, weights, state, *live)
 
@@ -47,7 +47,7 @@ def verify(
     tree: TokenTree,
     *live: Int[ArrayLike, "L"],
 ) -> Verified:
-    """The second part: see `Round.verify`. Keeps the state; what it returns is for `settle` alone."""
+    """The second program: see `Round.verify`. The state is not donated; the result is only for `settle`."""
     return jit_rounds(_verify, decoder.bucket, donate_argnums=())(decoder, weights, state, tree, *live)
 
 
@@ -60,10 +60,10 @@ def settle(
     allowed: UInt32[ArrayLike, "L N words"],
     *live: Int[ArrayLike, "L"],
 ) -> tuple[DecodeState, tuple[RoundRecord, Bool[Array, "L"]]]:
-    """The last part: see `Round.settle`. ``state`` is donated.
+    """The last program: see `Round.settle`. ``state`` is donated.
 
     Returns:
-        The state, the record of one round with a leading axis as of many, and who decodes in the next.
+        The state, the record with a leading axis of one round, and whether each slot decodes in the next.
     """
     program = jit_rounds(_settle, decoder.bucket)
     return program(decoder, weights, state, tree, verified, allowed, *live)
@@ -74,20 +74,20 @@ def _picked(state: DecodeState, live: tuple[Array, ...]) -> DecodeState:
 
 
 def _propose(decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState, *live: Array) -> TokenTree:
-    def own(weights: DecodeWeights, state: DecodeState, *live: Array) -> TokenTree:
+    def run(weights: DecodeWeights, state: DecodeState, *live: Array) -> TokenTree:
         return decoder.propose(weights, _picked(state, live)).tree
 
-    return decoder.on_mesh(own, results=WHOLE)(weights, state, *live)
+    return decoder.on_mesh(run, results=WHOLE)(weights, state, *live)
 
 
 def _verify(
     decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState, tree: TokenTree, *live: Array
 ) -> Any:
-    def own(weights: DecodeWeights, state: DecodeState, tree: TokenTree, *live: Array) -> Any:
+    def run(weights: DecodeWeights, state: DecodeState, tree: TokenTree, *live: Array) -> Any:
         verified = decoder.verify(weights, _picked(state, live), tree)
         return jax.tree.map(lambda part: part[None], verified)
 
-    return decoder.on_mesh(own, results=_EACH)(weights, state, tree, *live)
+    return decoder.on_mesh(run, results=_EACH)(weights, state, tree, *live)
 
 
 def _settle(
@@ -99,7 +99,7 @@ def _settle(
     allowed: Array,
     *live: Array,
 ) -> tuple[DecodeState, Any]:
-    def own(
+    def run(
         weights: DecodeWeights,
         state: DecodeState,
         tree: TokenTree,
@@ -107,10 +107,10 @@ def _settle(
         allowed: Array,
         *live: Array,
     ) -> tuple[DecodeState, Any]:
-        mine = jax.tree.map(lambda part: part[0], verified)
-        after, record, _ = decoder.settle(weights, _picked(state, live), tree, mine, allowed)
-        told = jax.tree.map(lambda one: one[None], record), decoder.decodes(after)
-        return put(state, live[0], after) if live else after, told
+        local = jax.tree.map(lambda part: part[0], verified)
+        after, record, _ = decoder.settle(weights, _picked(state, live), tree, local, allowed)
+        results = jax.tree.map(lambda leaf: leaf[None], record), decoder.decodes(after)
+        return put(state, live[0], after) if live else after, results
 
-    on_mesh = decoder.on_mesh(own, others=(WHOLE, _EACH, *[WHOLE] * (1 + len(live))))
+    on_mesh = decoder.on_mesh(run, others=(WHOLE, _EACH, *[WHOLE] * (1 + len(live))))
     return on_mesh(weights, state, tree, verified, allowed, *live)

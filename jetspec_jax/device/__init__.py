@@ -1,1 +1,1 @@
-"""What depends on the device: its memory, meshes, and programs that were compiled for it."""
+"""Devices: memory, meshes, partitioning, processes, and compiled programs."""

@@ -1,7 +1,7 @@
-"""Compiled programs kept between processes: JAX's persistent compilation cache, with a place of its own.
+"""Sets up JAX's persistent compilation cache, in a folder for this package.
 
-A first request compiles for seconds. JAX can keep what it compiled in a folder, one for the whole process,
-and read it back when the same program is wanted again from the same JAX for the same kind of device.
+A first request compiles for seconds. JAX can store compiled programs in a folder and load them for the same
+program, version of JAX and kind of device.
 """
 
 import logging
@@ -14,11 +14,11 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jetspec_jax.device.processes import agreed, gathered, is_first
 
-# All programs are kept, also those that compile in less than JAX's usual second: a run begins with some
-# twenty small ones, and their times add up.
+# Also cache programs that compile in less than JAX's default of one second: a run starts with about twenty
+# small ones, whose times add up.
 MIN_COMPILE_SECONDS = 0.0
 
-# JAX's settings, which its Config class does not declare.
+# Names of JAX's settings, which its Config class does not declare.
 _FOLDER = "jax_compilation_cache_dir"
 _ENABLED = "jax_enable_compilation_cache"
 _MIN_SECONDS = "jax_persistent_cache_min_compile_time_secs"
@@ -27,21 +27,20 @@ _log = logging.getLogger("jetspec_jax")
 
 
 def enable_compilation_cache(folder: str | Path = "auto", *, together: bool = False) -> None:
-    """Keeps compiled programs in a folder, where later processes find them.
+    """Caches compiled programs in a folder for later processes.
 
-    This is a setting of JAX for the whole process: programs of other code are kept as well. Nothing is ever
-    removed from the folder; it may be deleted at any time. Whoever can write to it can make this process run
-    code, so it should be the user's own. A folder that cannot be written to is a line of the log, no error.
+    This is a setting of JAX for the whole process, so programs of other code are cached too. Nothing is ever
+    removed from the folder; it may be deleted at any time. Anyone who can write to it can make this process
+    run code, so it should belong to the user. If it cannot be written, a warning is logged.
 
     Args:
-        folder: Where to. "auto" is ``jetspec_jax/compiled`` in the user's cache folder (on Linux
-            ``$XDG_CACHE_HOME`` or ``~/.cache``); it changes nothing where JAX has been told of a folder
-            already or not to keep programs, and nothing on a CPU. A folder that is named is used in any case.
-            "off" changes nothing.
+        folder: The folder. "auto" is ``jetspec_jax/compiled`` in the user's cache folder (on Linux
+            ``$XDG_CACHE_HOME`` or ``~/.cache``). "auto" changes nothing on a CPU, or if JAX's cache is
+            already configured or disabled. A given folder is always used. "off" changes nothing.
         together: Whether all processes of a program call this, because they run programs on one mesh. JAX
-            writes in the first alone, so they use a folder only if all of them see it: a process that
-            compiles what another has read could wait for it for ever, because XLA times kernels in all
-            processes together.
+            writes only in the first process, so the folder is used only if all processes see it. Otherwise
+            one process might compile a program that another has loaded, and wait for ever, because XLA times
+            kernels in all processes together.
 
     Raises:
         OutOfStep: Another process calls something else.
@@ -50,8 +49,8 @@ def enable_compilation_cache(folder: str | Path = "auto", *, together: bool = Fa
         return
     if folder == "auto":
         chosen = getattr(jax.config, _FOLDER) or not getattr(jax.config, _ENABLED)
-        # XLA may find that a CPU lacks features that it compiled for a moment ago: it then logs pages of them
-        # and compiles anew (jax-ml/jax#38445), or worse, runs what the processor cannot.
+        # XLA may decide that a CPU lacks features of a program that it compiled on the same CPU. Then it logs
+        # pages of them and recompiles (jax-ml/jax#38445), or runs instructions that the CPU lacks.
         if chosen or jax.default_backend() == "cpu":
             return
         path = _users_folder() / "compiled"
@@ -67,16 +66,16 @@ def enable_compilation_cache(folder: str | Path = "auto", *, together: bool = Fa
     jax.config.update(_ENABLED, True)
     jax.config.update(_FOLDER, str(path))
     jax.config.update(_MIN_SECONDS, MIN_COMPILE_SECONDS)
-    # JAX opens the folder once, when it first compiles.
+    # JAX opens the folder only at its first compilation, so an open one is closed.
     compilation_cache.reset_cache()
 
 
 def notes_folder(folder: str | Path = "auto") -> Path | None:
-    """The folder that keeps measurements of this machine for later processes, beside compiled programs.
+    """The folder for measurements of this machine, beside the compiled programs; None if there is none.
 
     Args:
-        folder: As for `enable_compilation_cache`, which has been called. "auto" is JAX's folder where it has
-            one, else the user's cache folder, on a CPU too; "off" is none.
+        folder: As for `enable_compilation_cache`, which must have been called. "auto" is JAX's cache folder
+            if it has one, else the user's cache folder, also on a CPU; "off" means none.
     """
     if folder != "auto":
         return None if folder == "off" else Path(folder).expanduser().absolute()
@@ -85,7 +84,7 @@ def notes_folder(folder: str | Path = "auto") -> Path | None:
     chosen = getattr(jax.config, _FOLDER)
     if not chosen:
         return _users_folder()
-    return None if "://" in chosen else Path(chosen)  # a bucket of a cloud is no folder
+    return None if "://" in chosen else Path(chosen)  # a cloud bucket is not a folder
 
 
 def _users_folder() -> Path:
@@ -95,7 +94,7 @@ def _users_folder() -> Path:
 
 
 def _problem(path: Path) -> str:
-    """Why a folder cannot be written to; it is made if need be."""
+    """The reason why a folder cannot be written, or ""; creates the folder if needed."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
@@ -105,7 +104,7 @@ def _problem(path: Path) -> str:
 
 
 def _not_shared(path: Path) -> str:
-    """Why the first process's folder is not that of all, if it is not."""
+    """The reason why the folder is not shared by all processes, or ""."""
     name = agreed(f".shared-{secrets.token_hex(8)}", "a file for all to see")
     if is_first():
         (path / name).touch()
@@ -117,4 +116,4 @@ def _not_shared(path: Path) -> str:
             (path / name).unlink(missing_ok=True)
     if all(seen):
         return ""
-    return f"{path} is not shared by all processes; name a folder that is"
+    return f"{path} is not shared by all processes; choose a shared folder"

@@ -4,19 +4,19 @@ import jax
 
 
 class Compilations:
-    """How many programs this process has compiled since some time."""
+    """The number of programs that this process has compiled since the last start."""
 
     def __init__(self) -> None:
-        """Counts from now on."""
+        """Starts counting."""
         self.restart()
 
     def restart(self) -> None:
-        """Counts from now on."""
+        """Resets the count."""
         self._before = _COUNT[0]
 
     @property
     def count(self) -> int:
-        """How many."""
+        """The number of compiled programs."""
         return _COUNT[0] - self._before
 
 

@@ -1,4 +1,4 @@
-"""Which devices decode: what callers ask for, as a mesh for each group that has a copy of the model."""
+"""Groups of devices, one for each copy of a model, from a caller's parallel sizes or mesh."""
 
 import logging
 from typing import Any
@@ -15,7 +15,7 @@ from pallas_kernels import shards
 
 _log = logging.getLogger("jetspec_jax")
 
-#: One mesh for each copy of a model; None is one device, as JAX chooses it.
+#: One mesh for each copy of a model; None means JAX's default device.
 Meshes = tuple[Mesh | None, ...]
 
 
@@ -27,22 +27,24 @@ def meshes_for(
     expert_parallel_size: Any = 1,
     data_parallel_size: Any = 1,
 ) -> Meshes:
-    """The meshes that a caller asks for: one that is given, or as many of the first devices as sizes say.
+    """The mesh of each group of devices: the given mesh, or meshes of the first devices by the sizes.
 
     Args:
         config: The target's geometry.
-        mesh: A mesh with the axes "expert" and "tensor", of which one may be missing; or None.
-        tensor_parallel_size: Devices of a group that share each expert.
-        expert_parallel_size: Parts of a group that have experts of their own; all else is split over both.
-        data_parallel_size: Groups, each with a copy of the model.
+        mesh: A mesh with the axis "expert", "tensor" or both; or None.
+        tensor_parallel_size: Devices that share each expert.
+        expert_parallel_size: Groups of devices with different experts; everything else is sharded over all
+            devices of both sizes.
+        data_parallel_size: Number of copies of the model.
 
     Returns:
-        One mesh for each group; (None,) where nothing is asked for.
+        One mesh for each copy; (None,) for one device.
 
     Raises:
-        TypeError: A size is no integer, or the mesh is none.
-        ValueError: All else that is wrong, at once: sizes below 1 or beyond the devices, sizes beside a mesh,
-            unknown axes, a model that cannot be split so, several groups in several processes.
+        TypeError: A size is not an integer, or the mesh is not a mesh.
+        ValueError: A size is below 1 or exceeds the devices, sizes are given together with a mesh, an axis is
+            unknown, the model cannot be sharded so, or there are several copies in several processes. All
+            problems are reported together.
     """
     sizes = {
         "tensor_parallel_size": tensor_parallel_size,
@@ -90,25 +92,25 @@ def meshes_for(
 
 
 def say_unused(meshes: Meshes) -> None:
-    """Logs how many of the visible devices decode, where sizes name fewer than there are."""
+    """Logs a warning if only some of the visible devices are used."""
     used, there = sum(map(size_of, meshes)), len(jax.devices())
     if meshes != (None,) and used < there:
         _log.warning("decoding on the first %d of %d devices", used, there)
 
 
 def describe_meshes(meshes: Meshes) -> str:
-    """Groups of devices in words."""
+    """A description of groups of devices."""
     return " and ".join(map(describe_mesh, meshes))
 
 
 def _shape(tensor: int, expert: int) -> AbstractMesh:
-    """A mesh of sizes alone, for which there need be no devices."""
+    """An abstract mesh of these sizes, without devices."""
     by_axis = {shards.EXPERT: expert, shards.TENSOR: tensor}
     return AbstractMesh(tuple(by_axis[axis] for axis in shards.ALL), shards.ALL)
 
 
 def _too_few(config: ModelConfig, tensor: int, expert: int, data: int, devices: list[Any]) -> str:
-    """What is said of sizes beyond the devices, with those that are possible instead."""
+    """The error for sizes that exceed the devices, with the possible sizes."""
     there = len(devices)
     everybody = {device.process_index for device in devices}
     possible = [
@@ -117,7 +119,7 @@ def _too_few(config: ModelConfig, tensor: int, expert: int, data: int, devices: 
         for e in range(1, there // d + 1)
         for t in range(1, there // (e * d) + 1)
         if data % d == 0 and expert % e == 0 and _splits(config, t, e)
-        # One queue is one process's, and every process needs a device.
+        # Copies share one queue in one process, and each process needs a device.
         if len(everybody) == 1
         or (d == 1 and {device.process_index for device in devices[: t * e]} == everybody)
     ]

@@ -1,8 +1,8 @@
-"""How processes meet, and how they end: together, with a sentence, when one of them does not go on.
+"""Joins the processes of a program, and ends all of them when one ends early.
 
-A process that fails or is interrupted says so, and the others end within seconds. One that dies without a
-word is missed by `jax.distributed`, which ends the others: its heartbeats come from a thread that neither a
-compiler nor Python can hold up.
+A process that fails or is interrupted announces it, and the others end within seconds. If a process dies
+silently, `jax.distributed` ends the others: its heartbeats come from a thread that neither a compilation nor
+Python can block.
 """
 
 import atexit
@@ -21,52 +21,53 @@ from jetspec_jax import progress
 from jetspec_jax.arguments import check_integer, check_type
 from jetspec_jax.device.processes import ROOT, say_end
 
-#: Seconds without a heartbeat after which `jax.distributed` takes a process for dead, and ends the others.
+#: Seconds without a heartbeat after which `jax.distributed` considers a process dead and ends the others.
 HEARTBEAT_SECONDS = 15
-# Between two looks at the others, and how long one that said nothing is not worth a line.
+# Seconds between checks of the other processes, and of silence before a warning.
 _LOOK_SECONDS, _SILENT_SECONDS = 0.5, 6
-# A process that fails as another has failed says so itself; the first holds the store for the others.
+# Seconds for this process to report its error before it ends because of another's, and seconds that process
+# 0, which holds the store, stays for the others to read its announcement.
 _GRACE_SECONDS, _LINGER_SECONDS = 1.0, 2.5
 _WATCH, _DONE = f"{ROOT}/watch", "done"
-# Set where this process ends for a reason of its own, and no longer for another's.
+# Set when this process ends for its own reason, so that it is not ended because of another process.
 _leaving = threading.Event()
-#: Exit codes: of a program that ends with an error, and of one that is interrupted.
+#: Exit codes after an error and after an interrupt.
 FAILED, INTERRUPTED = 1, 130
 
 
 def join_processes(
     coordinator: str | None = None, processes: int | None = None, process: int | None = None
 ) -> None:
-    """Meets the other processes of a program, before anything uses devices.
+    """Joins the other processes of a program; call it before any device is used.
 
-    From then on the devices of all processes are `jax.devices`, and all processes end when one of them dies,
-    is interrupted, or ends with an error that nothing catches.
+    Afterwards `jax.devices` has the devices of all processes, and all processes end if one of them dies, is
+    interrupted, or ends with an uncaught error.
 
     Args:
-        coordinator: ``HOST:PORT`` of the first process, which the others can reach. None takes all three from
-            a cluster that JAX knows, as Slurm or Open MPI.
-        processes: How many there are.
-        process: Which of them this is, from 0.
+        coordinator: ``HOST:PORT`` of the first process, reachable by the others. None reads all three values
+            from a cluster that JAX recognises, such as Slurm or Open MPI.
+        processes: The number of processes.
+        process: The index of this process, from 0.
 
     Raises:
-        TypeError: An argument is of another type.
-        ValueError: An argument is missing or out of its range, or JAX knows no cluster here.
-        RuntimeError: Devices have been used before, or the processes did not meet.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is missing or out of range, or JAX recognises no cluster.
+        RuntimeError: Devices were used before, or the processes could not connect.
     """
     meeting: dict[str, Any] = {}
     if coordinator is not None:
         check_type("coordinator", coordinator, str, "HOST:PORT")
         if processes is None or process is None:
-            raise ValueError("a coordinator needs the number of processes, and which of them this is")
+            raise ValueError("a coordinator needs the number of processes, and the index of this process")
         count = check_integer("processes", processes, 1)
-        own = check_integer("process", process, 0, count - 1)
+        index = check_integer("process", process, 0, count - 1)
         if not coordinator.rpartition(":")[2].isdigit() or ":" not in coordinator:
             raise ValueError(f"coordinator must be HOST:PORT, not {coordinator!r}")
         meeting = {
             "coordinator_address": coordinator,
             "num_processes": count,
-            "process_id": own,
-            # A cluster would have a say in which devices are this process's.
+            "process_id": index,
+            # A detected cluster would otherwise choose this process's devices.
             "cluster_detection_method": "deactivate",
         }
     elif processes is not None or process is not None:
@@ -77,7 +78,7 @@ def join_processes(
         except ValueError as error:
             if meeting:
                 raise
-            raise ValueError(f"JAX knows no cluster here ({error}); name a coordinator, HOST:PORT") from error
+            raise ValueError(f"JAX knows no cluster here ({error}); give a coordinator, HOST:PORT") from error
     if distributed.global_state.num_processes == 1:
         return
     if distributed.global_state.process_id:
@@ -88,46 +89,46 @@ def join_processes(
 
 
 def leave(reason: str, code: int = FAILED) -> None:
-    """Ends this process and, within seconds, all others; returns where there are no others.
+    """Ends this process and, within seconds, all others; returns if there are no others.
 
     Args:
-        reason: Why, for the others: "it was interrupted".
-        code: The exit code, of all processes.
+        reason: The reason, shown by the others: "it was interrupted".
+        code: The exit code of all processes.
     """
     if announce(reason, code):
         _end(code)
 
 
 def tell_of_interrupt() -> None:
-    """Has all other processes end, because a user has interrupted this one, which ends too."""
+    """Announces to all other processes that this one was interrupted, so that they end too."""
     announce("it was interrupted", INTERRUPTED)
 
 
 def announce(reason: str, code: int = FAILED) -> bool:
-    """Has all other processes end within seconds, and waits until they have heard of it.
+    """Announces this process's end to the others, which end within seconds, and waits for them to read it.
 
     Args:
-        reason: Why, as for `leave`.
+        reason: The reason, as for `leave`.
         code: Their exit code.
 
     Returns:
-        Whether there are others.
+        Whether there are other processes.
     """
-    own, store = distributed.global_state.process_id, distributed.global_state.client
+    index, store = distributed.global_state.process_id, distributed.global_state.client
     if store is None or distributed.global_state.num_processes == 1:
         return False
     _leaving.set()
     try:
-        store.key_value_set(f"{_WATCH}/ended/{own}", json.dumps([reason, code]), allow_overwrite=True)
+        store.key_value_set(f"{_WATCH}/ended/{index}", json.dumps([reason, code]), allow_overwrite=True)
     except jax.errors.JaxRuntimeError:
-        return True  # the first process is gone, and the others miss it as well
-    if own == 0:  # the store goes with it
+        return True  # the first process has ended, which the others notice too
+    if index == 0:  # this process holds the store
         time.sleep(_LINGER_SECONDS)
     return True
 
 
 def _end(code: int) -> NoReturn:
-    """Ends at once: devices may wait for a process that never comes, and JAX for all to end."""
+    """Ends the process at once: devices might wait for a process that has ended, and JAX for all to end."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -137,9 +138,9 @@ def _end(code: int) -> NoReturn:
 
 
 def _leave_at_exit(watch: "_Watch") -> None:
-    """Called when Python ends, before JAX waits for the others to end too."""
+    """Called when Python ends, before JAX waits for the other processes."""
     error = getattr(sys, "last_value", None)
-    if error is None or hasattr(sys, "ps1"):  # an error that somebody has seen, and gone on
+    if error is None or hasattr(sys, "ps1"):  # in an interactive session the error did not end the program
         watch.stop()
         say_end()
     elif isinstance(error, KeyboardInterrupt):
@@ -149,68 +150,68 @@ def _leave_at_exit(watch: "_Watch") -> None:
 
 
 class _Watch:
-    """Looks at what the others say of themselves, in a thread of its own."""
+    """A thread that watches the entries of the other processes in the store."""
 
     def __init__(self) -> None:
-        self._own: int = distributed.global_state.process_id
+        self._index: int = distributed.global_state.process_id
         self._store: Any = distributed.global_state.client
         self._done = threading.Event()
-        self._heard: dict[int, tuple[str, float]] = {}
-        self._said: set[int] = set()
+        self._last_seen: dict[int, tuple[str, float]] = {}
+        self._reported: set[int] = set()
 
     def run(self) -> None:
-        """Looks until the program ends."""
+        """Watches until the program ends."""
         looks = 0
         while not self._done.wait(_LOOK_SECONDS):
             looks += 1
             try:
-                self._tell(str(looks))
+                self._publish(str(looks))
                 entries = self._store.key_value_dir_get(f"{_WATCH}/")
             except jax.errors.JaxRuntimeError:
                 if self._done.is_set():
                     return
-                self._over("process 0 has ended, or cannot be reached", FAILED)
+                self._end_with("process 0 has ended, or cannot be reached", FAILED)
                 return
-            self._look({key.removeprefix(f"{_WATCH}/"): value for key, value in entries})
+            self._check_entries({key.removeprefix(f"{_WATCH}/"): value for key, value in entries})
 
     def stop(self) -> None:
-        """The program ends as it should: it says no more, and nobody need wonder."""
+        """Stops watching at a regular end of the program, and marks this process as done."""
         self._done.set()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._tell(_DONE)
+            self._publish(_DONE)
 
-    def _tell(self, text: str) -> None:
-        self._store.key_value_set(f"{_WATCH}/alive/{self._own}", text, allow_overwrite=True)
+    def _publish(self, text: str) -> None:
+        self._store.key_value_set(f"{_WATCH}/alive/{self._index}", text, allow_overwrite=True)
 
-    def _look(self, entries: dict[str, str]) -> None:
+    def _check_entries(self, entries: dict[str, str]) -> None:
         now = time.monotonic()
         for key, value in sorted(entries.items()):
             kind, _, number = key.partition("/")
             process = int(number)
-            if process == self._own:
+            if process == self._index:
                 continue
             if kind == "ended":
                 reason, code = json.loads(value)
                 time.sleep(_GRACE_SECONDS)
-                self._over(f"process {process} has ended: {reason}", code)
-            before, since = self._heard.get(process, ("", now))
+                self._end_with(f"process {process} has ended: {reason}", code)
+            before, since = self._last_seen.get(process, ("", now))
             if before != value or value == _DONE:
-                self._heard[process] = value, now
-            elif now - since > _SILENT_SECONDS and process not in self._said:
-                self._said.add(process)
-                _say(
-                    f"process {process} has said nothing for {_SILENT_SECONDS} s; if it is dead, this ends "
-                    f"within {HEARTBEAT_SECONDS} s"
+                self._last_seen[process] = value, now
+            elif now - since > _SILENT_SECONDS and process not in self._reported:
+                self._reported.add(process)
+                _write_line(
+                    f"process {process} has said nothing for {_SILENT_SECONDS} s; if it is dead, this "
+                    f"process ends within {HEARTBEAT_SECONDS} s"
                 )
 
-    def _over(self, reason: str, code: int) -> None:
+    def _end_with(self, reason: str, code: int) -> None:
         if _leaving.is_set():
             self._done.set()
             return
-        _say(f"{reason}; this process ends too")
+        _write_line(f"{reason}; this process ends too")
         _end(code)
 
 
-def _say(text: str) -> None:
-    """A line on standard error, past whatever Python has there."""
+def _write_line(text: str) -> None:
+    """Writes a line to file descriptor 2, bypassing Python's `sys.stderr`."""
     os.write(2, f"\njetspec-jax: process {distributed.global_state.process_id}: {text}\n".encode())

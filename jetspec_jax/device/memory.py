@@ -1,7 +1,7 @@
-"""Bytes on a device: what is free, what something takes, and an error before it is read or allocated.
+"""Device memory: free bytes, the bytes of weights and arrays, and checks before anything is allocated.
 
-Of a mesh all counts are those of one device, and the fullest one decides. For a CPU Linux says how much is
-free. A device that does not say how much memory it has passes every check.
+On a mesh all counts are per device, and the device with the least free memory decides. The free memory of a
+CPU comes from Linux. Devices that do not report their memory pass every check.
 """
 
 import contextlib
@@ -24,29 +24,29 @@ from jetspec_jax.device.processes import gathered, same_processes, spans
 from jetspec_jax.models import abstract, dtype_of, weights_of, without_quantization
 from pallas_kernels import shards
 
-#: Bytes by what they are for.
+#: Bytes by purpose.
 Bytes = Mapping[str, int]
 
 TARGET_WEIGHTS = "weights of the target"
 HEAD_WEIGHTS = "weights of the draft head"
 
 
-# Ada's, the first that has FP8.
+# The compute capability of Ada, the first with FP8.
 _FP8_CAPABILITY = (8, 9)
 
 
 class DeviceMemoryError(RuntimeError):
-    """A device cannot hold what is asked of it; nothing was read or allocated for it."""
+    """A device lacks the memory for a call, which has not read or allocated anything."""
 
 
 class Alternative(NamedTuple):
-    """Another value of a setting, and what it would need.
+    """An alternative value of a setting, and the memory that it would need.
 
     Attributes:
         setting: The setting's name.
         value: The value.
-        needs: What each device would have to give.
-        mesh: The devices that would share the models; None is one.
+        needs: Bytes needed on each device.
+        mesh: The devices that would share the models; None means one.
     """
 
     setting: str
@@ -56,14 +56,14 @@ class Alternative(NamedTuple):
 
 
 def free_bytes(mesh: Mesh | None = None) -> int | None:
-    """Bytes that a device can still give, of a mesh the fullest; None if it does not say.
+    """Free bytes of a device, or the minimum over a mesh; None if a device does not report it.
 
-    Of a CPU the system says it, and devices that are simulated on one share it. Of a mesh of several
-    processes each looks at its own devices.
+    The free memory of a CPU is the system's, and is divided among simulated devices. On a mesh of several
+    processes, each process considers its local devices.
     """
     devices = [_device()] if mesh is None else mesh.local_devices
     free = [_free_bytes(device, len(devices)) for device in devices]
-    known = [own for own in free if own is not None]
+    known = [size for size in free if size is not None]
     return min(known, default=None) if len(known) == len(free) else None
 
 
@@ -73,17 +73,18 @@ def check_memory(
     mesh: Mesh | None = None,
     others: Callable[[], Iterable[Alternative]] = tuple,
 ) -> None:
-    """Checks that each device can give what is needed; asks for it only where devices say what they have.
+    """Checks that each device has enough free memory.
 
-    Of a mesh of several processes all call this, and all raise the same error.
+    On a mesh of several processes all must call this, and all raise the same error.
 
     Args:
-        needs: What is needed of each.
-        mesh: The devices; None is one.
-        others: Other values of settings. The error recommends the first of each setting that fits.
+        needs: Computes the bytes needed on each device; called only if devices report their memory.
+        mesh: The devices; None means one.
+        others: Alternative values of settings; the error recommends the first fitting value of each setting.
 
     Raises:
-        DeviceMemoryError: One cannot. The message lists all parts, their sum, and what would fit.
+        DeviceMemoryError: A device has too little memory. The message lists all parts, their sum, and the
+            alternatives that would fit.
     """
     free = _known_free(mesh)
     if free is None:
@@ -112,35 +113,35 @@ def check_memory(
 
 
 def fits(needs: Bytes, mesh: Mesh | None = None) -> bool:
-    """Whether each device can give what is needed, as far as it says; see `check_memory`."""
+    """Whether each device has enough free memory, or does not report it; see `check_memory`."""
     free = _known_free(mesh)
     return free is None or sum(needs.values()) <= free
 
 
 def _known_free(mesh: Mesh | None) -> int | None:
-    """Bytes that each device of a mesh can give; asks all processes that share it."""
+    """Free bytes of each device of a mesh, over all processes that share it."""
     return _free_everywhere(mesh) if spans(mesh) else free_bytes(mesh)
 
 
 def _free_everywhere(mesh: Mesh | None) -> int | None:
-    """As `free_bytes`, of the devices of all processes."""
+    """`free_bytes` over the devices of all processes."""
     free = gathered(free_bytes(mesh), "a check of memory")
-    known = [own for own in free if own is not None]
+    known = [size for size in free if size is not None]
     return min(known) if len(known) == len(free) else None
 
 
 def with_more_devices(
     config: ModelConfig, mesh: Mesh | None, needs: Callable[[Mesh], Bytes]
 ) -> Iterator[Alternative]:
-    """Larger parallel sizes, powers of two, that the visible devices allow and that divide a target.
+    """Larger tensor-parallel sizes, powers of two, that the visible devices allow and that divide a target.
 
     Args:
         config: The target.
-        mesh: The devices that would share it otherwise; None is one.
-        needs: What each device of a mesh would have to give.
+        mesh: The current devices; None means one.
+        needs: Computes the bytes needed on each device of a mesh.
     """
     if mesh is not None and set(mesh.axis_names) - set(shards.ALL):
-        return  # of training, which has no such setting
+        return  # training has no such setting
     shape = {} if mesh is None else mesh.shape
     experts, tensor = (shape.get(axis, 1) for axis in (shards.EXPERT, shards.TENSOR))
     devices = jax.devices((_device() if mesh is None else mesh.devices.flat[0]).platform)
@@ -157,24 +158,24 @@ def with_more_devices(
 
 
 def num_parameters(config: ModelConfig | DraftHeadConfig) -> int:
-    """Elements of a config's parameters; scales of quantised ones are none."""
+    """Number of a config's parameters; scales of quantised weights do not count."""
     return sum(math.prod(shape) for shape in _parameter_shapes(without_quantization(config)).values())
 
 
 def weight_bytes(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, mesh: Mesh | None = None) -> int:
-    """Bytes of a config's parameters on a device, in a type, as far as `dtype_of` lets them have it."""
+    """Bytes of a config's parameters on a device, in type ``dtype`` with the exceptions of `dtype_of`."""
     return sum(_parameter_bytes(config, dtype, mesh))
 
 
 def largest_parameter_bytes(
     config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, mesh: Mesh | None = None
 ) -> int:
-    """Bytes of the largest of a config's parameters, as far as a device has it, quantised ones widened."""
+    """Bytes on a device of the largest of a config's parameters, with quantised ones widened."""
     return max(_parameter_bytes(without_quantization(config), dtype, mesh))
 
 
 def fp8_problem(mesh: Mesh | None = None) -> str | None:
-    """Why the GPUs that arrays are put on cannot compute with FP8; None if they can, or are none."""
+    """The reason why the GPUs cannot compute with FP8; None if they can, or if there are no GPUs."""
     device = _device() if mesh is None else mesh.local_devices[0]
     version = re.fullmatch(r"(\d+)\.(\d+)", getattr(device, "compute_capability", None) or "")
     if version is None or tuple(map(int, version.groups())) >= _FP8_CAPABILITY:
@@ -183,23 +184,23 @@ def fp8_problem(mesh: Mesh | None = None) -> str | None:
 
 
 def array_bytes(tree: Any, shardings: Any = None) -> int:
-    """Bytes of all arrays of a pytree, or of the shapes that stand in their place.
+    """Bytes of all arrays of a pytree.
 
     Args:
-        tree: The arrays.
-        shardings: How they are split, for each or for whole branches, to count those of one device; None
-            counts all.
+        tree: The arrays, or their shapes and types.
+        shardings: Their shardings, for each array or for whole branches, to count the bytes of one device.
+            None counts whole arrays.
     """
     if shardings is None:
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
-    def own_bytes(sharding: NamedSharding, branch: Any) -> int:
+    def shard_bytes(sharding: NamedSharding, branch: Any) -> int:
         return sum(
             math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
             for leaf in jax.tree.leaves(branch)
         )
 
-    return sum(jax.tree.leaves(jax.tree.map(own_bytes, shardings, tree)))
+    return sum(jax.tree.leaves(jax.tree.map(shard_bytes, shardings, tree)))
 
 
 def _parameter_bytes(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, mesh: Mesh | None) -> list[int]:
@@ -219,13 +220,13 @@ def _parameter_shapes(config: ModelConfig | DraftHeadConfig) -> Mapping[tuple[st
 
 
 def _device() -> Any:
-    """Where arrays are put unless told otherwise."""
+    """JAX's default device."""
     chosen: Any = getattr(jax.config, "jax_default_device", None)
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
 
 
 def _free_bytes(device: Any, sharing: int) -> int | None:
-    """What a device can still give, where ``sharing`` simulated ones share a CPU's memory."""
+    """Free bytes of a device; ``sharing`` is the number of simulated devices that share a CPU's memory."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
@@ -234,7 +235,7 @@ def _free_bytes(device: Any, sharing: int) -> int | None:
 
 
 def _available_bytes() -> int | None:
-    """What Linux can give without swapping; None on other systems, which do not say."""
+    """Bytes that Linux can allocate without swapping; None on other systems."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

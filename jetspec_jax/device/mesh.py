@@ -1,7 +1,7 @@
-"""Meshes for decoding: the devices that share one model, and programs that run on all of them at once.
+"""Meshes for decoding: the devices that share a model, and programs that run on all of them.
 
-A mesh has the axes of `pallas_kernels.shards`: routed experts are split by number over "expert" and by
-features over "tensor", all else over both together.
+A mesh has the axes of `pallas_kernels.shards`: routed experts are sharded by number over "expert" and by
+features over "tensor"; everything else is sharded over both together.
 """
 
 import math
@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jetspec_jax.arguments import check_integer, check_type
 from pallas_kernels import shards
 
-#: The whole array on every device.
+#: Replication: the whole array on every device.
 WHOLE = PartitionSpec()
 
 
@@ -26,12 +26,12 @@ def make_mesh(
     """A mesh of the first devices.
 
     Args:
-        tensor_parallel_size: Parts of every expert; those of all else are as many times the next.
-        expert_parallel_size: Groups of whole experts.
-        devices: Which devices there are; None is all of all processes.
+        tensor_parallel_size: Devices that share each expert.
+        expert_parallel_size: Groups of devices with different experts.
+        devices: The available devices; None means those of all processes.
 
     Raises:
-        TypeError: A size is no integer.
+        TypeError: A size is not an integer.
         ValueError: A size is below 1, or there are too few devices.
     """
     tensor = check_integer("tensor_parallel_size", tensor_parallel_size, 1)
@@ -48,11 +48,11 @@ def make_mesh(
 
 
 def as_mesh(mesh: object) -> Mesh:
-    """A mesh of the same devices with both axes, in their order, that JAX leaves to programs that are manual.
+    """A mesh of the same devices with both axes in standard order, whose axis types are `AxisType.Auto`.
 
     Raises:
-        TypeError: It is no mesh.
-        ValueError: It has an axis of another name.
+        TypeError: The argument is not a mesh.
+        ValueError: The mesh has an unknown axis.
     """
     check_type("mesh", mesh, Mesh, "a jax.sharding.Mesh")
     assert isinstance(mesh, Mesh)
@@ -66,20 +66,20 @@ def as_mesh(mesh: object) -> Mesh:
 def everywhere(
     mesh: Mesh | AbstractMesh, function: Callable[..., Any], in_specs: Sequence[Any], out_specs: Any
 ) -> Callable[..., Any]:
-    """A function that each device of a mesh runs on its own parts of the arguments.
+    """A function that each device of a mesh runs on its shards of the arguments (`jax.shard_map`).
 
     Args:
         mesh: The devices.
-        function: What they run; `pallas_kernels.shards` tells it which part it is.
-        in_specs: How each argument is split.
-        out_specs: How what it returns is put together.
+        function: The function; `pallas_kernels.shards` gives the index of its shard.
+        in_specs: The partition specs of the arguments.
+        out_specs: The partition specs of the results.
     """
-    # JAX's check of what varies over devices knows nothing of kernels.
+    # JAX's check of values that vary over devices does not support the kernels.
     return jax.shard_map(function, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
 
 
 def on_all_devices(mesh: Mesh | None, array: np.ndarray) -> jax.Array:
-    """An array of the host, whole on every device of a mesh; every process of it has the array."""
+    """A host array replicated on every device of a mesh; every process must have the array."""
     if mesh is None:
         return jnp.asarray(array)
     return jax.make_array_from_callback(array.shape, NamedSharding(mesh, WHOLE), lambda part: array[part])
@@ -99,7 +99,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def describe_mesh(mesh: Mesh | None) -> str:
-    """A mesh in words."""
+    """A description of a mesh."""
     if mesh is None:
         return "one device"
     sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
@@ -107,5 +107,5 @@ def describe_mesh(mesh: Mesh | None) -> str:
 
 
 def size_of(mesh: Mesh | AbstractMesh | None) -> int:
-    """Devices that share one model; axes that only training has share none."""
+    """The number of devices that share a model; axes of training do not count."""
     return 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in shards.ALL)

@@ -1,16 +1,16 @@
-"""How a model is split over a mesh: which part of each parameter's axes a device has.
+"""The sharding of a model over a mesh for decoding.
 
-Parameters name their axes where they are made; for decoding, `SPLIT` is all that connects those names with a
-mesh's. (What is trained lies as `sharding.RULES` says.) Three things differ from the model of one device, so
-that every device gets an equal and contiguous part:
+Parameters are created with the names of their axes. `SPLIT` maps these names to mesh axes (for training,
+`sharding.RULES` does). Three things differ from the model on one device, so that all shards are equal and
+contiguous:
 
-* KV heads that do not divide evenly are repeated, up to the least common multiple of heads and devices, and
-  the query heads regrouped. The order of query heads stays. Four query heads of one KV head, on two devices::
+* KV heads that do not divide evenly are repeated, up to the least common multiple of heads and devices. Query
+  heads are regrouped and keep their order. Example: four query heads of one KV head, on two devices::
 
       q0 q1 q2 q3 | k0      ->      q0 q1 | k0      q2 q3 | k0
 
-* The vocabulary is padded to a multiple.
-* The channels of a recurrent layer, queries, keys and values of all heads, lie device by device.
+* The vocabulary is padded to a multiple of the devices.
+* The channels of a recurrent layer (queries, keys and values of all heads) are ordered by device.
 """
 
 import functools
@@ -29,7 +29,7 @@ from jetspec_jax.models import abstract, quantization_of, quantized_blocks, with
 from jetspec_jax.models.quantized import BLOCKS
 from pallas_kernels import shards
 
-#: The axes of a mesh that split a parameter's axis; one that is not named is whole on every device.
+#: The mesh axes that shard each parameter axis; axes that are absent here are replicated.
 _SPLIT: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "features"), shards.ALL),
     **dict.fromkeys(("channels", "key_heads", "value_heads"), shards.ALL),
@@ -42,11 +42,11 @@ Config = TypeVar("Config", ModelConfig, DraftHeadConfig)
 
 
 def check_partition(config: ModelConfig | DraftHeadConfig, mesh: Mesh | AbstractMesh | None) -> None:
-    """Checks that a mesh can split a model; a draft head that it cannot split stays whole.
+    """Checks that a mesh can shard a target. (A draft head that cannot be sharded is replicated.)
 
     Raises:
-        ValueError: It cannot; all that does not divide is listed, with the layers. Or a process has no device
-            of the mesh.
+        ValueError: Sizes do not divide (all are listed, with the layers), or a process has no device of the
+            mesh.
     """
     if mesh is None:
         return
@@ -62,21 +62,21 @@ def check_partition(config: ModelConfig | DraftHeadConfig, mesh: Mesh | Abstract
 
 
 def is_split(config: ModelConfig | DraftHeadConfig, mesh: Mesh | AbstractMesh) -> bool:
-    """Whether a mesh splits a model's layers: a target's always, a draft head's where all of it divides."""
+    """Whether a mesh shards a model: targets always, draft heads if all their sizes divide."""
     return isinstance(config, ModelConfig) or not _undivided_of_head(config, mesh)
 
 
 def why_whole(config: DraftHeadConfig, mesh: Mesh | AbstractMesh) -> str:
-    """What of a draft head a mesh cannot split."""
+    """The reason why a mesh cannot shard a draft head."""
     return "; ".join(_undivided_of_head(config, mesh))
 
 
 @functools.cache
 def spread(config: Config, mesh: Mesh | None) -> Config:
-    """A model as it lies on a mesh: with repeated KV heads and a padded vocabulary.
+    """The config of a model on a mesh, with repeated KV heads and a padded vocabulary.
 
-    It says how large parameters and stores are. Programs are given the config as it was: they take the sizes
-    of a device's own part from its arrays.
+    It gives the global shapes of parameters and stores. Programs use the original config, and take the sizes
+    of shards from their arrays.
     """
     if mesh is None or not is_split(config, mesh):
         return config
@@ -88,15 +88,15 @@ def spread(config: Config, mesh: Mesh | None) -> Config:
 
 
 def own_part(config: ModelConfig, mesh: Mesh | None) -> ModelConfig:
-    """A decoder that is as large as what a device of a mesh computes of it.
+    """The config of one device's shard of a decoder.
 
-    Experts are as many as there are: a device knows which of them each token chooses.
+    The number of experts is not divided, because a device computes the routing over all experts.
     """
     if mesh is None:
         return config
     parts, tensor = size_of(mesh), mesh.shape[shards.TENSOR]
 
-    def own(layer: LayerConfig) -> LayerConfig:
+    def local(layer: LayerConfig) -> LayerConfig:
         rec, routed = layer.recurrence, layer.experts
         if rec is not None:
             keys, values = rec.num_key_heads // parts, rec.num_value_heads // parts
@@ -111,30 +111,33 @@ def own_part(config: ModelConfig, mesh: Mesh | None) -> ModelConfig:
         )
 
     whole = spread(config, mesh)
-    return replace(whole, layers=tuple(map(own, whole.layers)), vocab_size=whole.vocab_size // parts)
+    return replace(whole, layers=tuple(map(local, whole.layers)), vocab_size=whole.vocab_size // parts)
 
 
 @functools.cache
 def parameter_specs(config: ModelConfig | DraftHeadConfig, mesh: Mesh | AbstractMesh) -> Any:
-    """How every parameter of a config's module is split, in the structure of its weights."""
+    """The partition specs of all parameters of a config's module, in the structure of its weights."""
     split = SPLIT if is_split(config, mesh) else {}
 
     def spec(parameter: nnx.Variable) -> PartitionSpec:
         return PartitionSpec(*(split.get(name) for name in parameter.get_metadata()["axes"]))
 
     flat = nnx.to_flat_state(nnx.state(abstract(config), nnx.Param))
-    return nnx.traversals.unflatten_mapping({tuple(path): spec(own) for path, own in flat})
+    return nnx.traversals.unflatten_mapping({tuple(path): spec(parameter) for path, parameter in flat})
 
 
-def channel_order(own: Recurrence, parts: int) -> np.ndarray:
-    """Where each channel of a recurrent layer comes from, part after part.
+def channel_order(recurrence: Recurrence, parts: int) -> np.ndarray:
+    """The original index of each channel of a recurrent layer, ordered by shard.
 
-    Two parts of two key heads, with queries q, keys k and values v of one element::
+    Two shards of two key heads, with queries q, keys k and values v of one element::
 
         q0 q1 k0 k1 v0 v1      ->      q0 k0 v0  q1 k1 v1
     """
-    keys, values = own.num_key_heads * own.key_dim, own.num_value_heads * own.value_dim
-    starts = np.split(np.arange(own.channels), (keys, 2 * keys))
+    keys, values = (
+        recurrence.num_key_heads * recurrence.key_dim,
+        recurrence.num_value_heads * recurrence.value_dim,
+    )
+    starts = np.split(np.arange(recurrence.channels), (keys, 2 * keys))
     assert len(starts[2]) == values
     return np.concatenate([block.reshape(parts, -1) for block in starts], axis=1).reshape(-1)
 
@@ -144,9 +147,9 @@ def _undivided_of_head(config: DraftHeadConfig, mesh: Mesh | AbstractMesh) -> li
 
 
 def _cut_blocks(config: ModelConfig | DraftHeadConfig, mesh: Mesh | AbstractMesh) -> list[str]:
-    """Where a device's part of a quantised parameter would begin or end inside of a block.
+    """The quantised parameters whose shards would begin or end inside a block.
 
-    A block of FP8 that is as long as its axis may be cut: every device then has its scale.
+    An FP8 block that is as long as its axis may be cut, because every device has its scale.
     """
     layers = config if isinstance(config, ModelConfig) else config.layers
     found: dict[str, list[int]] = {}
@@ -161,8 +164,11 @@ def _cut_blocks(config: ModelConfig | DraftHeadConfig, mesh: Mesh | AbstractMesh
             parts = math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
             pieces = [size]
             if name == "channels":
-                own = layers.layers[path[1]].recurrence
-                pieces = [own.num_key_heads * own.key_dim, own.num_value_heads * own.value_dim]
+                recurrence = layers.layers[path[1]].recurrence
+                pieces = [
+                    recurrence.num_key_heads * recurrence.key_dim,
+                    recurrence.num_value_heads * recurrence.value_dim,
+                ]
             cuts = any(piece // parts % block for piece in pieces)
             packed = quantization is not None and quantization.is_mxfp4
             if parts > 1 and block > 1 and (block < size or packed) and cuts:
@@ -178,14 +184,14 @@ def _kv_heads(layer: LayerConfig, parts: int) -> int:
 
 
 def _undivided(config: ModelConfig, mesh: Mesh | AbstractMesh, *, features: bool = False) -> list[str]:
-    """What of a decoder's layers does not divide, and of a head's context ``features``."""
+    """The sizes of a decoder's layers that do not divide; ``features`` includes those of a head's context."""
     parts, experts, tensor = size_of(mesh), mesh.shape[shards.EXPERT], mesh.shape[shards.TENSOR]
     found: dict[str, list[int]] = {}
     for number, layer in enumerate(config.layers):
-        own, routed = layer.recurrence, layer.experts
+        recurrence, routed = layer.recurrence, layer.experts
         counts = [(layer.mlp_size, parts, "features of the dense block")]
-        if own is not None:
-            counts.append((own.num_key_heads, parts, "key heads of the recurrence"))
+        if recurrence is not None:
+            counts.append((recurrence.num_key_heads, parts, "key heads of the recurrence"))
         elif layer.num_heads % _kv_heads(layer, parts):
             repeated = f"{layer.num_kv_heads} KV heads for {layer.num_heads} query heads over {parts} parts"
             found.setdefault(repeated, []).append(number)
@@ -201,6 +207,6 @@ def _undivided(config: ModelConfig, mesh: Mesh | AbstractMesh, *, features: bool
 
 
 def ranges(numbers: list[int]) -> str:
-    """Rising numbers for people: 0-3, 5."""
+    """Ascending numbers as text: 0-3, 5."""
     runs = np.split(np.asarray(numbers), np.flatnonzero(np.diff(numbers) != 1) + 1)
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

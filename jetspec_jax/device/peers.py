@@ -1,7 +1,7 @@
-"""Whether the GPUs of a host reach each other's memory directly, over NVLink or PCIe.
+"""Detects whether the GPUs of a host can access each other's memory directly, over NVLink or PCIe.
 
-JAX does not say, so NVIDIA's driver is asked. It knows what the hardware can do; that NCCL chooses the host's
-memory all the same, as between sockets, nobody is told.
+JAX does not report it, so NVIDIA's driver is queried. The driver reports the hardware's abilities; NCCL may
+still use host memory, for example between CPU sockets, which cannot be detected.
 """
 
 import ctypes
@@ -16,53 +16,53 @@ from jax.sharding import Mesh
 
 _log = logging.getLogger("jetspec_jax")
 
-#: Whether the first GPU reaches the second, by their numbers in this process; None where nobody can say.
+#: Whether the first GPU can access the second, by their indices in this process; None if unknown.
 Reaches = Callable[[int, int], bool | None]
 
 
 def say_apart(meshes: Iterable[Mesh | None], reaches: Reaches | None = None) -> None:
-    """Logs, once in a process, which devices that share a model exchange all they sum through the host.
+    """Warns, once per process, about devices that share a model and communicate through host memory.
 
-    Nothing is said where nobody can tell: a wrong warning is worse than none.
+    If the access is unknown, nothing is logged.
 
     Args:
-        meshes: The devices of each copy; None is one device.
-        reaches: None asks the driver.
+        meshes: The mesh of each copy; None means one device.
+        reaches: The test of direct access; None queries the driver.
     """
     ask = reaches or driver_reaches()
     groups = [apart(list(mesh.devices.flat), ask) for mesh in meshes if mesh is not None]
     if found := tuple(device.id for group in groups for device in group):
-        _say(found)
+        _warn_once(found)
 
 
 def apart(devices: Sequence[Any], reaches: Reaches) -> list[Any]:
-    """Those GPUs of this process that do not reach each of the others directly.
+    """The GPUs of this process without direct access to all of the others.
 
-    Devices of other processes are left out: they may be those of another host.
+    Devices of other processes are ignored, because they may be on another host.
     """
-    own = [d for d in devices if d.platform == "gpu" and d.process_index == jax.process_index()]
+    local = [d for d in devices if d.platform == "gpu" and d.process_index == jax.process_index()]
     found = {
         device
-        for pair in itertools.permutations(own, 2)
+        for pair in itertools.permutations(local, 2)
         if reaches(*(device.local_hardware_id for device in pair)) is False
         for device in pair
     }
-    return [device for device in own if device in found]
+    return [device for device in local if device in found]
 
 
 @functools.cache
-def _say(ids: tuple[int, ...]) -> None:
+def _warn_once(ids: tuple[int, ...]) -> None:
     _log.warning(
-        "devices %s do not reach each other directly: what they sum goes through the host's memory, several "
-        "times more slowly. Let as few devices share a model as hold it; copies of it (data parallel) are "
-        "likely to be faster",
+        "devices %s do not reach each other directly: their sums go through the host's memory, several times "
+        "more slowly. Use the smallest tensor-parallel size that fits; copies of the model (data parallel) "
+        "are likely to be faster",
         ", ".join(map(str, ids)),
     )
 
 
 @functools.cache
 def driver_reaches() -> Reaches:
-    """What the driver says; it knows nothing where it is not NVIDIA's, or is not there."""
+    """The test by NVIDIA's driver; the result is always None if the driver is missing."""
     try:
         return reaches_by(ctypes.CDLL("libcuda.so.1"))
     except OSError:
@@ -70,16 +70,16 @@ def driver_reaches() -> Reaches:
 
 
 def reaches_by(driver: Any) -> Reaches:
-    """What a library with the functions of CUDA's driver says.
+    """The test by a library with the functions of CUDA's driver.
 
-    It counts GPUs as JAX does, for both see what CUDA_VISIBLE_DEVICES leaves of them.
+    It has the same GPU indices as JAX, because both respect CUDA_VISIBLE_DEVICES.
     """
     known = driver.cuInit(0) == 0
 
     def reaches(first: int, second: int) -> bool | None:
         handles, can = (ctypes.c_int(), ctypes.c_int()), ctypes.c_int()
         numbered = zip(handles, (first, second), strict=True)
-        if not known or any(driver.cuDeviceGet(ctypes.byref(own), number) for own, number in numbered):
+        if not known or any(driver.cuDeviceGet(ctypes.byref(handle), number) for handle, number in numbered):
             return None
         failed = driver.cuDeviceCanAccessPeer(ctypes.byref(can), *handles)
         return None if failed else bool(can.value)

@@ -1,12 +1,12 @@
-"""Several processes that run one program: how they meet, and how they tell each other things.
+"""Communication between the processes of one program.
 
-All of them make the same calls in the same order. What may differ between them, a clock, a drawn number,
-what the caller lets go of, comes from the first process.
+All processes make the same calls in the same order. Values that may differ, such as clocks, random numbers
+and cancellations, are broadcast by the first process.
 
-They talk through the key-value store of `jax.distributed`. JAX gives it no public name; Orbax uses it as this
-file does, and it is the same from JAX 0.10 to 0.12. The public `multihost_utils.broadcast_one_to_all` is a
-program of all devices instead: it waits for what they are computing, takes arrays of one shape only, and is
-five times slower.
+Messages go through the key-value store of `jax.distributed`. It has no public name in JAX, but Orbax uses it
+in the same way, and it is unchanged from JAX 0.10 to 0.12. The public `multihost_utils.broadcast_one_to_all`
+is a program on all devices: it waits for running computations, supports only arrays of one shape, and is five
+times slower.
 """
 
 import contextlib
@@ -29,42 +29,42 @@ from jetspec_jax.version import __version__
 
 T = TypeVar("T")
 
-#: Where everything of this package stands in the store.
+#: The prefix of this package's keys in the store.
 ROOT = "jetspec_jax"
 # Longer values are compared by their digests.
 _SHORT = 64
-# Turns whose messages are removed together, once all processes have read them.
+# Messages are deleted in blocks of this many turns, once all processes have read them.
 _BLOCK = 256
-# Between two looks at whether an interrupt has come.
+# Milliseconds between checks for an interrupt.
 _PATIENCE_MS = 1000
-# How long an error waits for another process to say why it ended, in seconds.
+# Seconds that an error of the devices waits for another process to announce why it ended.
 _LAST_WORDS = 3.0
-# Stands for the turn of a process that has ended.
+# The message of a process that has ended, instead of its turn.
 _END = "the end of the program"
 
 
 @runtime_checkable
 class Followed(Protocol):
-    """Something that all processes keep until the first lets go of it.
+    """An object that all processes keep until the first process no longer needs it.
 
     Attributes:
-        cancelled: Whether it has; set in all processes at the same message.
+        cancelled: Whether the first process has dropped it; set in all processes at the same message.
     """
 
     cancelled: bool
 
     @property
     def unwanted(self) -> bool:
-        """Whether this process needs it no longer; only the first is asked."""
+        """Whether this process no longer needs the object; read only in the first process."""
         ...
 
 
 class OutOfStep(RuntimeError):
-    """Processes of one program do different things."""
+    """The processes of a program made different calls."""
 
 
 def spans(mesh: Mesh | None) -> bool:
-    """Whether a mesh has devices of several processes, which then have to act alike."""
+    """Whether a mesh has devices of several processes, which must then make the same calls."""
     return mesh is not None and len(_processes_of(mesh)) > 1
 
 
@@ -74,10 +74,10 @@ def same_processes(mesh: Mesh, other: Mesh) -> bool:
 
 
 def check_devices(mesh: Mesh) -> None:
-    """Checks that this process has a device of a mesh, and if others have some, that all do.
+    """Checks that a mesh has devices of this process only, or of all processes.
 
     Raises:
-        ValueError: It is not so.
+        ValueError: The mesh has no device of this process, or of some but not all processes.
     """
     having = _processes_of(mesh)
     lacking = [process for process in range(jax.process_count()) if process not in having]
@@ -89,25 +89,25 @@ def check_devices(mesh: Mesh) -> None:
 
 
 def is_first() -> bool:
-    """Whether this is the process that prints and writes; asks no device."""
+    """Whether this is process 0, which prints and writes; does not initialise devices."""
     return distributed.global_state.process_id == 0
 
 
 def agreed(value: T, about: str) -> T:
-    """The first process's value, in all processes.
+    """Broadcasts the first process's value to all processes.
 
     Args:
-        value: Of JSON's types.
-        about: What it is, the same in all processes.
+        value: A JSON value.
+        about: A description of the value, which must be the same in all processes.
 
     Raises:
-        OutOfStep: Another process is about something else.
+        OutOfStep: Another process has a different description.
     """
     return value if alone() else _STORE.exchange(about, value, everyone=False)[0]
 
 
 def gathered(value: T, about: str) -> list[T]:
-    """The values of all processes, in all of them; see `agreed`."""
+    """Gathers the values of all processes in all of them; see `agreed`."""
     return [value] if alone() else _STORE.exchange(about, value, everyone=True)
 
 
@@ -120,7 +120,7 @@ def all_agree(value: bool, about: str) -> bool:
 def in_turn(about: str) -> Iterator[bool]:
     """Runs the block in the first process before all others, so that it can write files for them.
 
-    Yields whether this is the first process. With one process there is nobody to wait for.
+    Yields whether this is the first process. With one process it does not wait.
     """
     if not is_first():
         agreed(None, about)
@@ -132,25 +132,25 @@ def in_turn(about: str) -> Iterator[bool]:
 
 
 def follow(thing: Followed) -> None:
-    """Cancels a thing in all processes when the first lets go of it; all name the same things in turn."""
+    """Cancels an object in all processes when the first drops it; all must call this in the same order."""
     _STORE.follow(thing)
 
 
-def check_alike(said: list[dict[str, str]], what: str) -> None:
-    """Checks that the processes want the same.
+def check_alike(parts_of_each: list[dict[str, str]], what: str) -> None:
+    """Checks that values are equal in all processes.
 
     Args:
-        said: What must be equal, by name, as `gathered` found it; short values are shown.
-        what: Of what these are parts.
+        parts_of_each: The values of each process by name, from `gathered`; short values are shown in errors.
+        what: The object that has these values, for the error.
 
     Raises:
-        ValueError: They differ, in every process; all that differs is named.
+        ValueError: Values differ (raised in every process; all differences are listed).
     """
     wrong = []
-    for name, own in said[0].items():
-        other = next((number for number, each in enumerate(said) if each.get(name) != own), None)
+    for name, value in parts_of_each[0].items():
+        other = next((number for number, parts in enumerate(parts_of_each) if parts.get(name) != value), None)
         if other is not None:
-            values = own, str(said[other].get(name))
+            values = value, str(parts_of_each[other].get(name))
             shown = f" ({values[0]} and {values[1]})" if max(map(len, values)) <= _SHOWN else ""
             wrong.append(f"{name} of process 0 and process {other}{shown}")
     if wrong:
@@ -158,24 +158,24 @@ def check_alike(said: list[dict[str, str]], what: str) -> None:
 
 
 def compare(parts: dict[str, Any], about: str, what: str) -> None:
-    """Checks that all processes have the same versions, kinds of devices and parts of something.
+    """Checks that all processes have the same versions, kinds of devices, and given values.
 
     Args:
-        parts: What must be equal, by name.
+        parts: The values that must be equal, by name.
         about: As for `agreed`.
-        what: Of what these are parts.
+        what: The object that has these values, for the error.
 
     Raises:
-        ValueError: They differ, in every process; all that differs is named.
+        ValueError: Values differ (raised in every process; all differences are listed).
     """
     check_alike(gathered(brief({**environment(), **parts}), about), what)
 
 
 def brief(parts: dict[str, Any]) -> dict[str, str]:
-    """Values as short texts, equal in all processes if the values are."""
+    """Values as short texts, which are equal if the values are."""
     found = {}
     for name, value in parts.items():
-        # Objects that show their address are told apart by what else they show.
+        # Addresses in an object's repr differ between processes and are removed.
         text = value if isinstance(value, str) else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
         found[name] = text if len(text) <= _SHORT else hashlib.sha256(text.encode()).hexdigest()[:16]
     return found
@@ -183,17 +183,17 @@ def brief(parts: dict[str, Any]) -> dict[str, str]:
 
 @contextmanager
 def together(mesh: Mesh | None) -> Iterator[None]:
-    """What the devices of several processes do; an error of theirs is likely one of another process.
+    """A context for work on the devices of several processes, whose errors usually come from another process.
 
     Raises:
-        RuntimeError: They failed.
+        RuntimeError: The devices failed.
     """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if not spans(mesh):
             raise
-        # If another process has said why it ends, this one ends here.
+        # If another process has announced its end, this process ends during this sleep.
         time.sleep(_LAST_WORDS)
         raise RuntimeError(
             f"the devices of {jax.process_count()} processes stopped; one of these has ended, or cannot be "
@@ -201,17 +201,17 @@ def together(mesh: Mesh | None) -> Iterator[None]:
         ) from error
 
 
-# Characters of a value that is shown.
+# Most characters of a value that is shown in an error.
 _SHOWN = 80
 
 
 def environment() -> dict[str, str]:
-    """What programs are compiled with and for, by name: processes that run one must have the same."""
+    """Versions and device kind, by name; they must be the same in all processes of a program."""
     return {
         "the version of jetspec_jax": __version__,
         "the version of JAX": jax.__version__,
         "the version of jaxlib": jaxlib.version.__version__,
-        "the version of llguidance": _version("llguidance"),  # each makes the masks of grammars itself
+        "the version of llguidance": _version("llguidance"),  # every process computes grammar masks
         "the kind of device": jax.local_devices()[0].device_kind,
     }
 
@@ -229,12 +229,12 @@ def _processes_of(mesh: Mesh) -> frozenset[int]:
 
 
 def alone() -> bool:
-    """Whether there are no other processes; asks no device."""
+    """Whether there is only one process; does not initialise devices."""
     return distributed.global_state.num_processes == 1
 
 
 class _Store:
-    """Messages by turns; turn t of process p stands under ``ROOT/said/<t // 256>/<t>/<p>``."""
+    """Messages in turns; turn t of process p has the key ``ROOT/said/<t // 256>/<t>/<p>``."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -250,38 +250,40 @@ class _Store:
         self._count += 1
 
     def exchange(self, about: str, value: Any, *, everyone: bool) -> list[Any]:
-        """The values of the first or of all processes. A turn that fails may be had again."""
-        mine, store = distributed.global_state.process_id, self._client
-        if mine == 0 or everyone:
-            self._say(store, mine, about, value)
+        """The values of the first or of all processes. A turn that fails can be repeated."""
+        process_id, store = distributed.global_state.process_id, self._client
+        if process_id == 0 or everyone:
+            self._send(store, process_id, about, value)
         processes = range(distributed.global_state.num_processes) if everyone else [0]
-        values = [value if process == mine else self._hear(store, process, about) for process in processes]
+        values = [
+            value if process == process_id else self._receive(store, process, about) for process in processes
+        ]
         self._turn += 1
         if self._turn % _BLOCK == 0 and about != _DONE:
-            # After this turn nobody reads an older one any more.
+            # After this exchange no process reads older turns.
             self.exchange(_DONE, None, everyone=True)
-            if mine == 0:
+            if process_id == 0:
                 store.key_value_delete(f"{ROOT}/said/{self._turn // _BLOCK - 1}/")
         return values
 
     def end(self) -> None:
-        """Says that this process does nothing more; what the others follow it in is closed."""
-        mine = distributed.global_state.process_id
-        closed = list(self._followed) if mine == 0 else []
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody is left to be told
-            self._set(self._client, mine, _END, None, closed)
+        """Announces the end of this process; in the first process, cancels all followed objects."""
+        process_id = distributed.global_state.process_id
+        closed = list(self._followed) if process_id == 0 else []
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the other processes have ended
+            self._set(self._client, process_id, _END, None, closed)
 
-    def _say(self, store: Any, mine: int, about: str, value: Any) -> None:
+    def _send(self, store: Any, process_id: int, about: str, value: Any) -> None:
         closed = []
-        if mine == 0:
+        if process_id == 0:
             closed = [number for number, thing in self._followed.items() if thing.unwanted]
-        self._set(store, mine, about, value, closed)
+        self._set(store, process_id, about, value, closed)
         self._close(closed)
 
-    def _set(self, store: Any, mine: int, *message: Any) -> None:
-        store.key_value_set(self._key(mine), json.dumps(message), allow_overwrite=True)
+    def _set(self, store: Any, process_id: int, *message: Any) -> None:
+        store.key_value_set(self._key(process_id), json.dumps(message), allow_overwrite=True)
 
-    def _hear(self, store: Any, process: int, about: str) -> Any:
+    def _receive(self, store: Any, process: int, about: str) -> Any:
         theirs, value, closed = json.loads(_wait_for(store, self._key(process)))
         self._close(closed)
         if theirs != about:
@@ -305,12 +307,12 @@ _STORE = _Store()
 
 
 def say_end() -> None:
-    """Tells the others that this process has ended as it should."""
+    """Announces a regular end of this process."""
     _STORE.end()
 
 
 def _wait_for(store: Any, key: str) -> str:
-    """Waits for ever: `jax.distributed` ends processes whose peers have died."""
+    """Waits for a key without a timeout: `jax.distributed` ends processes whose peers have died."""
     while True:
         try:
             return store.blocking_key_value_get(key, _PATIENCE_MS)

@@ -1,7 +1,7 @@
-"""Where parameters lie on a mesh in training: from the names of their axes to the mesh's.
+"""The sharding of parameters in training.
 
-Parameters name their axes where they are made; for training, `RULES` is all that connects those names with
-devices, but for a target that a group shares: it is split as for decoding, by `partition.SPLIT`.
+`RULES` maps the names of parameter axes to mesh axes. A target that is shared by a group of devices is
+sharded as for decoding, by `partition.SPLIT`.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import abstract
 
-#: The mesh axis that splits a parameter's axis; an axis that is not named is whole on every device. All
-#: matrices have the model's width as one of their axes, the draft head's first under a name of its own.
+#: The mesh axis that shards each parameter axis; axes that are absent here are replicated. Every matrix has
+#: the model's width as an axis, which in the draft head's first matrix is called "features".
 RULES: Mapping[str, str] = {"embed": "fsdp", "features": "fsdp"}
 
 
@@ -24,11 +24,11 @@ def parameter_shardings(config: ModelConfig | DraftHeadConfig, mesh: Mesh) -> An
     """The sharding of every parameter of a config's module, in the structure of its weights.
 
     Args:
-        config: Of a target or a draft head.
-        mesh: The devices; a mesh axis that it does not have splits nothing.
+        config: The config of a target or a draft head.
+        mesh: The devices; rules for axes that the mesh lacks are ignored.
 
     Raises:
-        ValueError: A mesh axis does not divide what it should split; all such parameters are listed.
+        ValueError: A mesh axis does not divide a parameter axis; all such parameters are listed.
     """
     wrong = []
 
@@ -49,9 +49,9 @@ def parameter_shardings(config: ModelConfig | DraftHeadConfig, mesh: Mesh) -> An
 
 
 def on_one_device(tree: Any) -> Any:
-    """Arrays of a mesh on its first local device: as they are where that has all of them, else gathered.
+    """Copies arrays of a mesh to the first local device, gathering them if they are sharded.
 
-    With several processes all must call this, for the same arrays.
+    With several processes, all must call this for the same arrays.
     """
 
     def gather(x: jax.Array) -> jax.Array:
@@ -60,7 +60,7 @@ def on_one_device(tree: Any) -> Any:
             x = next(part.data for part in x.addressable_shards if part.device == device)
         elif not x.is_fully_addressable:
             x = multihost_utils.process_allgather(x, tiled=True)
-        # A mesh of one device is still a mesh, and its programs are not those of a device.
+        # Arrays on a mesh of one device would select other programs than arrays on a device.
         return jax.device_put(x, device)
 
     return jax.tree.map(gather, tree)

@@ -1,8 +1,8 @@
 """Flax models: shared blocks, the transformer skeleton, one file per family, and the draft head.
 
-Models are defined and trained as NNX modules. Across ``jit`` their parameters travel as plain nested dicts of
-arrays, and a program binds them to a module again while it is traced (`bind`): passing modules through
-``nnx.jit`` would cost milliseconds at every call.
+Models are defined and trained as NNX modules. Jitted functions take their parameters as plain nested dicts of
+arrays and bind them to a module during tracing (`bind`): passing modules through ``nnx.jit`` would cost
+milliseconds per call.
 """
 
 import functools
@@ -55,7 +55,7 @@ def build(
     rngs: nnx.Rngs,
     dtype: jnp.dtype = jnp.dtype(jnp.float32),
 ) -> Transformer | DraftHead:
-    """A randomly initialised module with parameters of type ``dtype``, as far as `dtype_of` lets it."""
+    """A randomly initialised module with parameters of type ``dtype``, with the exceptions of `dtype_of`."""
     module = _build(config, rngs, dtype)
     quantize(module, quantized_blocks(config), quantization_of(config))
     return module
@@ -64,24 +64,24 @@ def build(
 def abstract(
     config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype = jnp.dtype(jnp.float32)
 ) -> Transformer | DraftHead:
-    """The module of a config with shapes in place of arrays; parameters still name their axes."""
+    """The module of a config with shapes in place of arrays; parameters keep the names of their axes."""
     module = nnx.eval_shape(lambda: _build(config, _OneKey(0), dtype))
     quantize(module, quantized_blocks(config), quantization_of(config))
     return module
 
 
 def quantization_of(config: ModelConfig | DraftHeadConfig) -> Quantization | None:
-    """How a config's weights are quantised, if they are."""
+    """The quantisation of a config's weights; None if they are not quantised."""
     return (config.layers if isinstance(config, DraftHeadConfig) else config).quantization
 
 
 @functools.cache
 def quantized_blocks(config: ModelConfig | DraftHeadConfig) -> Mapping[Path, tuple[int, ...]]:
-    """Which of a config's parameters are quantised; see `blocks_of`.
+    """The quantised parameters of a config and their blocks; see `blocks_of`.
 
     Raises:
-        ValueError: As for that; or some of a draft head's layers are quantised and others not: their
-            projections of the context are one product.
+        ValueError: As for `blocks_of`; or only some layers of a draft head are quantised, whose projections
+            of the context are one product.
     """
     quantization = quantization_of(config)
     if quantization is None:
@@ -92,18 +92,18 @@ def quantized_blocks(config: ModelConfig | DraftHeadConfig) -> Mapping[Path, tup
         if 0 < count < (layers := config.layers.num_layers):
             raise ValueError(
                 f"quantization_config leaves out queries, keys and values of {layers - count} of the draft "
-                "head's layers; those of all layers must be quantised, or none"
+                "head's layers; they must be quantised in all layers or in none"
             )
     return blocks
 
 
 def kept_packed(config: ModelConfig) -> ModelConfig:
-    """The config of the same model with its experts kept in MXFP4, as a file packs them."""
+    """The config of the same model with its experts kept packed in MXFP4."""
     return replace(config, quantization=PACKED)
 
 
 def without_quantization(config: ModelConfig | DraftHeadConfig) -> ModelConfig | DraftHeadConfig:
-    """The config of the same model with no weights quantised."""
+    """The config of the same model without quantisation."""
     if isinstance(config, DraftHeadConfig):
         return replace(config, layers=replace(config.layers, quantization=None))
     return replace(config, quantization=None)
@@ -112,7 +112,7 @@ def without_quantization(config: ModelConfig | DraftHeadConfig) -> ModelConfig |
 def _build(
     config: ModelConfig | DraftHeadConfig, rngs: nnx.Rngs, dtype: jnp.dtype
 ) -> Transformer | DraftHead:
-    """The module with none of its parameters quantised."""
+    """The module without quantised parameters."""
     if isinstance(config, DraftHeadConfig):
         return DraftHead(config, rngs=rngs, dtype=dtype)
     return FAMILIES[config.model_type](config, rngs=rngs, dtype=dtype)
@@ -121,13 +121,13 @@ def _build(
 def dtype_of(
     config: ModelConfig | DraftHeadConfig, path: tuple[str | int, ...], dtype: jnp.dtype
 ) -> jnp.dtype:
-    """The type that a parameter has, by its path in the weights, where all of them are to have one.
+    """The type of the parameter at ``path`` in a model of type ``dtype``.
 
-    What is quantised stays so: its values are FP8, and its scales float32; or both are bytes of MXFP4.
+    Quantised parameters keep their types: FP8 values with float32 scales, or bytes of MXFP4.
     """
     if is_quantized(path):
-        own = quantization_of(config)
-        if own is not None and own.is_mxfp4:
+        quantization = quantization_of(config)
+        if quantization is not None and quantization.is_mxfp4:
             return jnp.dtype(jnp.uint8)
         return FP8 if path[-1] == VALUES else jnp.dtype(jnp.float32)
     family = DraftHead if isinstance(config, DraftHeadConfig) else FAMILIES[config.model_type]
@@ -136,7 +136,7 @@ def dtype_of(
 
 
 class _OneKey(nnx.Rngs):
-    """Gives one key again and again: shapes need no other, and to count keys in a trace is slow."""
+    """Returns the same key every time: shapes do not depend on keys, and counting keys in a trace is slow."""
 
     def __init__(self, seed: int):
         """Makes the key."""
@@ -158,7 +158,7 @@ def bind(config: ModelConfig, weights: Weights) -> Transformer: ...
 @overload
 def bind(config: DraftHeadConfig, weights: Weights) -> DraftHead: ...
 def bind(config, weights):
-    """The module of a config over given parameters: inside a traced program this costs nothing."""
+    """The module of a config with the given parameters; call it while tracing, where it costs nothing."""
     graph, state = nnx.split(abstract(config))
     nnx.replace_by_pure_dict(state, weights)
     return nnx.merge(graph, state)

@@ -1,4 +1,4 @@
-"""The pre-norm decoder layer, as most families have it; others replace its parts or the whole of it."""
+"""The pre-norm decoder layer of most families; others override parts of it."""
 
 from typing import ClassVar
 
@@ -13,12 +13,12 @@ from jetspec_jax.models.layers import Attend, RMSNorm, Rows
 
 
 class DecoderLayer(nnx.Module):
-    """A pre-norm decoder layer; Qwen3's and the draft head's are the same.
+    """A pre-norm decoder layer, used by Qwen3 and the draft head.
 
     Attributes:
-        NORM: Its norms.
-        ATTENTION: Its attention.
-        EXPERTS: Its feed-forward block in layers that have experts.
+        NORM: The class of its norms.
+        ATTENTION: The class of its attention.
+        EXPERTS: The class of its feed-forward block in layers with experts.
     """
 
     NORM: ClassVar[type[RMSNorm]] = RMSNorm
@@ -35,7 +35,7 @@ class DecoderLayer(nnx.Module):
         self.mlp = block(config, layer, rngs=rngs, dtype=dtype)
 
     def make_mixer(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
-        """Makes the block that lets tokens know of each other: attention, unless a family has others."""
+        """Makes the token mixer: attention, or in some families a recurrence."""
         self.self_attn = self.ATTENTION(config, layer, rngs=rngs, dtype=dtype)
 
     def __call__(
@@ -45,13 +45,13 @@ class DecoderLayer(nnx.Module):
         positions: Int[Array, "B N"],
         attend: Attend,
     ) -> tuple[Float[Array, "B N M"], Float[Array, "B N M"] | None, Rows]:
-        """Runs the layer over a residual stream of ``x + delta``.
+        """Runs the layer over the residual stream ``x + delta``.
 
-        The sum is left to whoever reads the stream next, which is always a norm: it adds and normalises in
-        one pass. ``delta`` is None before the first layer, and after layers that leave nothing to add.
+        The stream is passed as two terms because the next reader is always a norm, which adds and normalises
+        in one pass. ``delta`` is None before the first layer, and after layers that add it themselves.
 
         Returns:
-            The stream after this layer, again as two terms, and what a store keeps of the block.
+            The two terms of the stream after this layer, and the block's rows for a store.
         """
         normed, x = self.input_layernorm.after(x, delta)
         mixed, rows = self.mix(normed, positions, attend)
@@ -60,21 +60,21 @@ class DecoderLayer(nnx.Module):
     def mix(
         self, normed: Float[Array, "B N M"], positions: Int[Array, "B N"], attend: Attend
     ) -> tuple[Float[Array, "B N M"], Rows]:
-        """What the block of `make_mixer` adds to the stream, and what a store keeps of it."""
+        """The token mixer's term for the stream, and the block's rows for a store."""
         return self.self_attn(normed, positions, attend)
 
     def feed(
         self, x: Float[Array, "B N M"], attended: Float[Array, "B N M"]
     ) -> tuple[Float[Array, "B N M"], Float[Array, "B N M"] | None]:
-        """Adds to the stream what attention gave, and runs the feed-forward block: two terms again."""
+        """Adds attention's output to the stream and runs the feed-forward block; returns two terms again."""
         normed, x = self.post_attention_layernorm.after(x, attended)
         return x, self.mlp(normed)
 
 
 class SandwichLayer(DecoderLayer):
-    """A layer that also norms what its blocks add to the residual stream: Gemma's, from the second on.
+    """A layer that also norms the outputs of its blocks, as Gemma does since Gemma 2.
 
-    ``post_attention_layernorm`` is then the norm of what attention adds; the one after it has another name.
+    ``post_attention_layernorm`` is here the norm of attention's output.
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
@@ -87,10 +87,10 @@ class SandwichLayer(DecoderLayer):
     def feed(
         self, x: Float[Array, "B N M"], attended: Float[Array, "B N M"]
     ) -> tuple[Float[Array, "B N M"], Float[Array, "B N M"] | None]:
-        """As in `DecoderLayer`, with norms of what both blocks add."""
+        """As in `DecoderLayer`, with norms of both blocks' outputs."""
         normed, x = self.pre_feedforward_layernorm.after(x, self.post_attention_layernorm(attended))
         return x, self.post_feedforward_layernorm(self.feed_forward(normed, x))
 
     def feed_forward(self, normed: Float[Array, "B N M"], x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
-        """What the feed-forward blocks make of the normed stream, or of the stream as it is."""
+        """The output of the feed-forward blocks, from the normed stream and the stream ``x`` itself."""
         return self.mlp(normed)

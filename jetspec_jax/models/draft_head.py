@@ -1,8 +1,8 @@
 """The causal parallel draft head: all depths of a token tree from one forward pass.
 
-One definition serves decoding and training. The head's layers see, through `Attend`, a context (one row per
-committed token, made by `DraftHead.context` of the target's taps) and the block of draft slots; whether the
-context lies in pages or in a dense differentiable array is the caller's business.
+One definition serves decoding and training. Through `Attend`, the head's layers attend to a context (one row
+per committed token, computed by `DraftHead.context` from the target's taps) and to the block of draft slots.
+The caller stores the context, in pages or in a dense differentiable array.
 
 Source: the JetSpec paper (arXiv 2606.18394) and the layout of its published checkpoints.
 """
@@ -25,7 +25,7 @@ from pallas_kernels.quantized import Quantized
 
 
 class DraftHead(nnx.Module):
-    """Decoder layers over draft slots. It has neither embedding nor logits: the target's are used."""
+    """Decoder layers over draft slots. Embeddings and logits are the target's."""
 
     KEYS: ClassVar[tuple[Key, ...]] = (
         Key("fc.weight", "fc", "t m -> m t"),
@@ -52,20 +52,22 @@ class DraftHead(nnx.Module):
             self.selector = Selector(config.selector, m, config.layers.vocab_size, rngs=rngs, dtype=dtype)
 
     def context_projection(self) -> Float[Array, "M L G 2 E"] | Quantized:
-        """All layers' key and value projections of the context, in one array.
+        """All layers' key and value projections, stacked so that one product projects the context.
 
-        They are parts of the layers' fused projections. Side by side they take one product for all layers.
+        They are parts of the layers' fused projections.
         """
 
         def side_by_side(fused: Sequence[Array]) -> Array:
-            return jnp.stack([own[:, :, -2:] for own in fused], axis=1)
+            return jnp.stack([projection[:, :, -2:] for projection in fused], axis=1)
 
         fused = [layer.self_attn.qkv_proj[...] for layer in self.layers]
         if not isinstance(fused[0], Quantized):
             return side_by_side(fused)
         embed, *block = fused[0].block
-        values = side_by_side([own.values for own in fused])
-        return Quantized(values, side_by_side([own.scales for own in fused]), (embed, 1, *block))
+        values = side_by_side([projection.values for projection in fused])
+        return Quantized(
+            values, side_by_side([projection.scales for projection in fused]), (embed, 1, *block)
+        )
 
     def context(
         self,
@@ -73,15 +75,15 @@ class DraftHead(nnx.Module):
         positions: Int[Array, "B T"],
         projection: Float[Array, "M L G 2 E"] | Quantized,
     ) -> tuple[KV, ...]:
-        """Each layer's keys and values of the context features of tapped tokens.
+        """Each layer's keys and values of the context, from the target's taps.
 
-        All layers read the same features, and read them without their input norm (only the block passes it).
-        Keeping these rows rather than the taps keeps a few KB per token instead of tens.
+        All layers read the same features, without their input norm, which is for the block only. Storing keys
+        and values takes a few KB per token; storing the taps would take tens.
 
         Args:
             taps: Outputs of the tapped layers.
             positions: The tokens' absolute positions.
-            projection: What `context_projection` makes.
+            projection: The result of `context_projection`.
         """
         features = einsum("btf,fm->btm", taps, self.fc[...])
         if features.shape[2] < self.config.layers.hidden_size:
@@ -104,9 +106,9 @@ class DraftHead(nnx.Module):
 
         Args:
             slots: The target's embeddings of ``[anchor, MASK, MASK, ...]``.
-            positions: The slots' absolute positions, the anchor's own first.
+            positions: The slots' absolute positions, the anchor's first.
             attend: Attention over the context and, inside a block, over earlier (or all) slots.
-            remat: Whether a backward pass computes each layer again instead of keeping what is inside it.
+            remat: Whether the backward pass recomputes each layer's activations instead of storing them.
         """
         x, delta = slots, None
         for layer in self.layers:

@@ -1,4 +1,4 @@
-"""Feed-forward blocks: dense, and of routed experts.
+"""Feed-forward blocks: dense, and with routed experts.
 
 Shapes: B sequences, N tokens, T tokens of all sequences, M model, E experts.
 """
@@ -32,11 +32,11 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
         """Applies the block to every token."""
-        added = joined(self.own(x), self.down_proj.shape[0], self.features)
+        added = joined(self.local(x), self.down_proj.shape[0], self.features)
         return added + self.down_bias[...].astype(x.dtype)[None, None] if self.has_bias else added
 
-    def own(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
-        """What this device's features add to the block's output, without the bias of ``down``."""
+    def local(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
+        """This device's term of the block's output, without the bias of ``down``."""
         gate_up = einsum("bnm,mkf->bnkf", x, self.gate_up_proj[...])
         if self.has_bias:
             gate_up = gate_up + self.gate_up_bias[...].astype(x.dtype)[None, None]
@@ -46,7 +46,7 @@ class MLP(nnx.Module):
 
 
 class RoutedExperts(nnx.Module):
-    """Gated blocks of which every token passes some. The one layout in memory, however files store them."""
+    """Routed experts, in one memory layout for all families."""
 
     def __init__(self, hidden_size: int, experts: Experts, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         """Makes the experts."""
@@ -59,18 +59,18 @@ class RoutedExperts(nnx.Module):
         self.config = experts
 
     def __call__(self, rows: Float[Array, "T M"], choice: ExpertChoice) -> Float[Array, "T M"]:
-        """The weighted sum of what each row's experts make of it, as far as this device has them."""
+        """The weighted sum of the outputs of each row's experts, as far as this device has them."""
         biases = self.config.biases
         down_bias = self.down_bias[...] if biases else None
-        own, features = self.down_proj.shape[:2]
-        if own < self.config.count:
-            # The others' experts have numbers here that are none, so they add nothing.
-            choice = choice._replace(experts=choice.experts - own * shards.index(shards.EXPERT))
+        local_count, features = self.down_proj.shape[:2]
+        if local_count < self.config.count:
+            # Experts of other devices get indices out of range here, so they add nothing.
+            choice = choice._replace(experts=choice.experts - local_count * shards.index(shards.EXPERT))
         if down_bias is not None and features < self.config.size:
             down_bias = jnp.where(shards.index(shards.TENSOR) == 0, down_bias, 0)
         gate_up, down = (
-            own if isinstance(own, Narrow) else own.astype(rows.dtype)
-            for own in (self.gate_up_proj[...], self.down_proj[...])
+            weight if isinstance(weight, Narrow) else weight.astype(rows.dtype)
+            for weight in (self.gate_up_proj[...], self.down_proj[...])
         )
         return expert_mlp(
             rows,
@@ -83,33 +83,33 @@ class RoutedExperts(nnx.Module):
         )
 
     @property
-    def own_size(self) -> int:
-        """Features of all the experts that this device has."""
+    def local_size(self) -> int:
+        """Hidden features of this device's experts, summed."""
         return self.down_proj.shape[0] * self.down_proj.shape[1]
 
     @property
     def whole_size(self) -> int:
-        """Features of all experts."""
+        """Hidden features of all experts, summed."""
         return self.config.count * self.config.size
 
 
 class ExpertMLP(nnx.Module):
-    """A router, and the experts that it chooses: the feed-forward block of a mixture of experts."""
+    """A mixture of experts: a router and routed experts."""
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         """Makes layer ``layer``'s router and experts."""
         m, experts = config.hidden_size, config.layers[layer].experts
         assert experts is not None, "a layer without experts has a plain MLP"
-        # A row per expert, as files have it: for one token a GPU adds up along rows.
+        # One row per expert, as in files: for one token a GPU sums along rows.
         self.router = param(rngs, (experts.count, m), ("router", "embed"), dtype)
         self.experts = RoutedExperts(m, experts, rngs=rngs, dtype=dtype)
 
     def __call__(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
         """Applies the experts to every token."""
-        return joined(self.own(x), self.experts.own_size, self.experts.whole_size)
+        return joined(self.local(x), self.experts.local_size, self.experts.whole_size)
 
-    def own(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
-        """What this device's experts, and its features of them, add to the block's output."""
+    def local(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
+        """This device's term of the block's output."""
         rows = x.reshape(-1, x.shape[-1])
         return self.experts(rows, self.choose(rows)).reshape(x.shape)
 
@@ -118,5 +118,5 @@ class ExpertMLP(nnx.Module):
         return expert_choice(self.logits(rows), routing=self.experts.config.routing)
 
     def logits(self, rows: Float[Array, "T M"]) -> Float32[Array, "T E"]:
-        """What the router says, in float32: where logits are rounded, near ones tie."""
+        """The router's logits, in float32: after rounding, close logits would tie."""
         return einsum("tm,em->te", rows, self.router[...], wide=True)

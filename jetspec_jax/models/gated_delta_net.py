@@ -17,21 +17,21 @@ from jetspec_jax.config import ModelConfig
 from jetspec_jax.models.layers import History, RecurrentRows, RMSNorm, einsum, joined, param
 from pallas_kernels.gated_delta import gated_delta
 
-# Inside the root that normalises queries and keys, whatever the model's own is.
+# The epsilon of the normalisation of queries and keys; it does not depend on the config.
 _EPS = 1e-6
-# Logarithm of a decay that leaves exactly nothing of a state in float32. It is finite, as products of sums of
-# decays with zeros must stay zero.
+# Log-decay that clears a state exactly in float32. It is finite, because sums of log-decays are multiplied by
+# zeros, which must stay zero.
 _FORGET = -1e4
 
 
 class Projected(NamedTuple):
-    """What a layer's input is projected to.
+    """The projections of a layer's input.
 
     Attributes:
         rows: Queries, keys and values, in this order.
         z: Gates of the output.
-        b: Before the sigmoid, how much of its value each token writes.
-        a: What the decay is made of.
+        b: Logits of the write strength of each token.
+        a: Inputs of the decay.
     """
 
     rows: Float[Array, "B N C"]
@@ -41,17 +41,17 @@ class Projected(NamedTuple):
 
 
 class GatedDeltaNet(nnx.Module):
-    """A recurrence whose state decays, and learns each token's value as what its key should yield."""
+    """A linear recurrence with a decaying state, updated by the delta rule."""
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         """Makes layer ``layer``'s recurrence."""
-        own = config.layers[layer].recurrence
-        assert own is not None, "a layer without a recurrence has attention"
-        m, v, e = config.hidden_size, own.num_value_heads, own.value_dim
-        self.layer, self.recurrence = layer, own
+        recurrence = config.layers[layer].recurrence
+        assert recurrence is not None, "a layer without a recurrence has attention"
+        m, v, e = config.hidden_size, recurrence.num_value_heads, recurrence.value_dim
+        self.layer, self.recurrence = layer, recurrence
         self.make_projections(m, rngs=rngs, dtype=dtype)
-        self.conv1d = param(rngs, (own.channels, own.kernel), ("channels", "kernel"), dtype)
-        # As of transformers: slow heads and fast ones.
+        self.conv1d = param(rngs, (recurrence.channels, recurrence.kernel), ("channels", "kernel"), dtype)
+        # Initialised as in transformers: some heads decay slowly, some fast.
         rates = jax.random.uniform(rngs.params(), (v,), jnp.float32, minval=0.01, maxval=16.0)
         self.A_log = nnx.Param(jnp.log(rates), axes=("value_heads",))
         self.dt_bias = nnx.Param(jnp.ones((v,), dtype), axes=("value_heads",))
@@ -60,14 +60,14 @@ class GatedDeltaNet(nnx.Module):
 
     def make_projections(self, hidden_size: int, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
         """Makes the weights of `project`."""
-        own, m = self.recurrence, hidden_size
-        v, e = own.num_value_heads, own.value_dim
-        self.in_proj_qkv = param(rngs, (m, own.channels), ("embed", "channels"), dtype)
+        recurrence, m = self.recurrence, hidden_size
+        v, e = recurrence.num_value_heads, recurrence.value_dim
+        self.in_proj_qkv = param(rngs, (m, recurrence.channels), ("embed", "channels"), dtype)
         self.in_proj_z = param(rngs, (m, v, e), ("embed", "value_heads", "value_dim"), dtype)
         self.in_proj_ba = param(rngs, (m, 2, v), ("embed", "ba", "value_heads"), dtype)
 
     def project(self, x: Float[Array, "B N M"]) -> Projected:
-        """What the layer makes of its input before tokens know of each other."""
+        """The projections of the input, computed per token."""
         ba = einsum("bnm,mkv->bnkv", x, self.in_proj_ba[...], wide=True)
         return Projected(
             rows=einsum("bnm,mc->bnc", x, self.in_proj_qkv[...]),
@@ -79,7 +79,7 @@ class GatedDeltaNet(nnx.Module):
     def __call__(
         self, x: Float[Array, "B N M"], history: History
     ) -> tuple[Float[Array, "B N M"], RecurrentRows]:
-        """What the layer adds to the stream, and what a store needs of the block."""
+        """The layer's term for the stream, and the block's rows for a store."""
         projected = self.project(x)
         q, k, v = self.heads(self.convolve(projected.rows, history))
         bias = self.dt_bias[...].astype(jnp.float32)[None, None]
@@ -96,7 +96,7 @@ class GatedDeltaNet(nnx.Module):
         return added, RecurrentRows(projected.rows, k, delta, decay)
 
     def convolve(self, rows: Float[Array, "B N C"], history: History) -> Float[Array, "B N C"]:
-        """Each channel over the token itself and those right before it on its path, then SiLU."""
+        """The causal convolution of each channel along a token's path, then SiLU."""
         batch, count, channels = rows.shape
         taps = self.recurrence.kernel - 1
         before = history.rows
@@ -104,7 +104,7 @@ class GatedDeltaNet(nnx.Module):
             before = jnp.zeros((batch, taps, channels), rows.dtype)
         extended = jnp.concatenate([before.astype(rows.dtype), rows], axis=1)
         weight = self.conv1d[...].astype(jnp.float32)
-        # Where in these rows, for each token, the one is that many places before it on its path.
+        # index[back]: for each token, the row of its ancestor `back` steps up its path.
         index = _first_ancestors(history.parents, taps) if history.parents is not None else None
         total = rows.astype(jnp.float32) * weight[None, None, :, taps]
         behind = None if history.begins is None else _tokens_behind(history.begins)
@@ -122,12 +122,12 @@ class GatedDeltaNet(nnx.Module):
         self, rows: Float[Array, "B N C"]
     ) -> tuple[Float32[Array, "B N K D"], Float32[Array, "B N K D"], Float32[Array, "B N V E"]]:
         """Queries, normalised and scaled, keys, normalised, and values."""
-        own = self.recurrence
-        # On a mesh the rows are of some of the key heads, and of what goes with them.
-        keys = rows.shape[-1] // (own.channels // own.num_key_heads) * own.key_dim
+        recurrence = self.recurrence
+        # On a mesh the rows have only this device's key heads and their values.
+        keys = rows.shape[-1] // (recurrence.channels // recurrence.num_key_heads) * recurrence.key_dim
         q, k, v = jnp.split(rows.astype(jnp.float32), (keys, 2 * keys), axis=-1)
-        q, k = (_normalised(x.reshape(*x.shape[:2], -1, own.key_dim)) for x in (q, k))
-        return q * own.key_dim**-0.5, k, v.reshape(*v.shape[:2], -1, own.value_dim)
+        q, k = (_normalised(x.reshape(*x.shape[:2], -1, recurrence.key_dim)) for x in (q, k))
+        return q * recurrence.key_dim**-0.5, k, v.reshape(*v.shape[:2], -1, recurrence.value_dim)
 
 
 def _normalised(x: Float32[Array, "*rows D"]) -> Float32[Array, "*rows D"]:
@@ -135,21 +135,22 @@ def _normalised(x: Float32[Array, "*rows D"]) -> Float32[Array, "*rows D"]:
 
 
 def _tokens_behind(begins: Bool[Array, "B N"]) -> Int[Array, "B N"]:
-    """How many tokens of its own sequence are before each token: ``x . . x .`` gives 0 1 2 0 1."""
+    """The number of tokens before each token in its sequence: begins ``x . . x .`` give 0 1 2 0 1."""
     places = jnp.broadcast_to(jnp.arange(begins.shape[1])[None, :], begins.shape)
     return places - jax.lax.cummax(jnp.where(begins, places, 0), axis=1)
 
 
 def _first_ancestors(parents: Int[Array, "B N"], taps: int) -> list[Int[Array, "B N"]]:
-    """Where each token, its parent, and so on are, in the ``taps`` rows before the block and then its own.
+    """For each token, the rows of itself, its parent, and so on, ``taps`` steps up.
 
-    From the root a path goes on into the rows before the block, which are as many as it can need.
+    Rows are counted in the ``taps`` rows before the block followed by the block. Above the root, a path
+    continues into the rows before the block.
     """
     batch, count = parents.shape
     above = jnp.broadcast_to(jnp.maximum(jnp.arange(taps, dtype=parents.dtype) - 1, 0)[None], (batch, taps))
     above = jnp.concatenate([above, parents + taps], axis=1)
-    own = jnp.arange(taps, taps + count, dtype=parents.dtype)
-    index = [jnp.broadcast_to(own[None], (batch, count))]
+    block = jnp.arange(taps, taps + count, dtype=parents.dtype)
+    index = [jnp.broadcast_to(block[None], (batch, count))]
     for _ in range(taps):
         index.append(jnp.take_along_axis(above, index[-1], axis=1))
     return index

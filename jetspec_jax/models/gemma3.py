@@ -1,4 +1,4 @@
-"""Gemma 3: norms before and after every block, a gated GELU, and two rotary bases by type of layer."""
+"""Gemma 3: norms before and after every block, a gated GELU, and a rotary base for each layer type."""
 
 from jetspec_jax.models.attention import Attention
 from jetspec_jax.models.decoder_layer import SandwichLayer
@@ -8,20 +8,20 @@ from jetspec_jax.models.transformer import Transformer
 
 
 class Gemma3Attention(Attention):
-    """Attention whose per-head norms are stored less one."""
+    """Attention whose norms of heads are stored minus one."""
 
     NORM = CenteredRMSNorm
 
 
 class Gemma3Layer(SandwichLayer):
-    """A layer whose norms are stored less one."""
+    """A layer whose norms are stored minus one."""
 
     NORM = CenteredRMSNorm
     ATTENTION = Gemma3Attention
 
 
 class Gemma3(Transformer):
-    """A Gemma 3 target (``model_type`` "gemma3_text"), alone or as a part of one for images, "gemma3"."""
+    """A Gemma 3 target (``model_type`` "gemma3_text"), alone or inside the multimodal "gemma3"."""
 
     LAYER = Gemma3Layer
     KEYS = (*ENDS, NESTED_HEAD, *(key.under("model.") for key in (*LAYER_KEYS, *SANDWICH_KEYS)))

@@ -1,4 +1,4 @@
-"""Gemma 4: experts beside a dense block, wide heads in full layers whose keys are also their values.
+"""Gemma 4: experts beside a dense block; in full layers, wide heads whose keys are also their values.
 
 Shapes: B sequences, N tokens, T tokens of all sequences, M model, G KV heads, E head size.
 """
@@ -19,15 +19,15 @@ from jetspec_jax.models.transformer import Transformer
 from pallas_kernels.expert_choice import ExpertChoice, expert_choice
 from pallas_kernels.rms_norm import rms_norm
 
-# What layers hold beside those of Gemma 3.
-_OWN_KEYS = tuple(
+# The tensors of layers that Gemma 3 lacks.
+_GEMMA4_KEYS = tuple(
     Key(f"layers.{{}}.{name}", f"layers.{{}}.{path or name}", layout, part, repeated="k_proj" in name)
     for name, path, layout, part in (
         ("layer_scalar", "", "", ...),
-        # Where keys are values.
+        # In layers whose keys are values.
         ("self_attn.q_proj.weight", "self_attn.qk_proj", "m g r e -> (g r e) m", np.s_[:, :, :-1]),
         ("self_attn.k_proj.weight", "self_attn.qk_proj", "m g e -> (g e) m", np.s_[:, :, -1]),
-        # Where there are experts.
+        # In layers with experts.
         ("router.proj.weight", "router.proj", "", ...),
         ("router.scale", "", "", ...),
         ("router.per_expert_scale", "", "", ...),
@@ -41,26 +41,31 @@ _OWN_KEYS = tuple(
 
 
 class Gemma4Attention(Attention):
-    """Attention that norms values too, without a weight, and in full layers takes keys for values."""
+    """Attention that also norms values, without a weight, and in full layers uses keys as values."""
 
     NORM = WideRMSNorm
     NORM_VALUES = True
 
     def make_projection(
-        self, hidden_size: int, own: LayerConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype
+        self, hidden_size: int, geometry: LayerConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype
     ) -> None:
-        """Makes a weight of queries and keys alone where keys are values: under another name."""
-        self.keys_as_values = own.keys_as_values
-        if own.keys_as_values:
-            shape = hidden_size, own.num_kv_heads, own.num_heads // own.num_kv_heads + 1, own.head_dim
+        """Makes the weight; if keys are values, it has only queries and keys, and another name."""
+        self.keys_as_values = geometry.keys_as_values
+        if geometry.keys_as_values:
+            shape = (
+                hidden_size,
+                geometry.num_kv_heads,
+                geometry.num_heads // geometry.num_kv_heads + 1,
+                geometry.head_dim,
+            )
             self.qk_proj = param(rngs, shape, PROJECTION_AXES, dtype)
         else:
-            super().make_projection(hidden_size, own, rngs=rngs, dtype=dtype)
+            super().make_projection(hidden_size, geometry, rngs=rngs, dtype=dtype)
 
     def project(self, x: Float[Array, "B N M"]) -> Float[Array, "B N G R2 E"]:
-        """Queries, keys and values in one product; keys that are values stand there twice.
+        """Queries, keys and values in one product; if keys are values, the keys are repeated as values.
 
-        Afterwards they differ: keys have a norm with a weight and are rotated.
+        They differ afterwards: keys have a norm with a weight and are rotated.
         """
         if not self.keys_as_values:
             return super().project(x)
@@ -69,7 +74,7 @@ class Gemma4Attention(Attention):
 
 
 class Gemma4Router(nnx.Module):
-    """Chooses experts by a normed and scaled residual stream, and weights what each of them adds."""
+    """Chooses experts from the normed and scaled residual stream, and scales each expert's weight."""
 
     def __init__(self, config: ModelConfig, experts: Experts, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         """Makes the router."""
@@ -88,11 +93,11 @@ class Gemma4Router(nnx.Module):
 
 
 class Gemma4Layer(SandwichLayer):
-    """A layer that may have experts beside its dense block, each with norms of its own, and is scaled."""
+    """A scaled layer that may have experts beside its dense block, with separate norms."""
 
     NORM = WideRMSNorm
     ATTENTION = Gemma4Attention
-    EXPERTS = MLP  # dense in every layer: experts stand beside it
+    EXPERTS = MLP  # every layer has a dense block; experts are beside it
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         """Makes layer ``layer``."""
@@ -110,24 +115,24 @@ class Gemma4Layer(SandwichLayer):
     def feed(
         self, x: Float[Array, "B N M"], attended: Float[Array, "B N M"]
     ) -> tuple[Float[Array, "B N M"], Float[Array, "B N M"] | None]:
-        """As in `SandwichLayer`; then the whole stream is scaled, so nothing is left to add."""
+        """As in `SandwichLayer`; then the whole stream is scaled, so there is no second term."""
         x, delta = super().feed(x, attended)
-        assert delta is not None, "a sandwich layer leaves what its last block adds"
+        assert delta is not None, "a sandwich layer returns two terms"
         return (x + delta) * self.layer_scalar[...].astype(x.dtype)[0], None
 
     def feed_forward(self, normed: Float[Array, "B N M"], x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
-        """The dense block, of the normed stream, and the experts, of the stream as it is."""
+        """The dense block of the normed stream plus the experts, which norm the stream themselves."""
         if not self.routed:
             return self.mlp(normed)
-        dense, rows = self.mlp.own(normed), x.reshape(-1, x.shape[-1])
+        dense, rows = self.mlp.local(normed), x.reshape(-1, x.shape[-1])
         routed = self.experts(self.pre_feedforward_layernorm_2(rows), self.router(rows))
-        dense, routed = joined((dense, routed), self.experts.own_size, self.experts.whole_size)
+        dense, routed = joined((dense, routed), self.experts.local_size, self.experts.whole_size)
         routed = self.post_feedforward_layernorm_2(routed).reshape(x.shape)
         return self.post_feedforward_layernorm_1(dense) + routed
 
 
 class Gemma4(Transformer):
-    """A Gemma 4 target (``model_type`` "gemma4_text"), alone or as a part of one for images, "gemma4"."""
+    """A Gemma 4 target (``model_type`` "gemma4_text"), alone or inside the multimodal "gemma4"."""
 
     LAYER = Gemma4Layer
     PREFIXES = ("model.", "model.language_model.", "language_model.model.")
@@ -135,4 +140,8 @@ class Gemma4(Transformer):
         Skip(r"(model\.)?(vision_tower|embed_vision)\..*", "vision tower"),
         Skip(r"(model\.)?(audio_tower|embed_audio)\..*", "audio tower"),
     )
-    KEYS = (*ENDS, NESTED_HEAD, *(key.under("model.") for key in (*LAYER_KEYS, *SANDWICH_KEYS, *_OWN_KEYS)))
+    KEYS = (
+        *ENDS,
+        NESTED_HEAD,
+        *(key.under("model.") for key in (*LAYER_KEYS, *SANDWICH_KEYS, *_GEMMA4_KEYS)),
+    )

@@ -1,6 +1,6 @@
-"""GPT-OSS: sinks, biases everywhere, and experts in every layer, which published files hold in MXFP4.
+"""GPT-OSS: attention sinks, biases, and experts in every layer, stored in MXFP4 in published files.
 
-Shapes: T tokens of all sequences, M model, H query heads; of routers, E experts.
+Shapes: T tokens of all sequences, M model, H query heads, E experts.
 """
 
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ class GptOssAttention(PlainAttention):
         self.sinks = param(rngs, (config.layers[layer].num_heads,), ("heads",), dtype)
 
     def sink_logits(self) -> Float32[Array, "H"]:
-        """A learnt logit for every head."""
+        """A learned logit for each head."""
         return self.sinks[...].astype(jnp.float32)
 
 
@@ -42,12 +42,12 @@ class GptOssExperts(ExpertMLP):
         self.router_bias = param(rngs, (self.experts.config.count,), ("router",), dtype)
 
     def logits(self, rows: Float[Array, "T M"]) -> Float32[Array, "T E"]:
-        """What the router says, in float32."""
+        """The router's logits, in float32."""
         return super().logits(rows) + self.router_bias[...].astype(jnp.float32)[None]
 
 
 class GptOssLayer(DecoderLayer):
-    """A pre-norm layer of these."""
+    """A pre-norm layer with sinks and biased routers."""
 
     NORM = WideRMSNorm
     ATTENTION = GptOssAttention
@@ -57,8 +57,8 @@ class GptOssLayer(DecoderLayer):
 class GptOss(Transformer):
     """A GPT-OSS target (``model_type`` "gpt_oss").
 
-    Transformers writes its experts with the input's axis first, published files hold them in MXFP4 with the
-    output's first. In both, and in their biases, gate and up take turns.
+    transformers writes experts with the input axis first; published files have MXFP4 with the output axis
+    first. Gate and up rows are interleaved in both, and in their biases.
     """
 
     LAYER = GptOssLayer
@@ -76,7 +76,7 @@ class GptOss(Transformer):
             Key(f"model.{path}_blocks", path, layout, form="mxfp4", scales=f"model.{path}_scales")
             for path, layout in ((_GATE_UP, "e m two i -> e (i two) m"), (_DOWN, "e i m -> e m i"))
         ),
-        # The same kept packed.
+        # The same tensors, kept packed in memory.
         Key(f"model.{_GATE_UP}_blocks", f"{_GATE_UP}.{VALUES}", "e two i g byte -> e (i two) g byte"),
         Key(f"model.{_GATE_UP}_scales", f"{_GATE_UP}.{SCALES}", "e two i g -> e (i two) g"),
         Key(f"model.{_DOWN}_blocks", f"{_DOWN}.{VALUES}"),

@@ -1,4 +1,4 @@
-"""Key tables: which tensor of a published checkpoint is which parameter of ours."""
+"""Key tables: the mapping from a published checkpoint's tensors to parameters."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -12,23 +12,23 @@ from jetspec_jax.models.layout import Layout, parse_layout
 from jetspec_jax.models.mxfp4 import packed_shapes, widen
 from pallas_kernels.mxfp4 import BLOCK, BLOCK_BYTES
 
-#: Calls a function with each of some things.
+#: Calls a function with each item of an iterable, possibly in parallel.
 Each = Callable[[Callable[[Any], None], Iterable[Any]], None]
 
 
 def one_by_one(function: Callable[[Any], None], things: Iterable[Any]) -> None:
-    """One after the other."""
+    """Calls the function with each item in turn."""
     for thing in things:
         function(thing)
 
 
-class OwnRows(NamedTuple):
-    """A device's part of a parameter, as an index for each axis.
+class ShardRows(NamedTuple):
+    """A device's shard of a parameter, as indices along each axis.
 
     Attributes:
-        rows: Which rows of the axis the part has, in its order; -1 is padding, which no file holds.
-        sizes: Rows of the axis in all, without padding.
-        repeats: How often the axis repeats each row of a file, in tensors of `Key.repeated`.
+        rows: For each axis, the shard's rows in order; -1 is padding, which files do not have.
+        sizes: For each axis, the parameter's number of rows without padding.
+        repeats: For each axis, how often each row of the file is repeated in tensors with `Key.repeated`.
     """
 
     rows: tuple[np.ndarray, ...]
@@ -38,28 +38,27 @@ class OwnRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Key:
-    """One line of a key table: where files keep a parameter, or a part of one.
+    """An entry of a key table: the tensor that holds a parameter, or a part of it.
 
-    A layer's matrix, and the same of every expert, which files keep one by one::
+    A layer's matrix, and the same matrix of every expert, stored one tensor per expert::
 
         Key("layers.{}.mlp.up_proj.weight", "layers.{}.mlp.gate_up_proj", "m i -> i m", np.s_[:, 1])
         Key("layers.{}.mlp.experts.{}.up_proj.weight", "layers.{}.mlp.experts.gate_up_proj",
             "m i -> i m", np.s_[:, 1], expert=True)
 
     Attributes:
-        name: The tensor's published name, with ``{}`` where a layer index goes.
-        path: Dotted path of the parameter, with ``{}`` where the index goes.
-        layout: How the file lays out this part of the parameter, as `parse_layout` reads it. Empty: as it is.
-        part: Which part of the parameter the tensor is, as an index; several published tensors may make up
-            one fused parameter.
-        expert: Whether each expert has a tensor of its own. Then the name's last ``{}`` is an index of the
-            parameter's first axis, and ``layout`` and ``part`` are about what that index picks.
-        form: Which way of storing the parameter this belongs to, if files differ in that. A file holds all
-            tensors of one form and none of another, and forms share none. That of the table's first line for
-            a parameter is what is written.
-        repeated: Whether the tensor is of KV heads, which devices repeat where there are more of them.
-        scales: For a tensor of MXFP4 blocks, the name of its scales. ``layout`` is then that of the values,
-            of three axes or more, and the file's last axis is one of them: the blocks lie along it.
+        name: The tensor's published name, with ``{}`` for the layer index.
+        path: Dotted path of the parameter, with ``{}`` for the layer index.
+        layout: The file's layout of this part of the parameter, see `parse_layout`. Empty: the same axes.
+        part: Index of the part of the parameter that the tensor holds; a fused parameter consists of several
+            published tensors.
+        expert: Whether each expert has a separate tensor. The name's last ``{}`` is then an index of the
+            parameter's first axis, and ``layout`` and ``part`` refer to one expert.
+        form: The storage form, if files store the parameter in different ways. A file has all tensors of one
+            form and none of another. Checkpoints are written in the form of the table's first entry.
+        repeated: Whether the tensor has KV heads, which are repeated if there are more devices than heads.
+        scales: For a tensor of MXFP4 blocks, the name of its scales. ``layout`` is then that of the values.
+            It has three axes or more, and the file's last axis, along which the blocks lie, is unmerged.
     """
 
     name: str
@@ -72,11 +71,11 @@ class Key:
     repeated: bool = False
 
     def __post_init__(self):
-        """Refuses what could never fit.
+        """Checks the entry.
 
         Raises:
-            ValueError: The layout is not valid, or not one of MXFP4 blocks, or the indices of the name are
-                not those of the path.
+            ValueError: The layout is invalid, or unsuitable for MXFP4 blocks, or the name and the path have
+                different numbers of indices.
         """
         layout = parse_layout(self.layout) if self.layout else Layout((), ())
         if self.scales and (len(layout.order) < 3 or layout.merged[-1] != 1):
@@ -84,10 +83,10 @@ class Key:
                 f"{self.name}: MXFP4 blocks need a layout of three axes or more, with the last one of the "
                 f"file unmerged, not {self.layout!r}"
             )
-        wanted = self.path.count("{}") + self.expert
+        expected = self.path.count("{}") + self.expert
         for name in self.names:
-            if name.count("{}") != wanted:
-                raise ValueError(f"{name} has {name.count('{}')} indices, and {self.path} needs {wanted}")
+            if name.count("{}") != expected:
+                raise ValueError(f"{name} has {name.count('{}')} indices, and {self.path} needs {expected}")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -95,17 +94,17 @@ class Key:
         return (self.name, self.scales) if self.scales else (self.name,)
 
     def under(self, prefix: str, instead_of: str = "") -> "Key":
-        """The same entry for tensors whose names begin with ``prefix`` instead; others stay as they are."""
+        """The entry with its name's prefix ``instead_of`` replaced; without that prefix it is unchanged."""
         if not self.name.startswith(instead_of):
             return self
         name, *scales = (prefix + name.removeprefix(instead_of) for name in self.names)
         return replace(self, name=name, scales="".join(scales))
 
     def of(self, indices: Sequence[int], shape: tuple[int, ...]) -> list["Key"]:
-        """The entry of one parameter, without ``{}``; one for each expert if they are stored one by one.
+        """The entries of one parameter, with indices filled in: one, or with `expert` one per expert.
 
         Args:
-            indices: What the path's ``{}`` are.
+            indices: The values of the path's ``{}``.
             shape: The parameter's shape.
         """
         places = [(*indices, i) for i in range(shape[0])] if self.expert else [tuple(indices)]
@@ -123,35 +122,35 @@ class Key:
         ]
 
     def file_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Shapes in the file, in the order of `names`, of (this part of) a parameter of ``shape``.
+        """Shapes of the file's tensors, in the order of `names`, for a parameter of ``shape``.
 
         Raises:
-            ValueError: The layout has another number of axes than the part, or the rows of values are none
-                that MXFP4 can hold.
+            ValueError: The layout has another number of axes than the part, or the rows do not consist of
+                whole MXFP4 blocks.
         """
         view = self._view(np.broadcast_to(0, shape))
         shape = parse_layout(self.layout).shape(view) if self.layout else view.shape
         return packed_shapes(shape) if self.scales else (shape,)
 
-    def of_part(self, own: OwnRows) -> tuple["Key", list[list[np.ndarray]]] | None:
-        """The entry of a device's part of a parameter, and what it needs of the file.
+    def of_part(self, shard: ShardRows) -> tuple["Key", list[list[np.ndarray]]] | None:
+        """The entry of a device's shard of a parameter, and the rows that it needs of the file.
 
         Returns:
-            The entry; and for each of `names` which rows of each axis. None where the device has nothing of
-            this tensor: that of another device's expert.
+            The entry, and for each of `names` the rows along each axis. None if the shard has nothing of this
+            tensor, which belongs to another device's expert.
 
         Raises:
-            ValueError: The part begins or ends inside of an MXFP4 block.
+            ValueError: The shard begins or ends inside an MXFP4 block.
         """
-        count = len(own.rows)
+        count = len(shard.rows)
         given = self.part if isinstance(self.part, tuple) else (self.part,)
         at = given.index(...) if ... in given else len(given)
         index = [*given[:at], *[slice(None)] * (count - len(given) + (... in given)), *given[at + 1 :]]
         rows, sizes, local = [], [], list(index)
         for axis, pick in enumerate(index):
-            row, size = own.rows[axis], own.sizes[axis]
+            row, size = shard.rows[axis], shard.sizes[axis]
             if self.repeated:
-                row, size = row // own.repeats[axis], size // own.repeats[axis]
+                row, size = row // shard.repeats[axis], size // shard.repeats[axis]
             if isinstance(pick, int):
                 [place] = np.flatnonzero(row == pick % size) if pick % size in row else [None]
                 if place is None:
@@ -185,15 +184,15 @@ class Key:
         return entry, [[*others, numbers, np.arange(BLOCK_BYTES)], [*others, numbers]]
 
     def from_file(self, parameter: np.ndarray, *tensors: np.ndarray, each: Each = one_by_one) -> None:
-        """Fills (this part of) a parameter from the file's tensors, in the order of `names`.
+        """Fills the entry's part of a parameter from the file's tensors.
 
         Args:
             parameter: The parameter.
-            *tensors: The tensors.
-            each: Copies the parts that it is filled in, of which none touches another.
+            *tensors: The tensors, in the order of `names`.
+            each: Runs the copy of each tile; tiles are disjoint.
 
         Raises:
-            ValueError: An MXFP4 scale is not a number; where and when ``each`` copies.
+            ValueError: An MXFP4 scale is not a number. It is raised inside ``each``.
         """
         view = self._view(parameter)
         tiles = parse_layout(self.layout).tiles(view) if self.layout and view.ndim > 1 else [...]
@@ -212,7 +211,7 @@ class Key:
         each(copy, tiles)
 
     def to_file(self, parameter: np.ndarray) -> np.ndarray:
-        """The file's tensor for a parameter: the inverse of `from_file`. MXFP4 is not written."""
+        """The file's tensor for a parameter: the inverse of `from_file`. MXFP4 cannot be written."""
         assert not self.scales, f"{self.name}: MXFP4 is read only"
         return np.asarray(self._view(parameter).reshape(self.file_shapes(parameter.shape)[0]), order="C")
 
@@ -231,13 +230,13 @@ class Key:
 
 @dataclass(frozen=True)
 class Skip:
-    r"""Tensors that files hold and no parameter is made of: other modalities, other heads.
+    r"""Tensors of a checkpoint that are not loaded: other modalities, other heads.
 
     Attributes:
         pattern: Regular expression of the whole name, such as ``r"model\.visual\..*"``.
-        reason: What they are, for people: "vision tower".
-        further_layers: Whether only the config's `ModelConfig.further_layers` are meant. The pattern's first
-            group is then the layer's index: ``r"model\.layers\.(\d+)\..*"``.
+        reason: A description for display: "vision tower".
+        further_layers: Whether only `ModelConfig.further_layers` are skipped. The pattern's first group must
+            then be the layer's index: ``r"model\.layers\.(\d+)\..*"``.
     """
 
     pattern: str
@@ -245,10 +244,10 @@ class Skip:
     further_layers: bool = False
 
     def __post_init__(self):
-        """Refuses a pattern that says nothing of a layer's index.
+        """Checks the pattern.
 
         Raises:
-            ValueError: Further layers are meant, and the pattern has no group.
+            ValueError: ``further_layers`` is set, and the pattern has no group.
         """
         if self.further_layers and not re.compile(self.pattern).groups:
             raise ValueError(f"{self.pattern!r} has no group for the layer's index")
@@ -268,7 +267,7 @@ ENDS = (
     Key("lm_head.weight", "lm_head"),
 )
 
-#: The head of a text model that is part of another, where files keep it with that part.
+#: The output head of a multimodal model's text model, in files that store it under the text model's prefix.
 NESTED_HEAD = Key("language_model.lm_head.weight", "lm_head", form="nested")
 
 _KV = "m g e -> (g e) m"
@@ -297,13 +296,13 @@ LAYER_KEYS = (
     ),
 )
 
-#: The norms that a `SandwichLayer` has besides.
+#: The additional norms of a `SandwichLayer`.
 SANDWICH_KEYS = tuple(
     Key(f"layers.{{}}.{norm}.weight", f"layers.{{}}.{norm}.weight")
     for norm in ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 )
 
-#: The biases of attention's projections, where a config says that there are any.
+#: The biases of attention's projections, if the config has them.
 ATTENTION_BIAS_KEYS = tuple(
     Key(
         f"layers.{{}}.self_attn.{name}.bias", f"layers.{{}}.self_attn.{path}", layout, part, repeated=repeated
@@ -316,7 +315,7 @@ ATTENTION_BIAS_KEYS = tuple(
     )
 )
 
-#: The biases of the dense feed-forward block, likewise.
+#: The biases of the dense feed-forward block, if the config has them.
 MLP_BIAS_KEYS = tuple(
     Key(f"layers.{{}}.mlp.{name}.bias", f"layers.{{}}.mlp.{path}", "", part)
     for name, path, part in (

@@ -1,12 +1,12 @@
-"""Blocks that every family is made of.
+"""Building blocks of all model families.
 
 Shapes: B sequences, N tokens, M model, H query heads, G KV heads, R = H / G, E head size; of recurrent
 layers, K key heads of size D, V value heads of size E, C channels of the convolution.
 
-Modules compute in the dtype of their input; norms, softmax and rotary angles are float32 inside. Every
-parameter names its axes where it is made. On a mesh each device has its own part of some of these axes (see
-`pallas_kernels.shards`): what a layer knows of its sizes it then takes from its parameters, and what its own
-heads or features make is `joined` with the others'.
+Modules compute in the dtype of their input; norms, softmax and rotary angles are float32 inside. Parameters
+are created with the names of their axes. On a mesh each device has a shard of some axes (see
+`pallas_kernels.shards`): layers take their local sizes from the shapes of their parameters, and `joined` sums
+the terms of all devices.
 """
 
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -31,13 +31,13 @@ class KV(NamedTuple):
 
 
 class RecurrentRows(NamedTuple):
-    """What a recurrent layer leaves of some tokens, of which a store makes the state after any of them.
+    """A recurrent layer's rows of a block's tokens; a store computes the state after any token from them.
 
     Attributes:
-        rows: Queries, keys and values as they were projected, before the convolution.
-        k: Keys, normalised.
-        delta: What each token adds to the state along its key, on the path that leads to it.
-        decay: Logarithm of what the state is multiplied with at each token, never positive.
+        rows: Projected queries, keys and values, before the convolution.
+        k: Normalised keys.
+        delta: The change of the state along each token's key, given the path that leads to the token.
+        decay: Logarithm of the state's decay at each token, never positive.
     """
 
     rows: Float[Array, "B N C"]
@@ -46,21 +46,20 @@ class RecurrentRows(NamedTuple):
     decay: Float32[Array, "B N V"]
 
 
-#: What a layer's store keeps of a block's tokens.
+#: A layer's rows of a block's tokens, for its store.
 Rows = KV | RecurrentRows
 
 
 class History(NamedTuple):
-    """What a recurrent layer knows of the tokens before a block, and how the block hangs together.
+    """A recurrent layer's input from the tokens before a block, and the structure of the block.
 
     Attributes:
-        rows: The last ones before the convolution, the oldest first; zero where there are none. None: nothing
-            is before the block.
-        state: The state after the last of them; None likewise.
-        parents: Of each token of a tree the one before it, -1 for the root; None: each follows the one to its
-            left.
-        begins: Which tokens of a chain begin a sequence of their own, and know nothing of those before. None:
-            the block is one sequence.
+        rows: The last projected rows before the block, oldest first, padded with zeros. None: the block is
+            the beginning.
+        state: The state before the block; None: the block is the beginning.
+        parents: Each tree token's parent, -1 for the root; None: the block is a chain.
+        begins: The tokens of a chain that begin a new sequence, which sees nothing of the tokens before.
+            None: the block is one sequence.
     """
 
     rows: Float[Array, "B taps C"] | None
@@ -71,9 +70,9 @@ class History(NamedTuple):
 
 @runtime_checkable
 class Attend(Protocol):
-    """Attention over whatever a layer's tokens may see: committed pages, a dense sequence, a context.
+    """Attention over committed pages, a dense sequence, or a context.
 
-    Layers project and normalise; what lies before the block, and who sees whom inside it, is the caller's.
+    Layers project and normalise. The caller provides the tokens before the block and the mask inside it.
     """
 
     def __call__(
@@ -92,34 +91,34 @@ class Attend(Protocol):
 
 @runtime_checkable
 class Mix(Attend, Protocol):
-    """Whatever the layers of a target may ask about other tokens: attention, and what recurrent ones keep."""
+    """Access to other tokens for the layers of a target: attention, and the history of recurrent layers."""
 
     def history(self, layer: int) -> History:
-        """What a recurrent layer starts from."""
+        """The history before the block, for a recurrent layer."""
         ...
 
 
 def einsum(spec: str, x: Array, w: Array | Narrow, *, wide: bool = False) -> Array:
-    """A product in ``x``'s dtype. float32 means all of float32: by default a GPU would round to TF32.
+    """A product in ``x``'s dtype. float32 has full precision, where a GPU would by default round to TF32.
 
     Args:
-        spec: As for `jnp.einsum`: the weights' axes that are summed over are the last of ``x``.
-        x: What the weights are cast to.
-        w: The weights; quantised ones stay as they are, and the product has their scales in it.
-        wide: Whether the sums stay in float32.
+        spec: As for `jnp.einsum`; the contracted axes must be the last of ``x``.
+        x: The left operand; weights are cast to its type.
+        w: The weights. Quantised weights are not cast; the product applies their scales.
+        wide: Whether the result stays in float32.
     """
     return matmul(spec, x, w if isinstance(w, Narrow) else w.astype(x.dtype), wide=wide)
 
 
-def joined(terms: Any, own: int, whole: int) -> Any:
-    """What all devices together make of a sum's terms: heads, features or experts.
+def joined(terms: Any, local: int, whole: int) -> Any:
+    """The sum over all devices of partial results over heads, features or experts.
 
     Args:
-        terms: What this device's own make: an array, or several, which are added up in one go.
-        own: How many terms this device has.
-        whole: How many there are; where it has them all, nothing is added.
+        terms: This device's partial result: an array, or a tuple, which is summed in one collective.
+        local: The number of heads, features or experts on this device.
+        whole: The total number; if this device has all of them, ``terms`` is returned.
     """
-    if own == whole:
+    if local == whole:
         return terms
     if not isinstance(terms, tuple):
         return shards.all_sum(terms)
@@ -128,17 +127,17 @@ def joined(terms: Any, own: int, whole: int) -> Any:
 
 
 def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype) -> nnx.Param:
-    """A normally initialised parameter (deviation 0.02) that names its axes."""
+    """A parameter with named axes, initialised from a normal distribution of deviation 0.02."""
     return nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, dtype), axes=axes)
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm. As Qwen3 does it, the result is cast before the weight multiplies it.
+    """Root-mean-square norm. As in Qwen3, the result is cast before it is multiplied by the weight.
 
     Attributes:
-        INITIAL: What a new weight is.
-        WEIGHT_OFFSET: What the stored weight lacks of what multiplies, in float32 and before the result is
-            rounded; None multiplies in the dtype of the rows.
+        INITIAL: The initial weight.
+        WEIGHT_OFFSET: Added to the stored weight, which then multiplies in float32 before the result is
+            rounded. None: the weight multiplies in the dtype of the rows.
     """
 
     INITIAL: ClassVar[float] = 1.0
@@ -150,7 +149,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def weight_for(self, dtype: jnp.dtype) -> Float[Array, "size"]:
-        """The weight as kernels take it for rows of a dtype: if it multiplies in float32, as it is stored."""
+        """The weight in the type that kernels need for rows of ``dtype``."""
         weight = self.weight[...]
         return weight.astype(dtype) if self.WEIGHT_OFFSET is None else weight
 
@@ -161,7 +160,7 @@ class RMSNorm(nnx.Module):
     def after(
         self, x: Float[Array, "*rows size"], delta: Float[Array, "*rows size"] | None
     ) -> tuple[Float[Array, "*rows size"], Float[Array, "*rows size"]]:
-        """The sum of a residual stream and what a block adds to it, normalised, and as it is."""
+        """The sum ``x + delta``, normalised and as it is."""
         weight, offset = self.weight_for(x.dtype), self.WEIGHT_OFFSET
         return rms_norm(x, weight, eps=self.eps, delta=delta, weight_offset=offset)
 
@@ -173,7 +172,7 @@ class WideRMSNorm(RMSNorm):
 
 
 class CenteredRMSNorm(RMSNorm):
-    """A norm whose weight is stored less one, and multiplies in float32: Gemma 3, Step-3.7."""
+    """A norm whose weight is stored minus one, and multiplies in float32: Gemma 3, Step-3.7."""
 
     INITIAL = 0.0
     WEIGHT_OFFSET = 1.0

@@ -1,6 +1,6 @@
-"""How a file lays out a parameter's axes: their order, and which of them it merges.
+"""The layout of a parameter's axes in a file: their order, and which are merged.
 
-A torch ``Linear`` of grouped queries, keys and values, say, is a matrix ``[out, in]`` in the file::
+Example: a torch ``Linear`` of grouped queries, keys and values is a matrix ``[out, in]`` in the file::
 
     "m g r e -> (g r e) m"      parameter [M, G, R, E]  ->  tensor [G*R*E, M]
 """
@@ -17,35 +17,35 @@ import numpy as np
 AXES = re.compile(r"[\w ]*")
 GROUPS = re.compile(r"( *(\w+|\([\w ]*\)) *)*")
 
-# Rows of a tile: in bfloat16 a cache line of 64 bytes.
+# Rows of a tile: 32 bfloat16 values are a cache line of 64 bytes.
 TILE = 32
 
 
 class Layout(NamedTuple):
-    """A permutation of axes and how they are merged.
+    """A permutation and merging of axes.
 
     Attributes:
-        order: The parameter's axes in the order of the file.
-        merged: For each axis of the file, how many of these it consists of; 0 is an axis of one element.
+        order: The parameter's axes in the file's order.
+        merged: The number of parameter axes in each axis of the file; 0 is an axis of one element.
     """
 
     order: tuple[int, ...]
     merged: tuple[int, ...]
 
     def view(self, parameter: np.ndarray) -> np.ndarray:
-        """The parameter's axes in the order of the file, none merged; nothing is copied."""
+        """The parameter with its axes in the file's order, unmerged; nothing is copied."""
         return parameter.transpose(self.order)
 
     def shape(self, view: np.ndarray) -> tuple[int, ...]:
-        """The file's shape of such a view."""
+        """The file's shape for a result of `view`."""
         sizes = iter(view.shape)
         return tuple(math.prod(next(sizes) for _ in range(count)) for count in self.merged)
 
     def tiles(self, view: np.ndarray) -> Iterator[tuple[slice, ...]]:
-        """Indices of parts of a view, of two axes or more, that are written one by one.
+        """Indices of the tiles of a view of two axes or more, in the order in which to copy them.
 
-        A few rows of the parameter's last axis at a time, so that a transposition's cache lines are still
-        there when the neighbours of an element are written.
+        A tile has few rows along the parameter's last axis, so that a transposition finds its cache lines
+        still cached when it writes the neighbours of an element.
         """
         axis = self.order.index(view.ndim - 1)
         if 0 < axis < view.ndim - 1:
@@ -59,11 +59,11 @@ class Layout(NamedTuple):
 def parse_layout(text: str) -> Layout:
     """Parses ``"axes of the parameter -> axes of the file"``.
 
-    Both sides name the same axes. In the file's, names in parentheses are one axis, the last name runs
-    fastest, and ``()`` is an axis of one element.
+    Both sides have the same names. On the file's side, names in parentheses are merged into one axis with the
+    last name varying fastest, and ``()`` is an axis of one element.
 
     Raises:
-        ValueError: It is no such text.
+        ValueError: The text has another form.
     """
     left, arrow, right = text.partition("->")
     if not arrow or not AXES.fullmatch(left) or not GROUPS.fullmatch(right):

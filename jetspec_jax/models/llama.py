@@ -1,4 +1,4 @@
-"""Llama, Mistral and Qwen2: no norms of queries and keys, and biases where a config says so."""
+"""Llama, Mistral and Qwen2: no norms of queries and keys, and optional biases."""
 
 from jetspec_jax.models.attention import PlainAttention
 from jetspec_jax.models.decoder_layer import DecoderLayer
@@ -13,7 +13,7 @@ class LlamaLayer(DecoderLayer):
 
 
 class Llama(Transformer):
-    """A target of Llama's family, of Mistral's or of Qwen2's (``model_type`` "llama", "mistral", "qwen2")."""
+    """A Llama, Mistral or Qwen2 target (``model_type`` "llama", "mistral", "qwen2")."""
 
     LAYER = LlamaLayer
     KEYS = (

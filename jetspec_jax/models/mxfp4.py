@@ -1,4 +1,4 @@
-"""MXFP4 in files: what widens it on the host, as `pallas_kernels.mxfp4` does where it is kept packed."""
+"""Unpacks MXFP4 on the host; `pallas_kernels.mxfp4` does it on the device for experts that stay packed."""
 
 import math
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ _FLOAT32, _BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
-# One look-up per byte: both of its float32 values as one 64-bit word, in the order of the memory.
+# One look-up per byte: its two float32 values as one 64-bit word, in memory order.
 _PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=1).view(np.uint64)[:, 0]
 
 _SCALES = np.array([math.ldexp(1, s - 127) for s in range(LARGEST_SCALE + 1)], np.float32)
 
 
 def packed_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the blocks and of the scales that hold values of ``shape``.
+    """Shapes of the blocks and the scales for values of ``shape``.
 
     Raises:
         ValueError: The last axis does not consist of whole blocks.
@@ -33,7 +33,7 @@ def packed_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, .
 
 
 def check_scales(scales: np.ndarray) -> None:
-    """Raises a ValueError if a scale is no number, or so large that values would not be finite."""
+    """Raises ValueError if a scale is not a number, or so large that values may not be finite."""
     if scales.size and (largest := scales.max()) > LARGEST_SCALE:
         raise ValueError(f"a scale is the byte {largest}; the largest of finite values is {LARGEST_SCALE}")
 
@@ -41,12 +41,12 @@ def check_scales(scales: np.ndarray) -> None:
 def widen(
     blocks: UInt8[np.ndarray, "*rows G 16"], scales: UInt8[np.ndarray, "*rows G"], dtype: np.dtype = _FLOAT32
 ) -> Float[np.ndarray, "*rows K"]:
-    """The values of G blocks per row, K = 32 G of them.
+    """The K = 32 G values of G blocks per row.
 
-    They are computed in float32, so a caller with many takes some rows at a time.
+    They are computed in float32, so pass large tensors in parts.
 
     Raises:
-        ValueError: A scale is no number, or so large that values would not be finite.
+        ValueError: As for `check_scales`.
     """
     check_scales(scales)
     values = _PAIRS[blocks].view(np.float32)
@@ -54,15 +54,12 @@ def widen(
     values = values.reshape(*scales.shape[:-1], -1)
     if dtype != _BFLOAT16:
         return values.astype(dtype, copy=False)
-    # A float32's lower half, which comes first, is 0 here: leaving it out is faster than a conversion.
+    # The lower half of each float32, which comes first, is 0 here; dropping it is faster than a conversion.
     return values.view(np.uint16)[..., 1::2].view(dtype)
 
 
 def without_mxfp4(raw_config: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``config.json`` for a checkpoint that is written: values are widened there, so it must not say MXFP4.
-
-    Other readers would look for blocks and scales.
-    """
+    """The ``config.json`` of a written checkpoint, without MXFP4: its values are written unpacked."""
     quantization = raw_config.get("quantization_config")
     packed = isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4"
     return {key: value for key, value in raw_config.items() if not (packed and key == "quantization_config")}

@@ -1,4 +1,4 @@
-"""Parameters in FP8 or MXFP4: which of a module's they are, and what stands in their place."""
+"""Quantised parameters of a module, in FP8 or MXFP4."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -15,15 +15,15 @@ from pallas_kernels.mxfp4 import BLOCK, BLOCK_BYTES, Mxfp4
 from pallas_kernels.quantized import FP8, Quantized, scale_shape
 from pallas_kernels.weights import Narrow
 
-#: Where a parameter is in the nested weights.
+#: The path of a parameter in the nested weights.
 Path = tuple[str | int, ...]
 
-#: The names of what a quantised parameter consists of.
+#: The two parts of a quantised parameter.
 VALUES, SCALES = "values", "scales"
-#: What the name of an axis adds where its blocks are meant. An axis with one block has the other name.
+#: The suffix of the name of an axis of blocks; an axis with one block is called `ONE_BLOCK`.
 BLOCKS, ONE_BLOCK = "_blocks", "one_block"
 
-# The weights of products, but for those of routers, embeddings and logits, which no file quantises.
+# The weights of products, without routers, embeddings and output heads, which files never quantise.
 _PRODUCTS = frozenset(
     {
         *("qkv_proj", "qk_proj", "o_proj", "g_proj", "gate_up_proj", "down_proj", "fc"),
@@ -32,34 +32,34 @@ _PRODUCTS = frozenset(
 )
 
 
-# Of experts' matrices the axis that products sum over, along which a file in MXFP4 has its blocks.
+# The contracted axis of experts' matrices, along which MXFP4 has its blocks.
 _PACKED_AXIS = 1
 
 
 class QuantizedParam(nnx.Module):
-    """What stands in the place of a parameter that is quantised: two parameters."""
+    """A quantised parameter: values and scales as two parameters."""
 
     def __init__(self, values: Any, scales: Any, block: tuple[int, ...], axes: tuple[str, ...]):
-        """Makes it of arrays, or of their shapes and types.
+        """Takes arrays, or their shapes and types.
 
         Args:
-            values: Of type `FP8`, or the bytes of MXFP4.
-            scales: One for each block.
+            values: Values of type `FP8`, or bytes of MXFP4.
+            scales: One scale per block.
             block: Weights that share a scale along each axis.
             axes: Names of the weights' axes.
         """
         if values.dtype == FP8:
-            own, of_scales = axes, _axes_of_blocks(axes, scales.shape, block)
+            value_axes, scale_axes = axes, _axes_of_blocks(axes, scales.shape, block)
         else:
             others, packed = [*axes], axes[_PACKED_AXIS]
             del others[_PACKED_AXIS]
-            of_scales = (*others, f"{packed}{BLOCKS}")
-            own = (*of_scales, "block_bytes")
-        self.values, self.scales = nnx.Param(values, axes=own), nnx.Param(scales, axes=of_scales)
+            scale_axes = (*others, f"{packed}{BLOCKS}")
+            value_axes = (*scale_axes, "block_bytes")
+        self.values, self.scales = nnx.Param(values, axes=value_axes), nnx.Param(scales, axes=scale_axes)
         self.block = block
 
     def __getitem__(self, index: Any) -> Narrow:
-        """All of it, as products take it."""
+        """The record of values and scales that products accept; the index must be ``...``."""
         assert index is ..., "a part of a quantised parameter"
         return _record(self.values[...], self.scales[...], self.block)
 
@@ -73,20 +73,20 @@ class QuantizedParam(nnx.Module):
 
 
 def is_quantized(path: Path) -> bool:
-    """Whether a parameter is a part of one that is quantised."""
+    """Whether a path leads to the values or the scales of a quantised parameter."""
     return path[-1] in (VALUES, SCALES)
 
 
 def blocks_of(module: Any, quantization: Quantization) -> Mapping[Path, tuple[int, ...]]:
-    """Which parameters of a module are quantised, and how many values share a scale along each of their axes.
+    """The quantised parameters of a module, each with the number of values per scale along each axis.
 
     Args:
-        module: With none of them quantised.
-        quantization: Which are.
+        module: The module without quantised parameters.
+        quantization: The quantisation of the checkpoint.
 
     Raises:
-        ValueError: Of the matrices that make up a parameter some would be quantised and others not; or rows
-            of values are no whole blocks of MXFP4.
+        ValueError: Only some matrices of a fused parameter are quantised, or rows do not consist of whole
+            MXFP4 blocks.
     """
     entries = defaultdict(list)
     for key in module.KEYS:
@@ -99,37 +99,37 @@ def blocks_of(module: Any, quantization: Quantization) -> Mapping[Path, tuple[in
         if path[-1] not in _PRODUCTS:
             continue
         indices, shape = [part for part in path if isinstance(part, int)], parameter.shape
-        own = entries[".".join("{}" if isinstance(part, int) else part for part in path)]
-        left = {}
-        for key in own:
-            for name in (one.name for one in key.of(indices, shape)):
-                left.setdefault(key.form, {})[name] = _skips(name, module.PREFIXES, quantization)
-        # A file has one of the forms, and names of modules that it has not are not listed.
-        skipped = [all(names.values()) for names in left.values()]
-        for names in left.values():
+        keys = entries[".".join("{}" if isinstance(part, int) else part for part in path)]
+        by_form = {}
+        for key in keys:
+            for name in (entry.name for entry in key.of(indices, shape)):
+                by_form.setdefault(key.form, {})[name] = _skips(name, module.PREFIXES, quantization)
+        # A file has one form, and the config does not list modules of other forms.
+        skipped = [all(names.values()) for names in by_form.values()]
+        for names in by_form.values():
             if any(names.values()) and not all(names.values()):
                 kept = [name for name, skips in names.items() if skips]
                 mixed.append(f"{kept[0]} and not {next(name for name in names if name not in kept)}")
         if not any(skipped):
-            one_each = [key.of(indices, shape)[0] for key in own]
-            shares = [shared_axes(key, shape, quantization) for key in one_each]
+            firsts = [key.of(indices, shape)[0] for key in keys]
+            shares = [shared_axes(key, shape, quantization) for key in firsts]
             found[path] = tuple(gcd(*sizes) for sizes in zip(*shares, strict=True))
     if mixed:
         more = f", and {len(mixed) - 1} more like it" if len(mixed) > 1 else ""
         raise ValueError(
-            f"quantization_config leaves out {mixed[0]}{more}; matrices that are multiplied at once must all "
-            "be quantised or none"
+            f"quantization_config leaves out {mixed[0]}{more}; the matrices of a fused parameter must all be "
+            "quantised, or none"
         )
     return found
 
 
 def quantize(module: Any, blocks: Mapping[Path, tuple[int, ...]], quantization: Quantization | None) -> None:
-    """Quantises parameters of a module, or shapes that stand in their place.
+    """Replaces parameters of a module, or their shapes, by quantised ones.
 
     Args:
         module: The module.
-        blocks: Which parameters, as `blocks_of` says it.
-        quantization: How.
+        blocks: The parameters and their blocks, from `blocks_of`.
+        quantization: The quantisation.
     """
     for path, block in blocks.items():
         *way, last = path
@@ -153,10 +153,10 @@ def quantize(module: Any, blocks: Mapping[Path, tuple[int, ...]], quantization: 
 
 
 def packed_cells(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the scales of experts' weights in MXFP4: the packed axis comes last.
+    """The shape of the scales of experts' weights in MXFP4, with the packed axis last.
 
     Raises:
-        ValueError: That axis does not consist of whole blocks.
+        ValueError: The packed axis does not consist of whole blocks.
     """
     others, size = [*shape], shape[_PACKED_AXIS]
     del others[_PACKED_AXIS]
@@ -166,30 +166,30 @@ def packed_cells(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def widened(weights: dict[str, Any], blocks: Mapping[Path, tuple[int, ...]]) -> dict[str, Any]:
-    """Nested weights with what is quantised in float32, as if it never had been.
+    """Nested weights with quantised parameters converted to float32.
 
     Args:
         weights: The weights, or some of them.
-        blocks: What is quantised; only what is among the weights is looked at.
+        blocks: The quantised parameters and their blocks; those absent from ``weights`` are ignored.
     """
     flat: dict[Path, Any] = dict(nnx.traversals.flatten_mapping(weights))
     for path, block in blocks.items():
         if (values := flat.pop((*path, VALUES), None)) is not None:
             scales = flat.pop((*path, SCALES))
-            own = _record(jnp.asarray(values), jnp.asarray(scales), block)
-            flat[path] = own.widened(jnp.dtype(jnp.float32))
+            record = _record(jnp.asarray(values), jnp.asarray(scales), block)
+            flat[path] = record.widened(jnp.dtype(jnp.float32))
     return nnx.traversals.unflatten_mapping(flat)
 
 
 def _record(values: jax.Array, scales: jax.Array, block: tuple[int, ...]) -> Narrow:
-    """Values and scales as products take them; their type tells which format they are of."""
+    """The record that products accept; the type of the values tells the format."""
     if values.dtype == FP8:
         return Quantized(values, scales, block)
     return Mxfp4(values, scales, _PACKED_AXIS)
 
 
 def _packed_blocks(module: Any, names: set[str]) -> Mapping[Path, tuple[int, ...]]:
-    """The parameters of some dotted paths, which MXFP4 packs, and their blocks."""
+    """The MXFP4 parameters at the given dotted paths, and their blocks."""
     found = {}
     for key_path, parameter in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         path: Path = tuple(key_path)  # pyright: ignore[reportAssignmentType]
@@ -200,7 +200,7 @@ def _packed_blocks(module: Any, names: set[str]) -> Mapping[Path, tuple[int, ...
 
 
 def _skips(name: str, prefixes: tuple[str, ...], quantization: Quantization) -> bool:
-    """Whether a matrix is left out, under any prefix that files may have."""
+    """Whether a matrix is not quantised, under any prefix that files may have."""
     first = prefixes[0]
     module = name.removesuffix(".weight")
     rest = module.removeprefix(first)
@@ -210,6 +210,6 @@ def _skips(name: str, prefixes: tuple[str, ...], quantization: Quantization) -> 
 
 def _axes_of_blocks(axes: tuple[str, ...], shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[str, ...]:
     return tuple(
-        name if own == 1 else ONE_BLOCK if count == 1 else f"{name}{BLOCKS}"
-        for name, count, own in zip(axes, shape, block, strict=True)
+        name if size == 1 else ONE_BLOCK if count == 1 else f"{name}{BLOCKS}"
+        for name, count, size in zip(axes, shape, block, strict=True)
     )

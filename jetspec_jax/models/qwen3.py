@@ -1,6 +1,6 @@
 """Qwen3, dense: per-head norms of queries and keys, grouped-query attention, no biases.
 
-The skeleton and the shared layers *are* Qwen3; what is left to say is where its checkpoints keep things.
+The skeleton and the shared layers are Qwen3's, so this file has only the key table.
 """
 
 from jetspec_jax.models.key_table import ENDS, LAYER_KEYS

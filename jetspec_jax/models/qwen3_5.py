@@ -1,4 +1,4 @@
-"""Qwen3.5 and its successors: recurrent layers, and between them attention with a gate.
+"""Qwen3.5 and its successors: recurrent layers interleaved with gated attention.
 
 Shapes: B sequences, N tokens, M model, H query heads, G KV heads, R = H / G, E head size.
 """
@@ -22,21 +22,26 @@ from jetspec_jax.models.transformer import Transformer
 
 
 class GatedAttention(Attention):
-    """Attention with a gate for every element of a head's output, projected beside the head's query."""
+    """Attention with a gate for each element of a head's output, projected together with the query."""
 
     NORM = CenteredRMSNorm
 
     def make_projection(
-        self, hidden_size: int, own: LayerConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype
+        self, hidden_size: int, geometry: LayerConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype
     ) -> None:
-        """Makes a weight in which queries and gates take turns, before the key and the value."""
-        shape = hidden_size, own.num_kv_heads, 2 * (own.num_heads // own.num_kv_heads) + 2, own.head_dim
+        """Makes a weight with queries and gates interleaved, before the key and the value."""
+        shape = (
+            hidden_size,
+            geometry.num_kv_heads,
+            2 * (geometry.num_heads // geometry.num_kv_heads) + 2,
+            geometry.head_dim,
+        )
         self.qkv_proj = param(rngs, shape, PROJECTION_AXES, dtype)
 
     def attended(
         self, projected: Float[Array, "B N G R2 E"], positions: Int[Array, "B N"], attend: Attend
     ) -> tuple[Float[Array, "B N H E"], KV]:
-        """The heads' outputs, each times the sigmoid of its gate, and the block's own keys and values."""
+        """The heads' outputs, times the sigmoid of their gates, and the block's keys and values."""
         queries, gates = projected[..., :-2:2, :], projected[..., 1:-2:2, :]
         projected = jnp.concatenate([queries, projected[..., -2:, :]], axis=-2)
         out, kv = super().attended(projected, positions, attend)
@@ -45,22 +50,22 @@ class GatedAttention(Attention):
 
 
 class SharedExpertMLP(ExpertMLP):
-    """Experts, and one that all tokens pass, each as far as its gate lets it."""
+    """Routed experts plus a shared expert, which is weighted by a gate."""
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        """Makes layer ``layer``'s router, its experts and the shared one, which is its dense block."""
+        """Makes layer ``layer``'s router, experts and shared expert, which is a dense block."""
         super().__init__(config, layer, rngs=rngs, dtype=dtype)
         self.shared = MLP(config, layer, rngs=rngs, dtype=dtype)
         self.shared_gate = param(rngs, (config.hidden_size,), ("embed",), dtype)
 
-    def own(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
-        """What this device's part of the chosen experts and of the shared one adds."""
+    def local(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
+        """This device's term of the routed and shared experts' output."""
         gates = jax.nn.sigmoid(einsum("bnm,m->bn", x, self.shared_gate[...], wide=True))
-        return super().own(x) + (gates[:, :, None] * self.shared.own(x)).astype(x.dtype)
+        return super().local(x) + (gates[:, :, None] * self.shared.local(x)).astype(x.dtype)
 
 
 class HybridLayer(DecoderLayer):
-    """A pre-norm layer, recurrent or of attention."""
+    """A pre-norm layer with a recurrence or attention."""
 
     NORM = CenteredRMSNorm
     ATTENTION = GatedAttention
@@ -68,7 +73,7 @@ class HybridLayer(DecoderLayer):
     RECURRENCE: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
 
     def make_mixer(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
-        """Makes the one or the other."""
+        """Makes the recurrence or the attention."""
         self.recurrent = config.layers[layer].recurrence is not None
         if self.recurrent:
             self.linear_attn = self.RECURRENCE(config, layer, rngs=rngs, dtype=dtype)
@@ -78,18 +83,18 @@ class HybridLayer(DecoderLayer):
     def mix(
         self, normed: Float[Array, "B N M"], positions: Int[Array, "B N"], attend: Attend
     ) -> tuple[Float[Array, "B N M"], Rows]:
-        """What the recurrence or the attention adds to the stream, and what a store keeps of the block."""
+        """The term of the recurrence or the attention for the stream, and the block's rows for a store."""
         if not self.recurrent:
             return super().mix(normed, positions, attend)
-        assert isinstance(attend, Mix), "a recurrent layer asks for the history of its block"
+        assert isinstance(attend, Mix), "a recurrent layer needs the history before its block"
         return self.linear_attn(normed, attend.history(self.linear_attn.layer))
 
 
 _MIXER, _MLP, _EXPERTS = "layers.{}.linear_attn.", "layers.{}.mlp.", "layers.{}.mlp.experts."
-#: Logarithms of what the states decay by, which are float32 in all files.
+#: Logarithms of the states' decay rates, float32 in all files.
 DECAY_RATES = f"{_MIXER}A_log"
 
-#: What is alike in the files of all these families, but for `ENDS`.
+#: The entries that all these families share, in addition to `ENDS`.
 HYBRID_KEYS = tuple(
     key.under("model.")
     for key in (
@@ -117,15 +122,15 @@ HYBRID_KEYS = tuple(
     )
 )
 
-#: Tensors of what predicts further tokens, which files of all these families may hold.
+#: Tensors for multi-token prediction, which files of all these families may have.
 FURTHER_TOKENS = Skip(r"mtp\..*", "layers that predict further tokens")
 
 
 class Qwen3_5(Transformer):
-    """A Qwen3.5 target, dense or mixed (``model_type`` "qwen3_5_text" and "qwen3_5_moe_text").
+    """A Qwen3.5 target, dense or with experts (``model_type`` "qwen3_5_text" and "qwen3_5_moe_text").
 
-    Alone or as a part of one for images, "qwen3_5" and "qwen3_5_moe". Published files hold experts fused,
-    transformers writes them one by one.
+    Alone or inside the multimodal "qwen3_5" and "qwen3_5_moe". Published files have fused experts;
+    transformers writes one tensor per expert.
     """
 
     LAYER = HybridLayer

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with routed experts in place of the feed-forward block, in most layers or all."""
+"""Qwen3-MoE: Qwen3 with routed experts instead of the feed-forward block in most or all layers."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ _GATE_UP, _DOWN = "layers.{}.mlp.experts.gate_up_proj", "layers.{}.mlp.experts.d
 
 
 class Qwen3MoE(Transformer):
-    """A Qwen3-MoE target (``model_type`` "qwen3_moe"). Published files hold its experts one by one."""
+    """A Qwen3-MoE target (``model_type`` "qwen3_moe"). Published files have one tensor per expert."""
 
     KEYS = (
         *ENDS,

@@ -15,34 +15,34 @@ from jetspec_jax.models.transformer import Transformer
 
 
 class GroupedDeltaNet(GatedDeltaNet):
-    """A recurrence whose two projections hold, for each key head, all that goes with it.
+    """A recurrence with two projections, whose outputs are grouped by key head.
 
-    The weights stay as files have them; the few rows that they yield are put in order.
+    The weights keep the layout of the files; the projected rows, which are few, are reordered.
     """
 
     def make_projections(self, hidden_size: int, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
-        """Makes the weights of `project`: of a key head, q, k, R times v and R times z; R times b and a."""
-        own, m = self.recurrence, hidden_size
-        k, ratio = own.num_key_heads, own.num_value_heads // own.num_key_heads
-        width = 2 * own.key_dim + 2 * ratio * own.value_dim
+        """Makes the weights of `project`: per key head q, k, R v and R z; and R b and R a."""
+        recurrence, m = self.recurrence, hidden_size
+        k, ratio = recurrence.num_key_heads, recurrence.num_value_heads // recurrence.num_key_heads
+        width = 2 * recurrence.key_dim + 2 * ratio * recurrence.value_dim
         self.in_proj_qkvz = param(rngs, (m, k, width), ("embed", "key_heads", "qkvz"), dtype)
         self.in_proj_ba = param(rngs, (m, k, 2 * ratio), ("embed", "key_heads", "ba"), dtype)
 
     def project(self, x: Float[Array, "B N M"]) -> Projected:
-        """As of the base, in two products."""
-        own, (batch, count, _) = self.recurrence, x.shape
-        ratio = own.num_value_heads // own.num_key_heads
+        """As in the base class, in two products."""
+        recurrence, (batch, count, _) = self.recurrence, x.shape
+        ratio = recurrence.num_value_heads // recurrence.num_key_heads
         qkvz = einsum("bnm,mkf->bnkf", x, self.in_proj_qkvz[...])
         ba = einsum("bnm,mkf->bnkf", x, self.in_proj_ba[...], wide=True)
-        values = 2 * own.key_dim + ratio * own.value_dim
-        *qkv, z = jnp.split(qkvz, (own.key_dim, 2 * own.key_dim, values), axis=-1)
+        values = 2 * recurrence.key_dim + ratio * recurrence.value_dim
+        *qkv, z = jnp.split(qkvz, (recurrence.key_dim, 2 * recurrence.key_dim, values), axis=-1)
         b, a = (part.reshape(batch, count, -1) for part in jnp.split(ba, 2, axis=-1))
         rows = jnp.concatenate([part.reshape(batch, count, -1) for part in qkv], axis=-1)
-        return Projected(rows, z.reshape(batch, count, -1, own.value_dim), b, a)
+        return Projected(rows, z.reshape(batch, count, -1, recurrence.value_dim), b, a)
 
 
 class Qwen3NextLayer(HybridLayer):
-    """A layer of these."""
+    """A layer with the grouped recurrence."""
 
     RECURRENCE = GroupedDeltaNet
 
@@ -51,7 +51,7 @@ _MIXER = "layers.{}.linear_attn."
 
 
 class Qwen3Next(Transformer):
-    """A Qwen3-Next target (``model_type`` "qwen3_next"). Published files hold its experts one by one."""
+    """A Qwen3-Next target (``model_type`` "qwen3_next"). Published files have one tensor per expert."""
 
     LAYER = Qwen3NextLayer
     FLOAT32 = (DECAY_RATES,)

@@ -1,4 +1,4 @@
-"""Cosines and sines of rotary embeddings, with the ways in which families stretch them for long contexts."""
+"""Cosines and sines of rotary embeddings, with the scalings for long contexts."""
 
 import math
 
@@ -12,7 +12,7 @@ from jetspec_jax.config.geometry import Linear, Llama3, Rope, Yarn
 def rotary(
     positions: Int[Array, "B N"], rope: Rope
 ) -> tuple[Float32[Array, "B N half"], Float32[Array, "B N half"]]:
-    """Cosines and sines of every pair's angle: the position times the pair's frequency."""
+    """Cosines and sines of each pair's angle: the position times the pair's frequency."""
     factor = rope.scaling.attention_factor if isinstance(rope.scaling, Yarn) else 1.0
     angles = positions[:, :, None].astype(jnp.float32) * frequencies(rope).astype(np.float32)[None, None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
@@ -20,7 +20,7 @@ def rotary(
 
 
 def frequencies(rope: Rope) -> Float64[np.ndarray, "half"]:
-    """Radians that each pair turns by per position: ``theta^(-2i / size)`` before any scaling."""
+    """Radians per position of each pair: ``theta^(-2i / size)`` before any scaling."""
     half = rope.size // 2
     base = rope.theta ** (-np.arange(half) / half)
     match rope.scaling:
@@ -38,11 +38,11 @@ def frequencies(rope: Rope) -> Float64[np.ndarray, "half"]:
 
 
 def _llama3(base: Float64[np.ndarray, "half"], scaling: Llama3) -> Float64[np.ndarray, "half"]:
-    """Long waves are stretched, short ones are not, and those between change over smoothly.
+    """Long waves are stretched, short ones are not, with a smooth transition between.
 
     Source: the Llama 3.1 release.
     """
-    # How often a pair turns in the original context.
+    # Rotations of a pair in the original context.
     turns = scaling.original_context * base / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = np.clip((turns - low) / (high - low), 0, 1)
@@ -50,7 +50,7 @@ def _llama3(base: Float64[np.ndarray, "half"], scaling: Llama3) -> Float64[np.nd
 
 
 def _yarn(base: Float64[np.ndarray, "half"], scaling: Yarn, rope: Rope) -> Float64[np.ndarray, "half"]:
-    """Between two pairs, found by how often they turn in the original context, lies a ramp.
+    """The stretch is a ramp between two pairs, given by their rotations in the original context.
 
     Source: YaRN (arXiv 2309.00071), section 3.2.
     """

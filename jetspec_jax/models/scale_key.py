@@ -1,7 +1,7 @@
-"""Where files keep the scales of an FP8 matrix, and which weights share one in memory.
+"""The scales of FP8 matrices: their tensors in files, and their blocks in memory.
 
-A file has a scale for each block of a matrix, ``[outputs, inputs]``. In memory a weight has other axes, of
-which the file merges some, so a block there is what of a file's block lies together along each axis. Heads of
+A file has a scale for each block of a matrix, ``[outputs, inputs]``. In memory the matrix's axes may be split
+into several, and a block is the part of a file's block that is contiguous along each axis. Example: heads of
 64 elements, in blocks of 128 x 128::
 
     parameter [M, H, E]  ->  matrix [(H E), M]      block of the file (128, 128), in memory (128, 1, 64)
@@ -14,15 +14,15 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from jetspec_jax.config.quantization import Quantization
-from jetspec_jax.models.key_table import Each, Key, OwnRows, one_by_one
+from jetspec_jax.models.key_table import Each, Key, ShardRows, one_by_one
 from jetspec_jax.models.layout import parse_layout
 
 
 def shared_axes(key: Key, shape: tuple[int, ...], quantization: Quantization) -> tuple[int, ...]:
-    """How many weights share a scale along each axis of a parameter.
+    """The number of weights that share a scale along each axis of a parameter.
 
     Args:
-        key: The entry of its values.
+        key: The entry of the parameter's values.
         shape: The parameter's shape.
         quantization: The file's blocks.
     """
@@ -45,7 +45,7 @@ def shared_axes(key: Key, shape: tuple[int, ...], quantization: Quantization) ->
 
 
 def _picks(key: Key, count: int) -> Iterator[int | slice]:
-    """What an entry's part picks of each axis."""
+    """An entry's `part` as one index or slice per axis."""
     given = key.part if isinstance(key.part, tuple) else (key.part,)
     at = given.index(...) if ... in given else len(given)
     yield from given[:at]
@@ -55,12 +55,12 @@ def _picks(key: Key, count: int) -> Iterator[int | slice]:
 
 @dataclass(frozen=True)
 class ScaleKey(Key):
-    """The entry of the scales of (a part of) a quantised parameter: as that of its values, but for the name.
+    """The entry of a quantised parameter's scales; only its name differs from the entry of the values.
 
     Attributes:
-        shape: Of the parameter's values.
-        shared: Values that share a scale along each of its axes.
-        block: Likewise of the file's matrix.
+        shape: Shape of the parameter's values.
+        shared: Values per scale along each axis of the parameter.
+        block: Values per scale along each axis of the file's matrix.
     """
 
     shape: tuple[int, ...] = ()
@@ -75,22 +75,22 @@ class ScaleKey(Key):
         shape: tuple[int, ...],
         shared: tuple[int, ...],
     ) -> "ScaleKey":
-        """The entry that goes with one of a parameter's values."""
-        own = {field.name: getattr(key, field.name) for field in fields(Key)}
+        """The entry of the scales that belongs to an entry of values."""
+        values = {field.name: getattr(key, field.name) for field in fields(Key)}
         [matrix] = key.file_shapes(shape)
         columns = matrix[-1] if quantization.columns is None else quantization.columns
         block = quantization.rows, columns
-        own["name"] += quantization.suffix
-        return cls(**own, shape=shape, shared=shared, block=block)
+        values["name"] += quantization.suffix
+        return cls(**values, shape=shape, shared=shared, block=block)
 
     def file_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The shape of the scales in the file, whatever ``shape`` they have in memory."""
+        """The shape of the scales in the file; ``shape`` is ignored."""
         [(*stack, rows, columns)] = super().file_shapes(self.shape)
         return ((*stack, -(-rows // self.block[0]), -(-columns // self.block[1])),)
 
-    def of_part(self, own: OwnRows) -> tuple[Key, list[list[np.ndarray]]] | None:
-        """As of `Key`; ``own.rows`` are, along each axis, the first values of the part's blocks."""
-        if (found := super().of_part(own)) is None:
+    def of_part(self, shard: ShardRows) -> tuple[Key, list[list[np.ndarray]]] | None:
+        """As in `Key`; ``shard.rows`` are, along each axis, the first values of the shard's blocks."""
+        if (found := super().of_part(shard)) is None:
             return None
         entry, [in_file] = found
         *stack, rows, columns = in_file
@@ -98,7 +98,7 @@ class ScaleKey(Key):
         return plain, [[*stack, rows // self.block[0], columns // self.block[1]]]
 
     def from_file(self, parameter: np.ndarray, *tensors: np.ndarray, each: Each = one_by_one) -> None:
-        """Fills (this part of) a parameter's scales from the file's."""
+        """Fills the entry's part of a parameter's scales from the file's tensor."""
         entry, places = self._everywhere()
         entry.from_file(parameter, tensors[0][places], each=each)
 
@@ -111,9 +111,9 @@ class ScaleKey(Key):
         return out
 
     def _everywhere(self) -> tuple[Key, tuple[np.ndarray, ...]]:
-        """The entry of all scales as they lie in memory, and where in the file each of them is."""
-        first = tuple(np.arange(0, size, own) for size, own in zip(self.shape, self.shared, strict=True))
-        found = self.of_part(OwnRows(first, self.shape, (1,) * len(first)))
+        """The entry of all scales in memory, and the index of each scale in the file."""
+        first = tuple(np.arange(0, size, step) for size, step in zip(self.shape, self.shared, strict=True))
+        found = self.of_part(ShardRows(first, self.shape, (1,) * len(first)))
         assert found is not None
         entry, [rows] = found
         return entry, np.ix_(*rows)

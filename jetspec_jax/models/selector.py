@@ -1,13 +1,12 @@
-"""The selector of a draft head: what a candidate is worth below each of its possible parents.
+"""The selector of a draft head: scores of candidates given each possible parent.
 
-A draft row is the same for all nodes of its depth. The selector adds to a candidate's log-probability a score
-of the pair that it makes with its parent, gated by the row's hidden state h::
+A draft row is the same for all nodes of its depth. The selector adds a score of the pair (parent u, candidate
+t) to the candidate's log-probability, gated by the row's hidden state h::
 
     score(t | u) = <A[u] * (H h), B[t]>
 
-Source: the candidate selector of the DFlash 2 checkpoints, whose names its tensors have. One definition
-serves decoding, which scores all pairs of candidates, and training, which scores each row below its true
-parent.
+Source: the candidate selector of the DFlash 2 checkpoints, including the tensors' names. Decoding scores all
+pairs of candidates; training scores rows given their true parent.
 
 Shapes: R draft rows, P parents and K candidates of a row.
 """
@@ -27,7 +26,7 @@ from pallas_kernels import shards
 
 
 class Selector(nnx.Module):
-    """Two tables with a row for every token, as a parent and as a child, and a projection of the gate."""
+    """Two codebooks with a row per token, as a parent and as a candidate, and the projection of the gate."""
 
     KEYS: ClassVar[tuple[Key, ...]] = (
         Key("candidate_selector.hidden_projection.weight", "selector.hidden_projection", "m r -> r m"),
@@ -54,31 +53,31 @@ class Selector(nnx.Module):
     def __call__(
         self, hidden: Float[Array, "B R M"], parents: Int[Array, "B R P"], tokens: Int[Array, "B R K"]
     ) -> Float32[Array, "B R P K"]:
-        """The score of every candidate of a row below every parent, in float32.
+        """The score of each candidate of a row given each parent, in float32.
 
         On a mesh all devices get the same bits.
 
         Args:
-            hidden: The rows' hidden states, of which the draft logits are made.
-            parents: Tokens that may come before the rows' own.
+            hidden: The rows' hidden states, from which the draft logits are computed.
+            parents: The possible parents of the rows' candidates.
             tokens: The rows' candidates.
         """
         gates = einsum("brm,mk->brk", hidden, self.hidden_projection[...], wide=True)
-        befores, has_before = self._own_rows(self.predecessors[...], parents)
-        afters, has_after = self._own_rows(self.successors[...], tokens)
+        befores, has_before = self._local_rows(self.predecessors[...], parents)
+        afters, has_after = self._local_rows(self.successors[...], tokens)
         if shards.count() > 1:
-            # Each row comes from one device, so the sum is exact; and one sum needs no order among several.
+            # Each row comes from one device, so the sum is exact. One collective needs no order of several.
             first = jnp.broadcast_to(shards.index() == 0, gates.shape[:2])
-            own = ((gates, first), (befores, has_before), (afters, has_after))
-            flat, restore = ravel_pytree([jnp.where(has[..., None], rows, 0) for rows, has in own])
+            local = ((gates, first), (befores, has_before), (afters, has_after))
+            flat, restore = ravel_pytree([jnp.where(has[..., None], rows, 0) for rows, has in local])
             gates, befores, afters = restore(shards.all_sum(flat))
         pairs = befores * gates[:, :, None, :], afters
         return jnp.einsum("brpk,brtk->brpt", *pairs, precision=jax.lax.Precision.HIGHEST)
 
-    def _own_rows(
+    def _local_rows(
         self, table: Float[Array, "V k"], tokens: Int[Array, "B R N"]
     ) -> tuple[Float32[Array, "B R N k"], Bool[Array, "B R N"]]:
-        """The rows of tokens in float32, and for which of them this device has to give them to the others."""
+        """The rows of tokens in float32, and for which tokens this device contributes the row to the sum."""
         size = table.shape[0]
         if size == self.vocab_size:
             given = jnp.broadcast_to(shards.index() == 0, tokens.shape)
@@ -89,7 +88,7 @@ class Selector(nnx.Module):
 
 
 def parents_of(anchors: Int[Array, "B"], tokens: Int32[Array, "B R K"]) -> Int32[Array, "B R K"]:
-    """The tokens that may come before each row's own: the candidates of the row above, or the anchor.
+    """The possible parents of each row's candidates: the candidates of the row above, or the anchor.
 
     Three rows of two candidates below the anchor 9::
 

@@ -1,4 +1,4 @@
-"""Step-3.7-Flash's text model: gated heads, more of them where layers slide, and experts beside a shared one.
+"""Step-3.7-Flash's text model: gated heads, more heads in sliding layers, and routed and shared experts.
 
 Shapes: B sequences, N tokens, T tokens of all sequences, M model, H query heads, E head size.
 """
@@ -31,33 +31,33 @@ class StepAttention(Attention):
         self.g_proj = param(rngs, shape, ("embed", "heads"), dtype)
 
     def output(self, out: Float[Array, "B N H E"], x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
-        """The projection of the heads' outputs, each times the sigmoid of its gate."""
+        """The output projection of the heads' outputs times the sigmoid of their gates."""
         gates = jax.nn.sigmoid(einsum("bnm,mh->bnh", x, self.g_proj[...], wide=True))
         return super().output((out * gates[..., None]).astype(out.dtype), x)
 
 
 class StepExperts(ExpertMLP):
-    """Experts that are chosen with a bias, and one that all tokens pass."""
+    """Routed experts, chosen with a bias, plus a shared expert."""
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        """Makes layer ``layer``'s router, its experts and the shared one, which is its dense block."""
+        """Makes layer ``layer``'s router, experts and shared expert, which is a dense block."""
         super().__init__(config, layer, rngs=rngs, dtype=dtype)
         self.router_bias = param(rngs, (self.experts.config.count,), ("router",), dtype)
         self.shared = MLP(config, layer, rngs=rngs, dtype=dtype)
 
-    def own(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
-        """What this device's part of the chosen experts and of the shared one adds."""
-        return super().own(x) + self.shared.own(x)
+    def local(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
+        """This device's term of the routed and shared experts' output."""
+        return super().local(x) + self.shared.local(x)
 
     def choose(self, rows: Float[Array, "T M"]) -> ExpertChoice:
-        """Each row's experts; the bias takes part in the choice, not in the weights."""
+        """Each row's experts; the bias affects the choice, not the weights."""
         return expert_choice(
             self.logits(rows), routing=self.experts.config.routing, bias=self.router_bias[...]
         )
 
 
 class StepLayer(DecoderLayer):
-    """A pre-norm layer of these, dense in the first layers."""
+    """A pre-norm layer with gated heads; the first layers are dense."""
 
     NORM = CenteredRMSNorm
     ATTENTION = StepAttention
@@ -68,7 +68,7 @@ _MLP, _EXPERTS = "layers.{}.mlp.", "layers.{}.mlp.experts."
 
 
 class Step(Transformer):
-    """A Step target (``model_type`` "step3p5"), as a part of one for images, "step3p7"."""
+    """A Step target (``model_type`` "step3p5"), inside the multimodal "step3p7"."""
 
     LAYER = StepLayer
     KEYS = (

@@ -14,14 +14,13 @@ from pallas_kernels import shards
 
 
 class ForwardOutput(NamedTuple):
-    """What a forward pass yields.
+    """The result of a forward pass.
 
     Attributes:
-        hidden: Final-normed hidden states. Logits are made of them by `Transformer.logits`, for the rows that
-            need any: a prompt chunk needs one row, not a chunk times the vocabulary.
-        taps: Outputs of the tapped layers, concatenated; F is 0 when nothing is tapped.
-        stash: Per layer, whatever a commit could need of the block: its keys and values, or what makes up a
-            state.
+        hidden: Final-normed hidden states. Call `Transformer.logits` for the rows that need logits: a prompt
+            chunk needs one row, not a chunk times the vocabulary.
+        taps: Outputs of the tapped layers, concatenated; F is 0 without taps.
+        stash: Each layer's rows of the block, for a commit: keys and values, or the input of a recurrence.
     """
 
     hidden: Float[Array, "B N M"]
@@ -33,12 +32,12 @@ class Transformer(nnx.Module):
     """A decoder-only language model. Parameter names follow the published checkpoints.
 
     Attributes:
-        LAYER: The family's layers, whose kind of norm is also the final one's.
-        KEYS: The family's key table: where its checkpoints keep each parameter.
-        PREFIXES: What the table's names begin with, and what may stand there instead, in all names of a
-            file: models that are part of a larger one are published under a longer prefix.
-        SKIPPED: What the family's checkpoints hold besides, of no use for text.
-        FLOAT32: Parameters that are float32 whatever type the others have: paths as those of key tables.
+        LAYER: The class of the layers; the final norm is of the same class as theirs.
+        KEYS: The family's key table.
+        PREFIXES: The prefix of the table's names, and the alternatives that a file may use for all names:
+            text models inside a multimodal one have a longer prefix.
+        SKIPPED: Tensors of the family's checkpoints that are not loaded.
+        FLOAT32: Paths, as in key tables, of parameters that are always float32.
     """
 
     LAYER: ClassVar[type[DecoderLayer]] = DecoderLayer
@@ -60,11 +59,11 @@ class Transformer(nnx.Module):
             self.lm_head = param(rngs, vocab, ("vocab", "embed"), dtype)
 
     def embed(self, tokens: Int[Array, "B N"], *, scaled: bool = True) -> Float[Array, "B N M"]:
-        """Input embeddings; the draft head's slots are embedded by the same table.
+        """Input embeddings, also used for the draft head's slots.
 
         Args:
             tokens: Token ids.
-            scaled: Whether the family's scale multiplies them; it is rounded to their dtype first.
+            scaled: Whether to multiply by the family's scale, rounded to the embeddings' dtype.
         """
         table, vocab = self.embed_tokens[...], self.config.vocab_size
         if table.shape[0] == vocab:
@@ -72,9 +71,9 @@ class Transformer(nnx.Module):
         else:
             row = tokens - table.shape[0] * shards.index()
             there = (row >= 0) & (row < table.shape[0])
-            # One device has the row, so the sum is exact.
-            own = jnp.where(there[:, :, None], table[jnp.where(there, row, 0)], 0)
-            embedded = joined(own, table.shape[0], vocab)
+            # Only one device has the row, so the sum is exact.
+            rows = jnp.where(there[:, :, None], table[jnp.where(there, row, 0)], 0)
+            embedded = joined(rows, table.shape[0], vocab)
         scale = self.config.embedding_scale
         return embedded * jnp.asarray(scale, embedded.dtype) if scaled and scale != 1.0 else embedded
 
@@ -91,7 +90,7 @@ class Transformer(nnx.Module):
         Args:
             tokens: Token ids.
             positions: Rotary positions.
-            mix: What the layers know of the committed prefix and the block.
+            mix: Access to the committed prefix and the block.
             taps: Layers (0-based) whose outputs, before the final norm, are returned.
         """
         x, delta = self.embed(tokens), None
@@ -106,23 +105,23 @@ class Transformer(nnx.Module):
         return ForwardOutput(hidden, jnp.concatenate(tapped, axis=-1), tuple(stash))
 
     def logits(self, hidden: Float[Array, "B N M"], *, capped: bool = True) -> Float[Array, "B N V"]:
-        """Logits of final-normed hidden states (the target's own, or a draft head's), in their dtype.
+        """Logits of final-normed hidden states (of the target or a draft head), in their dtype.
 
-        On a mesh they are those of the device's part of the vocabulary, and -inf beyond its end.
+        On a mesh they cover the device's shard of the vocabulary, with -inf as padding.
 
-        Rows times the vocabulary is the largest array of a round. What reads it computes in float32, inside
-        its own fusion: no float32 copy is ever stored.
+        The logits are the largest array of a round. Their readers compute in float32 inside a fusion, so no
+        float32 copy is stored.
 
         Args:
             hidden: The states.
-            capped: Whether the family's cap bounds them.
+            capped: Whether to apply the family's logit cap.
         """
         table = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         logits, cap = einsum("bnm,vm->bnv", hidden, table[...]), self.config.logit_softcap
         if capped and cap is not None:
             logits = (cap * jnp.tanh(logits.astype(jnp.float32) / cap)).astype(logits.dtype)
-        own, vocab = logits.shape[-1], self.config.vocab_size
-        if own * shards.count() > vocab and own != vocab:
-            token = own * shards.index() + jnp.arange(own, dtype=jnp.int32)
+        local, vocab = logits.shape[-1], self.config.vocab_size
+        if local * shards.count() > vocab and local != vocab:
+            token = local * shards.index() + jnp.arange(local, dtype=jnp.int32)
             logits = jnp.where((token < vocab)[None, None], logits, -jnp.inf)
         return logits

@@ -1,1 +1,1 @@
-"""How a request is sampled: its settings, and the target's choice."""
+"""Sampling: a request's parameters, and the target's choice of tokens."""

@@ -1,15 +1,15 @@
-"""The target's choice at every node: greedy, or a sample whose noise depends on seed and position only.
+"""The target's choice at every node: greedy, or a sample whose noise depends only on seed and position.
 
-A sample is the argmax of the filtered logits plus Gumbel noise, and the noise is keyed by the request's seed
-and the absolute position of the emitted token. So a token is the same whether its position was reached by
-plain decoding or through any tree, in any batch: losslessness at any temperature is an equality.
+A sample is the argmax of the filtered logits plus Gumbel noise, keyed by the request's seed and the absolute
+position of the emitted token. So the token at a position is the same for plain decoding, any tree and any
+batch: losslessness is exact equality at any temperature.
 
-Logits come in the type they were computed in. Everything made of them is float32, inside a reduction over the
-vocabulary: a GPU stores no float32 copy of a tree's logits, and nothing is sorted.
+Logits keep the type in which they were computed. Computations are float32, inside reductions over the
+vocabulary, so a GPU stores no float32 copy of a tree's logits and sorts nothing.
 
-Where several devices each compute a part of the vocabulary (see `pallas_kernels.shards`), V is a device's own
-part: all are of one size, in order, and logits of the padding after the last token are -inf. No device sees
-another's logits, and all get the same choices.
+If the vocabulary is sharded over devices (see `pallas_kernels.shards`), V is the size of a shard. Shards have
+equal sizes and are in order, and logits of padding are -inf. Devices do not exchange logits, and all get the
+same choices.
 """
 
 import jax
@@ -21,9 +21,9 @@ from jetspec_jax.sampling.token_sets import NO_CHOICE
 from pallas_kernels import shards
 from pallas_kernels.token_filter import least_kept
 
-# Entries of a row that are reduced together. XLA:GPU takes a block for each, so that few rows keep it busy.
+# Entries of a row per reduction. XLA:GPU uses a block for each chunk, so that few rows keep it busy.
 _CHUNK = 4096
-# Chunks of a multiple of this are read in whole vectors.
+# Chunks whose size is a multiple of this are read as whole vectors.
 _VECTOR = 8
 
 
@@ -36,7 +36,7 @@ def choose_tokens(
     max_depth: int,
     vocab_size: int | None = None,
 ) -> Int[Array, "B N"]:
-    """The target's next token at every node; of equal ones the lowest id; `NO_CHOICE` where there is none.
+    """The target's next token at every node: the lowest id among equals, `NO_CHOICE` if no token is possible.
 
     Args:
         logits: Logits of the nodes, of any floating type.
@@ -44,13 +44,13 @@ def choose_tokens(
         first_position: Absolute position of the token that a node of depth 0 emits.
         sampling: Settings of each slot.
         max_depth: Static bound on the depths.
-        vocab_size: Size of the whole vocabulary, needed where logits are a device's part of it.
+        vocab_size: Size of the whole vocabulary, required if it is sharded.
 
     Raises:
-        ValueError: Logits are a part of the vocabulary, and its size is not given or too large for the parts.
+        ValueError: The vocabulary is sharded, and its size is missing or too large for the shards.
     """
-    # Greedy slots take no noise, but it is made for them too: a condition would be read by the host, which on
-    # a GPU waits for the target's forward to do so, and launches what follows only then.
+    # Noise is computed for greedy slots too. A condition would be read by the host, which on a GPU would have
+    # to wait for the target's forward before it launches the next kernels.
     return _highest(
         perturb(logits, depths, first_position, sampling, max_depth=max_depth, vocab_size=vocab_size)
     )
@@ -65,33 +65,34 @@ def perturb(
     max_depth: int,
     vocab_size: int | None = None,
 ) -> Float32[Array, "B N V"]:
-    """What `choose_tokens` takes the argmax of: scaled, filtered and noisy logits, or at temperature 0 these.
+    """The values whose argmax `choose_tokens` returns: scaled, filtered and noisy logits, or plain logits.
 
-    Nodes at one position share their noise. The difference between the two largest entries of a row says how
-    firm a choice is: rounding can only flip it where that gap is tiny. Of a part of the vocabulary, its part.
+    Slots of temperature 0 get plain logits. Nodes at the same position share their noise. Rounding can change
+    a choice only if the two largest entries of its row are nearly equal. With a sharded vocabulary the values
+    are those of this device's shard.
     """
     samples = sampling.temperature > 0
     least = least_kept(logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-    # Made once per position: without the barrier XLA may make it again at every node, inside the argmax.
-    own = logits.shape[-1]
-    noise = _noise(sampling.key, first_position, max_depth + 1, _size_of_all(own, vocab_size))
-    noise = jax.lax.optimization_barrier(own_part(noise, own))
-    own_noise = jnp.take_along_axis(noise, depths[:, :, None], axis=1, mode="promise_in_bounds")
+    # Without the barrier, XLA might recompute the noise at every node inside the argmax.
+    local = logits.shape[-1]
+    noise = _noise(sampling.key, first_position, max_depth + 1, _whole_size(local, vocab_size))
+    noise = jax.lax.optimization_barrier(local_columns(noise, local))
+    node_noise = jnp.take_along_axis(noise, depths[:, :, None], axis=1, mode="promise_in_bounds")
     values = logits.astype(jnp.float32)
     scaled = values / jnp.where(samples, sampling.temperature, 1.0)[:, None, None]
-    noisy = jnp.where(values >= least[:, :, None], scaled + own_noise, -jnp.inf)
+    noisy = jnp.where(values >= least[:, :, None], scaled + node_noise, -jnp.inf)
     return jnp.where(samples[:, None, None], noisy, values)
 
 
-def _size_of_all(own: int, vocab_size: int | None) -> int:
-    """Size of the whole vocabulary, of which this device has ``own`` columns."""
+def _whole_size(local: int, vocab_size: int | None) -> int:
+    """The size of the whole vocabulary, of which this device has ``local`` columns."""
     parts = shards.count()
     if parts == 1:
-        return own
-    if vocab_size is None or not 1 <= vocab_size <= parts * own:
+        return local
+    if vocab_size is None or not 1 <= vocab_size <= parts * local:
         raise ValueError(
-            f"vocab_size must be in 1..{parts * own}, as {parts} devices have logits of {own} tokens each; "
-            f"got {vocab_size}"
+            f"vocab_size must be in 1..{parts * local}, as {parts} devices have logits of {local} tokens "
+            f"each; got {vocab_size}"
         )
     return vocab_size
 
@@ -99,10 +100,10 @@ def _size_of_all(own: int, vocab_size: int | None) -> int:
 def _noise(
     keys: UInt32[Array, "B 2"], first_position: Int[Array, "B"], count: int, vocab: int
 ) -> Float32[Array, "B count V"]:
-    """Gumbel noise of ``count`` consecutive positions per slot."""
+    """Gumbel noise for ``count`` consecutive positions per slot."""
 
     def at(key: UInt32[Array, "2"], position: Int[Array, ""]) -> Float32[Array, "V"]:
-        # The implementation is named so that a user's global setting cannot change a seeded text.
+        # The implementation is explicit, so that a user's global setting cannot change seeded texts.
         typed = jax.random.wrap_key_data(key, impl="threefry2x32")
         return jax.random.gumbel(jax.random.fold_in(typed, position), (vocab,), jnp.float32)
 
@@ -110,41 +111,41 @@ def _noise(
     return jax.vmap(jax.vmap(at, (None, 0)))(keys, positions)
 
 
-def own_part(rows: Num[Array, "*shape W"], own: int) -> Num[Array, "*shape V"]:
-    """This device's columns of whole rows, which are padded with 0 to as many as all parts have."""
+def local_columns(rows: Num[Array, "*shape W"], local: int) -> Num[Array, "*shape V"]:
+    """This device's columns of whole rows, which are padded with 0 to the total size of all shards."""
     if shards.count() == 1:
         return rows
-    missing = shards.count() * own - rows.shape[-1]
+    missing = shards.count() * local - rows.shape[-1]
     padded = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, missing)])
-    return jax.lax.dynamic_slice_in_dim(padded, shards.index() * own, own, axis=rows.ndim - 1)
+    return jax.lax.dynamic_slice_in_dim(padded, shards.index() * local, local, axis=rows.ndim - 1)
 
 
 def _highest(values: Float[Array, "B N V"]) -> Int[Array, "B N"]:
-    """The index of the highest value of each row, the first among equals; `NO_CHOICE` if none has a value."""
-    # Compared in float32, as XLA:GPU would otherwise round to bfloat16 after every comparison.
+    """The index of each row's maximum, the first among equals; `NO_CHOICE` if all values are -inf or NaN."""
+    # In float32, because XLA:GPU would otherwise round to bfloat16 after every comparison.
     index = jax.lax.broadcasted_iota(jnp.int32, values.shape, 2)
     pairs = _in_chunks(values.astype(jnp.float32)), _in_chunks(index)
     start = jnp.float32(-jnp.inf), jnp.int32(0)
     best = jax.lax.reduce(pairs, start, _better, (3,))
     value, index = jax.lax.reduce(best, start, _better, (2,))
     if shards.count() > 1:
-        # Each part's best as bits, and its id in the whole vocabulary: one gather.
-        own = jax.lax.bitcast_convert_type(value, jnp.int32), index + shards.index() * values.shape[-1]
-        of_all = shards.gather(jnp.stack(own))
+        # Each shard's best value, as bits, and its id in the whole vocabulary, in one gather.
+        pair = jax.lax.bitcast_convert_type(value, jnp.int32), index + shards.index() * values.shape[-1]
+        of_all = shards.gather(jnp.stack(pair))
         pairs = jax.lax.bitcast_convert_type(of_all[:, 0], jnp.float32), of_all[:, 1]
         value, index = jax.lax.reduce(pairs, start, _better, (0,))
     return jnp.where(value > -jnp.inf, index, NO_CHOICE)
 
 
 def _better(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The better of two pairs of value and index: in any order, so that it may be reduced in any order."""
+    """The better of two pairs of value and index; commutative and associative, for reductions."""
     (value, index), (other, other_index) = a, b
     first = (value > other) | ((value == other) & (index < other_index))
     return jnp.where(first, value, other), jnp.where(first, index, other_index)
 
 
 def _in_chunks(rows: Shaped[Array, "B N V"]) -> Shaped[Array, "B N chunks size"]:
-    """Rows cut into equal chunks, so that few rows are work for many blocks; whole where nothing divides."""
+    """Rows in equal chunks, so that few rows occupy many blocks; a single chunk if no size divides."""
     vocab = rows.shape[-1]
     size = next((size for size in range(_CHUNK, vocab, _VECTOR) if vocab % size == 0), vocab)
     return rows.reshape(*rows.shape[:-1], vocab // size, size)

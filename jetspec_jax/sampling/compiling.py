@@ -1,8 +1,8 @@
-"""Grammars compiled by llguidance: in this process, or first on trial in a process of its own.
+"""Compiles grammars with llguidance, in this process or first in a trial process.
 
-llguidance has limits, but they bound neither its time nor its memory nor its stack. A schema of 45 bytes
-compiles for minutes, a regular expression takes gigabytes, and a chain of rules ends the process. So a server
-compiles what a client sends in a process that may die: this file, run as a program, which imports llguidance.
+llguidance's limits bound neither its time nor its memory nor its stack. A schema of 45 bytes can compile for
+minutes, a regular expression can take gigabytes, and a chain of rules can crash the process. So a server
+first compiles a client's grammar in a process that may die: this file, run as a program.
 """
 
 import json
@@ -13,22 +13,22 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
-# Tokens of a text that a trial follows, as masks are computed when they are asked for.
+# Tokens of a text that a trial decodes, because llguidance computes masks lazily.
 _STEPS = 32
-# Bytes of the stack: half of what threads usually have, so that the engine's suffice for what passes.
+# Bytes of a trial's stack: half of a thread's usual stack, so that accepted grammars also fit the engine's.
 _STACK = 2**22
 
 
 def serialized(tokenizer: Any, size: int, ends: list[int]) -> str:
-    """What `load_tokens` makes a vocabulary of, as one line.
+    """A vocabulary as one line of JSON, the input of `load_tokens`.
 
     Args:
-        tokenizer: A transformers tokenizer in its fast form.
-        size: Tokens of the vocabulary.
-        ends: Tokens that end a sequence; without any it is the tokenizer's own.
+        tokenizer: A fast transformers tokenizer.
+        size: Size of the vocabulary.
+        ends: Tokens that end a sequence; if empty, the tokenizer's EOS token.
 
     Raises:
-        ValueError: The tokenizer has another form.
+        ValueError: The tokenizer is not a fast one.
     """
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
         raise ValueError("only tokenizers in their fast form are supported")
@@ -40,23 +40,23 @@ def serialized(tokenizer: Any, size: int, ends: list[int]) -> str:
 
 
 def load_tokens(text: str) -> Any:
-    """The vocabulary that `serialized` wrote, for llguidance; raises ValueError where it cannot take that."""
+    """Loads the output of `serialized` into llguidance; raises ValueError if it is not supported."""
     from llguidance import LLTokenizer
 
     return LLTokenizer(**json.loads(text))
 
 
 def compiled(tokens: Any, kind: str, text: str, *, flexible: bool) -> tuple[Any, bytes]:
-    """A matcher at the start of a grammar, and the packed set of the tokens that may come first.
+    """Compiles a grammar; returns a matcher at its start, and the packed set of the possible first tokens.
 
     Args:
-        tokens: llguidance's vocabulary.
-        kind: Of the grammar, as `StructuredOutputsParams` has it.
+        tokens: llguidance's tokenizer.
+        kind: The kind of the grammar: a field of `StructuredOutputsParams`.
         text: The grammar.
-        flexible: Whether JSON may have spaces and line breaks between its parts.
+        flexible: Whether JSON may have whitespace between its parts.
 
     Raises:
-        ValueError: It does not compile or admits nothing, in llguidance's words.
+        ValueError: The grammar does not compile or allows no text; the message includes llguidance's.
     """
     from llguidance import LLMatcher, LLParserLimits, grammar_from
 
@@ -74,16 +74,16 @@ def compiled(tokens: Any, kind: str, text: str, *, flexible: bool) -> tuple[Any,
         raise ValueError(f"structured_outputs: {kind} does not compile: {words(start.get_error())}")
     first = start.compute_bitmask()
     if start.is_error():
-        said = words(start.get_error())
-        raise ValueError(f"structured_outputs: {kind} admits no text of the target's tokens: {said}")
+        reason = words(start.get_error())
+        raise ValueError(f"structured_outputs: {kind} admits no text of the target's tokens: {reason}")
     return start, first
 
 
 def _lark(text: str) -> str:
-    """A grammar in Lark's form, which it may have or not.
+    """A grammar in Lark form, converted from GBNF if needed.
 
-    llguidance's own test for that searches with a regular expression, whose time grows like the square of
-    empty lines, with the interpreter's lock held.
+    llguidance's test of the form uses a regular expression whose time grows with the square of the number of
+    empty lines, with the GIL held.
     """
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -92,43 +92,43 @@ def _lark(text: str) -> str:
         return text
     try:
         return gbnf_to_lark(text)
-    except Exception as error:  # it raises errors of no single type
+    except Exception as error:  # it raises errors of many types
         raise ValueError(f"neither Lark nor GBNF: {error}") from error
 
 
 def words(error: object) -> str:
-    """What llguidance says, in one line and without the state that it appends."""
-    said = str(error).partition("\n<state>")[0].partition("\n<non-verbose/>")[0]
-    return " ".join(said.split())
+    """The message of an llguidance error in one line, without the state that it appends."""
+    message = str(error).partition("\n<state>")[0].partition("\n<non-verbose/>")[0]
+    return " ".join(message.split())
 
 
 class Trials:
-    """What this file does as a program: a line with a vocabulary comes, then one for each grammar.
+    """The program of this file: reads a line with a vocabulary, then one line per grammar.
 
-    The answer to each is a line: null, or why the grammar is refused. The process ends without an answer
-    where a grammar takes too much.
+    For each grammar it writes a line: null, or the reason for refusing it. If a grammar exceeds a limit, the
+    process ends without an answer.
     """
 
     def __init__(self, seconds: float, most_bytes: int):
-        """Reads the vocabulary.
+        """Reads the vocabulary and sets limits.
 
         Args:
-            seconds: Processor time of each grammar.
-            most_bytes: Memory of all of them, beside the vocabulary's.
+            seconds: Limit of processor time for each grammar.
+            most_bytes: Limit of memory for all grammars, in addition to the vocabulary's.
         """
-        import resource  # no system but Unix has it
+        import resource  # only on Unix
 
         self._tokens, self._seconds = load_tokens(sys.stdin.readline()), seconds
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         statistics = Path("/proc/self/statm")
-        if statistics.exists():  # elsewhere the memory of a process is not limited
+        if statistics.exists():  # on other systems memory is not limited
             now = int(statistics.read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (now + most_bytes, now + most_bytes))
 
     def run(self) -> None:
-        """Answers until nobody asks any more."""
+        """Answers lines until standard input ends."""
         for line in sys.stdin:
-            # The signal ends the process whatever it does: nothing handles it.
+            # The signal has no handler, so it ends the process in any state.
             signal.setitimer(signal.ITIMER_PROF, self._seconds)
             answer = self._answer(**json.loads(line))
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -149,7 +149,7 @@ class Trials:
         return None
 
     def _token(self, mask: bytes, start: int) -> int | None:
-        """A token of a packed set that is text, from a place on; None if there is none."""
+        """The first text token of a packed set from byte ``start`` on, cyclically; None if there is none."""
         text = bytearray(mask)
         for end in self._tokens.eos_tokens:
             text[end // 8] &= ~(1 << end % 8)
@@ -161,7 +161,7 @@ class Trials:
 
 
 def _main(seconds: str, most_bytes: str) -> None:
-    # A thread has a stack of a size that is known.
+    # A thread's stack has a defined size, unlike the main thread's.
     threading.stack_size(_STACK)
     thread = threading.Thread(target=lambda: Trials(float(seconds), int(most_bytes)).run())
     thread.start()

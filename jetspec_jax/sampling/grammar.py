@@ -1,7 +1,7 @@
-"""Grammars, matched by llguidance: which tokens may follow at every node of a tree. Runs on the host.
+"""Grammars, matched by llguidance on the host: the tokens that may follow at every node of a tree.
 
-A grammar speaks of the output alone. Its tokens are bytes to it, so that any split of a text into tokens is
-the same text. Tokens that end a request are no text: they are allowed where the grammar may end.
+A grammar describes the output as bytes, so the split of a text into tokens does not matter. Tokens that end a
+request are not text: they are allowed where the grammar may end.
 
 Shapes: N nodes, V vocabulary.
 """
@@ -20,37 +20,37 @@ from jetspec_jax.sampling.compiling import compiled, load_tokens, serialized, wo
 from jetspec_jax.sampling.structured import StructuredOutputsParams
 from jetspec_jax.sampling.token_sets import packed
 
-#: Grammars that are kept compiled for each target.
+#: Compiled grammars that are cached for each target.
 MOST_KEPT = 64
-#: Processor seconds that the masks of one tree may take; usual are some thousandths.
+#: Limit of processor seconds for the masks of one tree, which usually take a few milliseconds.
 MOST_SECONDS = 10.0
 _ALL = np.uint32(0xFFFFFFFF)
 
 
 class Vocabulary:
-    """A target's tokens as grammars see them: made once, for all requests; safe in several threads.
+    """A target's vocabulary for grammars; created once for all requests, thread-safe.
 
     Attributes:
-        serialized: The tokens as `jetspec_jax.sampling.compiling` reads them in another process.
-        vocab_size: V, of the target.
+        serialized: The vocabulary for the trial process of `jetspec_jax.sampling.compiling`.
+        vocab_size: V, the target's vocabulary size.
         text_bits: The packed set of the tokens that are text.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]):
-        """Compiles the tokens, which takes a moment.
+        """Prepares the vocabulary for llguidance, which takes a moment.
 
         Args:
-            tokenizer: A transformers tokenizer in its fast form, or None.
-            vocab_size: V, of the target: logits that have no token in the tokenizer are never allowed.
-            eos_token_ids: Tokens that end a sequence, which are no text.
+            tokenizer: A fast transformers tokenizer, or None.
+            vocab_size: V, the target's vocabulary size; tokens that the tokenizer lacks are never allowed.
+            eos_token_ids: Tokens that end a sequence, which are not text.
 
         Raises:
             ImportError: llguidance is not installed.
-            ValueError: There is no tokenizer, or llguidance cannot take it.
+            ValueError: There is no tokenizer, or llguidance does not support it.
         """
         if tokenizer is None:
             raise ValueError("structured_outputs needs a tokenizer, and the target has none")
-        # Of tokens that the target lacks the bits are cut off.
+        # Bits of tokens that the target lacks are cut off later.
         size = max(vocab_size, len(tokenizer))
         try:
             self.serialized = serialized(tokenizer, size, sorted(eos_token_ids))
@@ -62,21 +62,21 @@ class Vocabulary:
         except ValueError as error:
             raise ValueError(f"llguidance cannot take the target's tokenizer: {words(error)}") from error
         self.vocab_size = vocab_size
-        # llguidance allows its own ends where a grammar may end: here a request says which these are.
+        # Where a grammar may end, llguidance allows EOS tokens; the request's stop ids replace them.
         self.text_bits = ~packed(self._tokens.eos_tokens, size)
         self._kept: OrderedDict[StructuredOutputsParams, Any] = OrderedDict()
         self._lock = threading.Lock()
 
-    def matcher(self, wanted: StructuredOutputsParams, stop_ids: Collection[int]) -> "Matcher":
-        """What follows one request through its grammar.
+    def matcher(self, outputs: StructuredOutputsParams, stop_ids: Collection[int]) -> "Matcher":
+        """A matcher for one request.
 
         Args:
-            wanted: The grammar.
+            outputs: The grammar.
             stop_ids: Tokens that end the request.
 
         Raises:
-            ValueError: The grammar does not compile or admits nothing, in llguidance's words; or no token
-                could ever end the request.
+            ValueError: The grammar does not compile or allows no text (the message includes llguidance's),
+                or ``stop_ids`` is empty.
         """
         if not stop_ids:
             raise ValueError(
@@ -84,49 +84,49 @@ class Vocabulary:
                 "stop_token_ids"
             )
         with self._lock:
-            start = self._kept.pop(wanted, None)
-            start = self._kept[wanted] = self._compiled(wanted) if start is None else start
+            start = self._kept.pop(outputs, None)
+            start = self._kept[outputs] = self._compiled(outputs) if start is None else start
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
             return Matcher(start.deep_copy(), self, stop_ids)
 
-    def _compiled(self, wanted: StructuredOutputsParams) -> Any:
-        kind, text = wanted.source
-        start, bits = compiled(self._tokens, kind, text, flexible=not wanted.disable_any_whitespace)
+    def _compiled(self, outputs: StructuredOutputsParams) -> Any:
+        kind, text = outputs.source
+        start, bits = compiled(self._tokens, kind, text, flexible=not outputs.disable_any_whitespace)
         first = np.frombuffer(bits, np.uint32)
-        self._check_ways_back(kind, start.deep_copy(), first[: len(self.text_bits)] & self.text_bits)
+        self._check_rollback(kind, start.deep_copy(), first[: len(self.text_bits)] & self.text_bits)
         return start
 
-    def _check_ways_back(self, kind: str, walk: Any, first: UInt32[np.ndarray, "words"]) -> None:
-        """Refuses grammars that count tokens: llguidance cannot go back in them, as trees ask for."""
+    def _check_rollback(self, kind: str, walk: Any, first: UInt32[np.ndarray, "words"]) -> None:
+        """Refuses grammars that count tokens: their matcher cannot roll back, and tree branches need it."""
         begins = np.flatnonzero(first)
         if not begins.size:
-            return  # it admits the empty text alone
+            return  # only the empty text is allowed
         word = int(begins[0])
         walk.consume_token(32 * word + (int(first[word]) & -int(first[word])).bit_length() - 1)
         if not walk.rollback(1):
             raise ValueError(
-                f"structured_outputs: {kind} is none that a tree can follow: {words(walk.get_error())}"
+                f"structured_outputs: {kind} cannot be used with trees: {words(walk.get_error())}"
             )
 
 
 class Matcher:
-    """A request's way through its grammar: what it has committed, and what may follow.
+    """The state of a request in its grammar.
 
     Attributes:
-        count: Tokens that it has committed.
-        problem: Why the grammar has no way on, in llguidance's words; None while it has. Then only tokens
-            that end the request are allowed.
-        seconds: Processor time that the masks of a tree have taken at most. Above `MOST_SECONDS` the
-            scheduler ends the request. The masks do not depend on times: several processes make the same.
+        count: Number of committed tokens.
+        problem: llguidance's reason why the grammar has reached a dead end, after which only tokens that end
+            the request are allowed; None before.
+        seconds: The largest processor time of a tree's masks. If it exceeds `MOST_SECONDS`, the scheduler
+            ends the request. Masks do not depend on time, so all processes compute the same.
     """
 
     def __init__(self, matcher: Any, vocabulary: Vocabulary, stop_ids: Collection[int]):
-        """At the start of the grammar.
+        """Starts at the beginning of the grammar.
 
         Args:
-            matcher: llguidance's, which nobody else uses.
-            vocabulary: The tokens.
+            matcher: llguidance's matcher, owned by this object.
+            vocabulary: The vocabulary.
             stop_ids: Tokens that end the request.
         """
         self.count = 0
@@ -138,13 +138,13 @@ class Matcher:
         self._words = -(-vocabulary.vocab_size // 32)
 
     def copy(self) -> "Matcher":
-        """Another one that is as far."""
+        """An independent copy in the same state."""
         other = copy(self)
         other._matcher = self._matcher.deep_copy()
         return other
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Commits tokens of the output, in order; those after a token that ends the request do not count."""
+        """Commits output tokens in order; tokens after one that ends the request are ignored."""
         for token in tokens:
             self.count += 1
             if token in self._stop_ids:
@@ -157,7 +157,7 @@ class Matcher:
         if self.problem is None and not (
             self._matcher.is_accepting() or self._matcher.validate_tokens([token])
         ):
-            self._matcher.compute_bitmask()  # meets the dead end, if there is one
+            self._matcher.compute_bitmask()  # sets the error of a dead end, if there is one
             why = words(self._matcher.get_error())
             self.problem = f"the text ends where the grammar goes on{f': {why}' if why else ''}"
 
@@ -166,17 +166,18 @@ class Matcher:
     ) -> UInt32[np.ndarray, "N words"]:
         """The tokens that may follow at each node of a tree.
 
-        The root is the last token before the tree, which is committed. The time is proportional to the nodes
-        on the grammar.
+        The root is the last committed token. The time is proportional to the number of nodes that the grammar
+        allows.
 
         Args:
-            tokens: Of the nodes.
-            parents: Their parents, each before its children.
-            num_nodes: Nodes that are no padding.
+            tokens: The nodes' tokens.
+            parents: The nodes' parents; each parent comes before its children.
+            num_nodes: Number of nodes without padding.
 
         Returns:
-            Packed sets, see `jetspec_jax.sampling.token_sets`. Nodes that can never be accepted, as the
-            grammar forbids them, a token before them ends the request, or they are padding, have all.
+            Packed sets, see `jetspec_jax.sampling.token_sets`. Nodes that cannot be accepted allow all
+            tokens: those that the grammar forbids, that follow a token that ends the request, or that are
+                padding.
         """
         began = time.thread_time()
         masks = np.full((len(tokens), self._words), _ALL, np.uint32)
@@ -184,26 +185,26 @@ class Matcher:
         for node, parent in enumerate(parents[1:num_nodes].tolist(), start=1):
             children[parent].append(node)
         walk = _Walk(self._matcher, len(self._text_bits))
-        # Depth first: from one node to the next in line leads a way up, and one step down.
-        line = [(0, 0)]
-        while line:
-            depth, node = line.pop()
-            if depth and not self._steps_to(walk, depth, int(tokens[node]), masks[parents[node]]):
+        # Depth first, so that the next node needs a rollback and one step.
+        stack = [(0, 0)]
+        while stack:
+            depth, node = stack.pop()
+            if depth and not self._step_to(walk, depth, int(tokens[node]), masks[parents[node]]):
                 continue
             masks[node] = self._allowed(walk)
-            line.extend((depth + 1, child) for child in reversed(children[node]))
+            stack.extend((depth + 1, child) for child in reversed(children[node]))
         self.seconds = max(self.seconds, time.thread_time() - began)
         return masks
 
-    def _steps_to(self, walk: "_Walk", depth: int, token: int, allowed: UInt32[np.ndarray, "words"]) -> bool:
-        """Goes to a node if it may be accepted, and something may come after it."""
+    def _step_to(self, walk: "_Walk", depth: int, token: int, allowed: UInt32[np.ndarray, "words"]) -> bool:
+        """Steps to a node and returns True, unless the node cannot be accepted or ends the request."""
         if token in self._stop_ids or not allowed[token // 32] >> np.uint32(token % 32) & 1:
             return False
         walk.step(depth, token)
         return True
 
     def _allowed(self, walk: "_Walk") -> UInt32[np.ndarray, "words"]:
-        """What may follow where a walk is: only an end where nothing can, or where the grammar ends."""
+        """The tokens that may follow at a walk's node; stop ids where the grammar may end or cannot go on."""
         bits, ends = walk.look()
         bits &= self._text_bits
         if ends:
@@ -212,7 +213,7 @@ class Matcher:
 
 
 class _Walk:
-    """A way through a tree from the committed state, which stays as it is."""
+    """A walk through a tree from the committed state, which is not changed."""
 
     def __init__(self, start: Any, words: int):
         self._start, self._at = start, start.deep_copy()
@@ -220,11 +221,11 @@ class _Walk:
         self._row = np.zeros(words, np.uint32)
 
     def step(self, depth: int, token: int) -> None:
-        """Goes up to depth - 1, and from there to a token that is allowed."""
+        """Rolls back to depth - 1, and consumes an allowed token."""
         up = len(self._path) - (depth - 1)
         del self._path[depth - 1 :]
         if self._at.is_error():
-            # llguidance never leaves an error: behind a dead end the way is gone anew.
+            # An error in llguidance is permanent, so after a dead end the path is replayed.
             self._at = self._start.deep_copy()
             self._at.consume_tokens(self._path)
         else:
@@ -233,7 +234,7 @@ class _Walk:
         self._at.consume_token(token)
 
     def look(self) -> tuple[UInt32[np.ndarray, "words"], bool]:
-        """What llguidance allows here, until the next look, and whether an end is: also at a dead end."""
+        """The allowed tokens, valid until the next call, and whether the text may end or is a dead end."""
         self._at.unsafe_compute_mask_ptr(self._row.ctypes.data, self._row.nbytes)
         if self._at.is_error():
             self._row[:] = 0

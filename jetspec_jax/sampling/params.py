@@ -1,4 +1,4 @@
-"""How a request is sampled and when it stops, checked; imports no JAX."""
+"""A request's sampling parameters and stop conditions, validated; imports no JAX."""
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -19,53 +19,53 @@ from jetspec_jax.arguments import (
 from jetspec_jax.sampling.structured import StructuredOutputsParams
 from jetspec_jax.vllm_names import SAMPLING
 
-#: Between these a float32 logit divided by the temperature is finite, and 0 only if it was.
+#: Bounds of the temperature, so that a float32 logit divided by it neither overflows nor underflows.
 COLDEST, HOTTEST = 1e-30, 1e30
 #: Most completions of one prompt.
 MOST_COMPLETIONS = 16384
-#: Most alternatives of a token whose log-probabilities are told.
+#: Most alternatives of a token that are returned with log-probabilities.
 MOST_LOGPROBS = 20
-#: Presence and frequency penalties lie between this and its negative, and so do biases.
+#: Bounds of presence and frequency penalties, and of biases, in both directions.
 MOST_PENALTY, MOST_BIAS = 2.0, 100.0
 
 
 @refusing_unknown(SAMPLING)
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled and when it stops.
+    """The sampling parameters and stop conditions of a request.
 
     Attributes:
-        temperature: 0 is greedy.
+        temperature: The softmax temperature; 0 is greedy.
         top_k: Keep the k most likely tokens (ties with the k-th are kept); None, 0 and -1 keep all.
         top_p: Keep the smallest set of most likely tokens whose probability reaches this; None keeps all.
         min_p: Keep tokens at least this times as likely as the likeliest; None keeps all.
-        seed: Seed of the request's noise, from -2**63 to 2**64 - 1; without one, a seed is drawn once. The
-            noise reads its lowest 64 bits, so -1 is the same seed as 2**64 - 1.
-        max_tokens: Most tokens to generate; None goes on to the context's end.
-        stop: Strings that end the text; the first one found is cut off, with all that follows. Special tokens
-            are no text: they belong in ``stop_token_ids``.
-        stop_token_ids: Tokens that end the sequence; the one found is kept in the token ids.
+        seed: Seed of the request's noise, from -2**63 to 2**64 - 1; None draws a random seed once. Only the
+            lowest 64 bits count, so -1 is the same seed as 2**64 - 1.
+        max_tokens: Most tokens to generate; None means up to the end of the context.
+        stop: Strings that end the text, which is cut before the first of them. Special tokens are not text;
+            use ``stop_token_ids`` for them.
+        stop_token_ids: Tokens that end the sequence; they are kept in the token ids.
         ignore_eos: Do not stop at the target's end-of-sequence tokens.
-        n: Completions of the prompt. The first has the seed, each other one a seed made of it and its index.
+        n: Number of completions. The first uses the seed, the others seeds derived from it and their index.
         include_stop_str_in_output: Keep the stop string, or the text of the stop token, in the text.
         skip_special_tokens: Leave special tokens out of the text.
-        presence_penalty: Taken once from the logit of each token that the output has; at most 2 either way.
-        frequency_penalty: Taken from the logit of each token as often as the output has it; likewise.
-        repetition_penalty: Of tokens that the prompt or the output has, positive logits are divided by it,
-            and negative ones multiplied.
-        min_tokens: Tokens before which neither end-of-sequence nor stop tokens are chosen, and no stop string
-            ends the text.
-        logit_bias: What is added to the logits of some tokens; at most 100 either way. It becomes pairs.
-        bad_words: Words that the output must not have: the last token of one is not chosen after the others.
+        presence_penalty: Subtracted from the logits of tokens in the output; in [-2, 2].
+        frequency_penalty: Subtracted from a token's logit for each occurrence in the output; in [-2, 2].
+        repetition_penalty: For tokens in the prompt or output, positive logits are divided by it and negative
+            logits multiplied.
+        min_tokens: Number of tokens before which no end-of-sequence or stop token is chosen, and no stop
+            string ends the text.
+        logit_bias: Added to the logits of some tokens; in [-100, 100]. It is stored as pairs.
+        bad_words: Words that must not occur in the output: the last token is not chosen after the others.
         allowed_token_ids: The only tokens to choose from; None allows all.
-        logprobs: How many of the likeliest tokens are told with each generated one, with log-probabilities of
-            the target's own distribution, before all settings; at most 20. None tells none.
-        prompt_logprobs: Likewise with each token of the prompt but the first.
-        structured_outputs: A form that the text must have; None is any.
+        logprobs: Number of most likely tokens, at most 20, to return with each generated token, with
+            log-probabilities of the target's distribution before all settings. None returns none.
+        prompt_logprobs: The same for each token of the prompt except the first.
+        structured_outputs: A form that the text must have; None allows any text.
 
     Raises:
-        TypeError: A setting is of a wrong type.
-        ValueError: A setting is out of its range, or two contradict each other.
+        TypeError: A setting has the wrong type.
+        ValueError: A setting is out of range, or two settings contradict each other.
     """
 
     temperature: float = 0.0
@@ -92,7 +92,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        """Checks every setting, and brings it into one form."""
+        """Checks and normalises all settings."""
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         top_k = _or_none("top_k", self.top_k, check_integer, -1)
         checked = {
@@ -136,19 +136,19 @@ class SamplingParams:
 
     @property
     def adjusts(self) -> bool:
-        """Whether the target's logits are changed before the temperature divides them."""
+        """Whether penalties, biases or masks change the target's logits."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
         masks = self.allowed_token_ids is not None, bool(self.bad_words), self.min_tokens > 0
         return any(penalties) or bool(self.logit_bias) or any(masks)
 
     @property
     def wants_more(self) -> bool:
-        """Whether more is wanted than tokens that are chosen of the filtered logits as they are."""
-        told = self.logprobs, self.prompt_logprobs, self.structured_outputs
-        return self.adjusts or any(own is not None for own in told)
+        """Whether the request needs adjusted logits, log-probabilities or a grammar."""
+        extras = self.logprobs, self.prompt_logprobs, self.structured_outputs
+        return self.adjusts or any(extra is not None for extra in extras)
 
     def each(self) -> "Sequence[SamplingParams]":
-        """The parameters of each of the ``n`` completions, which has a seed of its own."""
+        """The parameters of each of the ``n`` completions, with separate seeds."""
         if self.n == 1:
             return [self]
         seed = draw_seed() if self.seed is None else self.seed
@@ -156,19 +156,19 @@ class SamplingParams:
 
 
 def draw_seed() -> int:
-    """A seed for a request that brings none."""
+    """A random seed of 64 bits, for a request without a seed."""
     return secrets.randbits(64)
 
 
 def _folded(seed: int, index: int) -> int:
-    """The seed of a prompt's completion."""
+    """The seed of completion ``index``."""
     if index == 0:
         return seed
     return int(np.random.SeedSequence([seed % 2**64, index]).generate_state(1, np.uint64)[0])
 
 
 def _or_none(name: str, value: Any, check: Callable[..., Any], *bounds: float | None) -> Any:
-    """A setting that may be left open."""
+    """Checks a setting unless it is None."""
     return None if value is None else check(name, value, *bounds)
 
 
@@ -177,7 +177,7 @@ def _temperature(value: Any) -> float:
 
 
 def _positive(name: str, value: Any, otherwise: str = "") -> float:
-    """A number that float32 may be divided by and multiplied with."""
+    """A number by which float32 values may be divided and multiplied."""
     number = check_number(name, value)
     if not COLDEST <= number <= HOTTEST:
         raise ValueError(f"{name} must {otherwise}lie in [{COLDEST}, {HOTTEST}], not {shown(value)}")
@@ -185,7 +185,7 @@ def _positive(name: str, value: Any, otherwise: str = "") -> float:
 
 
 def _bounded(name: str, value: Any, most: float) -> float:
-    """A number that is at most so much, either way."""
+    """A number in [-most, most]."""
     number = check_number(name, value)
     if not -most <= number <= most:
         raise ValueError(f"{name} must lie in [{-most:g}, {most:g}], not {shown(value)}")
@@ -193,7 +193,7 @@ def _bounded(name: str, value: Any, most: float) -> float:
 
 
 def _biases(given: Any) -> tuple[tuple[int, float], ...]:
-    """Biases as pairs in the order of their tokens, which is what they may be given as, too."""
+    """Biases as pairs sorted by token, from a mapping or from such pairs."""
     pairs = given.items() if isinstance(given, Mapping) else given or ()
     checked = {}
     for pair in pairs if isinstance(given, Mapping | tuple | None) else [given]:
@@ -210,7 +210,7 @@ def _token_ids(name: str, values: Any) -> tuple[int, ...]:
 
 
 def _share(name: str, value: Any, least: float | None) -> float:
-    """A number in [least, 1], or without a least one in (0, 1]."""
+    """A number in [least, 1], or in (0, 1] if ``least`` is None."""
     share = check_number(name, value)
     if not (0 < share <= 1 or share == least):
         bounds = "(0, 1]" if least is None else f"[{least:g}, 1]"
@@ -219,7 +219,7 @@ def _share(name: str, value: Any, least: float | None) -> float:
 
 
 def _texts(name: str, kind: str, values: Any) -> tuple[str, ...]:
-    """Strings that are no empty ones; ``kind`` says what they are."""
+    """A tuple of non-empty strings; ``kind`` is their name in errors."""
     checked = _as_list(name, values, f"{kind}s")
     for text in checked:
         check_type(f"a {kind} in {name}", text, str, "a string")

@@ -1,4 +1,4 @@
-"""How the requests of all slots are sampled, as arrays. Shapes: B slots."""
+"""The sampling parameters of all slots as arrays. Shapes: B slots."""
 
 from typing import Any, NamedTuple
 
@@ -28,21 +28,21 @@ class Sampling(NamedTuple):
 
     @classmethod
     def greedy(cls, slots: int) -> "Sampling":
-        """Settings of slots that nobody uses yet."""
-        one = cls.of(SamplingParams(seed=0))
-        return cls(*(jnp.broadcast_to(value, (slots, *value.shape)) for value in one))
+        """The settings of unused slots."""
+        settings = cls.of(SamplingParams(seed=0))
+        return cls(*(jnp.broadcast_to(value, (slots, *value.shape)) for value in settings))
 
     @classmethod
     def of(cls, params: SamplingParams) -> "Sampling":
-        """One request's settings as NumPy scalars, without the slot axis; draws a seed if there is none."""
+        """One request's settings as NumPy values without the slot axis; draws a seed if it is None."""
         seed = draw_seed() if params.seed is None else int(params.seed)
         fields: Any = (
             np.float32(params.temperature),
-            # No vocabulary has 2**31 entries: such a top_k keeps all.
+            # A vocabulary has fewer than 2**31 entries, so such a top_k keeps all.
             np.int32(0 if params.top_k is None else min(params.top_k, 2**31 - 1)),
             np.float32(1.0 if params.top_p is None else params.top_p),
             np.float32(0.0 if params.min_p is None else params.min_p),
-            # The lowest 64 bits in two's complement: seeds may be negative.
+            # The lowest 64 bits in two's complement, because seeds may be negative.
             np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32),
         )
         return cls(*fields)

@@ -1,4 +1,4 @@
-"""What form a text must have, as a request says it: checked as far as that needs no tokenizer."""
+"""A request's structured-output parameters, checked as far as possible without a tokenizer."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,9 +8,9 @@ from typing import Any
 from jetspec_jax.arguments import check_flag, check_text, check_type, refusing_unknown, shown
 from jetspec_jax.vllm_names import STRUCTURED
 
-#: Of anything in a grammar. Each repeat takes memory, and no output is as long.
+#: Most repetitions of anything in a grammar. Each takes memory, and no output is as long.
 MOST_REPEATS = 1_000_000
-# Keywords of JSON schemas that count.
+# Keywords of JSON schemas whose values are counts.
 _COUNTS = frozenset(
     f"{bound}{what}" for bound in ("min", "max") for what in ("Items", "Length", "Properties", "Contains")
 )
@@ -19,20 +19,20 @@ _COUNTS = frozenset(
 @refusing_unknown(STRUCTURED)
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """The form of a text: exactly one of the first five, under vLLM's names.
+    """The required form of a text: exactly one of the first five fields, which have vLLM's names.
 
     Attributes:
         json: A JSON schema, as a mapping or as text.
-        regex: A regular expression that the whole text matches.
-        choice: Texts of which it is one.
-        grammar: A grammar, in Lark's form or in GBNF.
-        json_object: True asks for any JSON object.
-        disable_any_whitespace: Of JSON: no spaces and line breaks between its parts. A model may write these
-            without end where they are allowed.
+        regex: A regular expression that the whole text must match.
+        choice: The possible texts.
+        grammar: A grammar in Lark form or in GBNF.
+        json_object: True for any JSON object.
+        disable_any_whitespace: For JSON, allow no whitespace between its parts. Some models write endless
+            whitespace where it is allowed.
 
     Raises:
-        TypeError: Something is of a wrong type.
-        ValueError: None of them is given or several are, or one is malformed.
+        TypeError: A field has the wrong type.
+        ValueError: None or several of the five are given, or the given one is malformed.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -43,7 +43,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
 
     def __post_init__(self) -> None:
-        """Checks what was given, and brings it into one form: text that can be compared and hashed."""
+        """Checks the fields, and normalises them to hashable values."""
         if self.json_object is None:
             object.__setattr__(self, "json_object", False)
         for name in ("json_object", "disable_any_whitespace"):
@@ -65,25 +65,25 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """Which of them was given."""
+        """The name of the given field."""
         return self.source[0]
 
     @property
     def source(self) -> tuple[str, str]:
-        """Which of them was given, and its text; choices are a list in JSON."""
+        """The name of the given field, and its text; choices as a JSON list."""
         if self.json_object:
             return "json_object", '{"type": "object"}'
         if self.choice is not None:
             return "choice", json.dumps(self.choice)
-        [own] = [(name, text) for name in ("json", "regex", "grammar") if (text := getattr(self, name))]
-        return own
+        [given] = [(name, text) for name in ("json", "regex", "grammar") if (text := getattr(self, name))]
+        return given
 
 
 def _schema(schema: Any) -> str:
-    """A schema as text in one form."""
+    """A schema as normalised JSON text."""
     check_type("json", schema, str | Mapping, "a JSON schema: a mapping, or the text of one")
     try:
-        # Also what was a mapping is read, so that all keys are strings.
+        # A mapping is also serialised and parsed, so that all keys are strings.
         value = json.loads(schema if isinstance(schema, str) else json.dumps(dict(schema)))
         text, counts = json.dumps(value, allow_nan=False), list(_counts(value))
     except (ValueError, TypeError, RecursionError) as error:
@@ -97,15 +97,15 @@ def _schema(schema: Any) -> str:
 
 
 def _counts(value: Any) -> Iterator[tuple[str, float]]:
-    """The counts in a schema, which may also stand in what only looks like a keyword."""
+    """The values of all keys in a schema that look like count keywords."""
     if isinstance(value, dict):
-        for key, own in value.items():
-            if key in _COUNTS and isinstance(own, int | float):
-                yield key, own
-            yield from _counts(own)
+        for key, nested in value.items():
+            if key in _COUNTS and isinstance(nested, int | float):
+                yield key, nested
+            yield from _counts(nested)
     elif isinstance(value, list):
-        for own in value:
-            yield from _counts(own)
+        for nested in value:
+            yield from _counts(nested)
 
 
 def _choices(choices: Any) -> tuple[str, ...]:
@@ -133,8 +133,7 @@ def _check_grammar(name: str, text: Any) -> None:
 def _repeats(text: str) -> Iterator[list[str]]:
     """The counts of each ``{3}``, ``{3,}`` and ``{3,5}`` in a regular expression or grammar.
 
-    Each character is read once: a regular expression that searches for them takes time like N⁴ where a client
-    sends a brace and many spaces.
+    Each character is read once; a regular expression would need O(N⁴) time for a brace and many spaces.
     """
     for part in text.split("{")[1:]:
         inside, closed, _ = part.partition("}")

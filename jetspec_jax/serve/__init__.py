@@ -1,1 +1,1 @@
-"""The server: OpenAI's API over one `AsyncLLM`; needs the extra ``serve``."""
+"""An HTTP server with OpenAI's API for one `AsyncLLM`; needs the extra ``serve``."""

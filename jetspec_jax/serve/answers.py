@@ -1,4 +1,4 @@
-"""What responses of both kinds share: usage, log-probabilities, and events of a stream."""
+"""Shared parts of responses to completions and chats: usage, log-probabilities, and events of a stream."""
 
 import contextlib
 import json
@@ -16,9 +16,9 @@ from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.serve.errors import CLIENT_LEFT, ApiError, internal
 from jetspec_jax.serve.logs import log
-from jetspec_jax.serve.service import Asked, ClientLeft, Service, unless_left
+from jetspec_jax.serve.service import ClientLeft, GenerationRequest, Service, unless_left
 
-#: Of a token that cannot come: JSON has no infinity.
+#: The log-probability reported for an impossible token, because JSON has no infinity.
 _IMPOSSIBLE = -9999.0
 #: The last event of every stream.
 DONE = b"data: [DONE]\n\n"
@@ -26,40 +26,40 @@ DONE = b"data: [DONE]\n\n"
 
 @runtime_checkable
 class Writer(Protocol):
-    """Makes a response of deltas."""
+    """Formats deltas and completions as response objects."""
 
     def begin(self) -> Iterable[dict[str, Any]]:
-        """Chunks before all others."""
+        """The first chunks of a stream."""
         ...
 
-    def take(self, choice: int, delta: Delta) -> Iterable[dict[str, Any]]:
-        """Chunks of a delta."""
+    def feed(self, choice: int, delta: Delta) -> Iterable[dict[str, Any]]:
+        """The chunks of a delta."""
         ...
 
     def end(self, completions: dict[int, Completion]) -> Iterable[dict[str, Any]]:
-        """Chunks after all others."""
+        """The last chunks of a stream."""
         ...
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The response as one."""
+        """The response without streaming."""
         ...
 
 
 async def answer(
-    service: Service, request: Request, asked: Asked, writer: Writer, *, stream: bool
+    service: Service, request: Request, generation: GenerationRequest, writer: Writer, *, stream: bool
 ) -> Response:
-    """Generates what was asked for, and sends it as one, or as a stream of events.
+    """Generates completions, and sends them as one response or as a stream of events.
 
-    A stream begins with the first tokens: what goes wrong before is an HTTP status.
+    A stream begins with the first tokens, so earlier errors become an HTTP status.
 
     Raises:
-        ApiError: It cannot be served.
+        ApiError: The request cannot be served.
     """
-    checked = await service.check(asked)
+    checked = await service.check(generation)
     record = request.state.record
-    record["prompt_tokens"] = sum(len(prompt.ids) for prompt in asked.prompts)
+    record["prompt_tokens"] = sum(len(prompt.ids) for prompt in generation.prompts)
     completions: dict[int, Completion] = {}
-    deltas = _choices(service, asked, checked, completions, record)
+    deltas = _choices(service, generation, checked, completions, record)
     try:
         if not stream:
             async with contextlib.aclosing(deltas):
@@ -75,15 +75,15 @@ async def answer(
 
 async def _choices(
     service: Service,
-    asked: Asked,
+    generation: GenerationRequest,
     checked: Sequence[CheckedRequest],
     completions: dict[int, Completion],
     record: dict[str, Any],
 ) -> AsyncGenerator[tuple[int, Delta], None]:
-    """Deltas with the numbers of their choices; keeps what has ended."""
-    async with contextlib.aclosing(service.follow(asked, checked)) as deltas:
+    """Deltas with their choice indices; stores finished completions."""
+    async with contextlib.aclosing(service.generate(generation, checked)) as deltas:
         async for number, delta in deltas:
-            choice = number * asked.params.n + delta.index
+            choice = number * generation.params.n + delta.index
             record["completion_tokens"] = record.get("completion_tokens", 0) + len(delta.token_ids)
             if delta.completion is not None:
                 completions[choice] = delta.completion
@@ -111,10 +111,10 @@ async def _events(
         try:
             for chunk in writer.begin():
                 yield event(chunk)
-            for chunk in writer.take(*first):
+            for chunk in writer.feed(*first):
                 yield event(chunk)
             async for choice, delta in deltas:
-                for chunk in writer.take(choice, delta):
+                for chunk in writer.feed(choice, delta):
                     yield event(chunk)
             for chunk in writer.end(completions):
                 yield event(chunk)
@@ -127,18 +127,18 @@ async def _events(
 
 
 def event(value: dict[str, Any]) -> bytes:
-    """A value as an event of a stream."""
+    """A value as a server-sent event."""
     return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
 def usage(completions: Sequence[Completion], n: int) -> dict[str, Any]:
-    """OpenAI's figures of a request's completions, ``n`` of each prompt."""
-    prompts = [own for own in completions if own.index == 0]
+    """OpenAI's token counts of a request's completions, ``n`` for each prompt."""
+    prompts = [completion for completion in completions if completion.index == 0]
     prompt, generated = (
-        sum(len(own.prompt_token_ids) for own in prompts),
+        sum(len(completion.prompt_token_ids) for completion in prompts),
         sum(len(c.token_ids) for c in completions),
     )
-    cached = sum(own.metrics.prefix_tokens for own in prompts if own.metrics is not None)
+    cached = sum(completion.metrics.prefix_tokens for completion in prompts if completion.metrics is not None)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
@@ -148,20 +148,27 @@ def usage(completions: Sequence[Completion], n: int) -> dict[str, Any]:
 
 
 def figures(completions: Sequence[Completion]) -> dict[str, Any]:
-    """What drafting brought, and where the time went."""
-    known = [own.metrics for own in completions if own.metrics is not None]
-    rounds, accepted = sum(own.rounds for own in known), sum(own.accepted_tokens for own in known)
-    depth = max((len(own.accepted_by_depth) for own in known), default=0)
+    """Times and speculative-decoding statistics of a request's completions."""
+    known = [metrics.metrics for metrics in completions if metrics.metrics is not None]
+    rounds, accepted = (
+        sum(metrics.rounds for metrics in known),
+        sum(metrics.accepted_tokens for metrics in known),
+    )
+    depth = max((len(metrics.accepted_by_depth) for metrics in known), default=0)
     return {
-        "time_to_first_token": min((own.time_to_first_token or 0 for own in known), default=None),
-        "queue_time": max((own.queue_time or 0 for own in known), default=None),
+        "time_to_first_token": min((metrics.time_to_first_token or 0 for metrics in known), default=None),
+        "queue_time": max((metrics.queue_time or 0 for metrics in known), default=None),
         "speculative_decoding": {
             "num_rounds": rounds,
-            "num_drafts": sum(own.drafts for own in known),
-            "num_draft_tokens": sum(own.drafted_tokens for own in known),
+            "num_drafts": sum(metrics.drafts for metrics in known),
+            "num_draft_tokens": sum(metrics.drafted_tokens for metrics in known),
             "num_accepted_tokens": accepted,
             "num_accepted_tokens_per_pos": [
-                sum(own.accepted_by_depth[place] for own in known if place < len(own.accepted_by_depth))
+                sum(
+                    metrics.accepted_by_depth[place]
+                    for metrics in known
+                    if place < len(metrics.accepted_by_depth)
+                )
                 for place in range(depth)
             ],
             "mean_acceptance_length": (rounds + accepted) / rounds if rounds else None,
@@ -169,23 +176,23 @@ def figures(completions: Sequence[Completion]) -> dict[str, Any]:
     }
 
 
-def ending(reason: str | None, own: Delta | Completion) -> dict[str, Any]:
+def ending(reason: str | None, choice: Delta | Completion) -> dict[str, Any]:
     """OpenAI's ``finish_reason`` of a choice, and vLLM's ``stop_reason``."""
-    return {"finish_reason": reason, "stop_reason": own.stop_reason}
+    return {"finish_reason": reason, "stop_reason": choice.stop_reason}
 
 
 def rounds(delta: Delta) -> list[dict[str, Any]]:
-    """What each round has added: its text before anything is taken out of it, and how many tokens."""
-    return [{"text": own.text, "tokens": own.tokens} for own in delta.rounds]
+    """The text and number of tokens that each round added, before reasoning or tool calls are removed."""
+    return [{"text": piece.text, "tokens": piece.tokens} for piece in delta.rounds]
 
 
-def value_of(own: Logprob) -> float:
-    """A log-probability that JSON can hold."""
-    return max(own.logprob, _IMPOSSIBLE)
+def value_of(entry: Logprob) -> float:
+    """A log-probability without infinity, for JSON."""
+    return max(entry.logprob, _IMPOSSIBLE)
 
 
 def prompt_logprobs(completion: Completion) -> list[dict[str, Any] | None] | None:
-    """What is told of a prompt's tokens, as vLLM does."""
+    """The log-probabilities of a prompt's tokens, in vLLM's form."""
     if completion.prompt_logprobs is None:
         return None
     return [None if row is None else _described(row) for row in completion.prompt_logprobs]
@@ -193,6 +200,6 @@ def prompt_logprobs(completion: Completion) -> list[dict[str, Any] | None] | Non
 
 def _described(row: dict[int, Logprob]) -> dict[str, Any]:
     return {
-        str(token): {"logprob": value_of(own), "rank": own.rank, "decoded_token": own.decoded_token}
-        for token, own in row.items()
+        str(token): {"logprob": value_of(entry), "rank": entry.rank, "decoded_token": entry.decoded_token}
+        for token, entry in row.items()
     }

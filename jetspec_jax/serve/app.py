@@ -1,4 +1,4 @@
-"""The app: all routes over one `AsyncLLM`."""
+"""The ASGI app with all routes for one `AsyncLLM`."""
 
 import platform
 import sys
@@ -31,7 +31,7 @@ from jetspec_jax.serve.settings import ServeSettings
 from jetspec_jax.serve.tokens import token_routes
 from jetspec_jax.version import __version__
 
-#: All that there are programs for beside the usual ones.
+#: Parameters that need all programs that "usual" warm-up does not compile.
 MORE = SamplingParams(
     presence_penalty=0.5,
     logprobs=1,
@@ -47,13 +47,13 @@ def make_app(
     name: str = "demo",
     capacity: int | None = None,
 ) -> FastAPI:
-    """An app for any server of ASGI apps; ``app.state.service`` is what its routes share.
+    """An app for any ASGI server; ``app.state.service`` is the state that its routes share.
 
     Args:
-        llm: The engine, which the app closes when it ends.
-        settings: How it serves; what is of sockets and signals, or compiled, is the caller's to heed.
-        name: Of the model, unless the settings have another.
-        capacity: As ``llm`` was given it.
+        llm: The engine; the app closes it at shutdown.
+        settings: Server settings. The caller applies those about sockets, signals and warm-up.
+        name: The model's name, unless the settings have names.
+        capacity: The capacity that ``llm`` was created with.
     """
     settings = ServeSettings() if settings is None else settings
     model = (settings.served_model_name or (name,))[0]
@@ -69,7 +69,7 @@ def make_app(
             await service.trials.close()
             await llm.close()
 
-    # The pages of FastAPI's own documentation load scripts from elsewhere.
+    # FastAPI's documentation pages are off, because they load scripts from other hosts.
     app = FastAPI(
         title="jetspec-jax",
         version=__version__,
@@ -90,10 +90,10 @@ def make_app(
     )
     for router in routers:
         app.include_router(router)
-    # Of the routers: newer releases of FastAPI do not list an app's routes one by one.
+    # From the routers, because newer releases of FastAPI do not list an app's routes individually.
     routes = [route for router in routers for route in router.routes]
     add_handlers(app, {route.path for route in routes if isinstance(route, Route)})
-    # The last one stands outside.
+    # The middleware added last is outermost.
     app.add_middleware(Gate, service=service)
     if settings.allowed_origins:
         app.add_middleware(
@@ -109,7 +109,7 @@ def make_app(
 
 
 async def warm_up(llm: AsyncLLM, settings: ServeSettings) -> None:
-    """Compiles what the settings say is compiled before requests come."""
+    """Compiles the programs of ``settings.warm_up``."""
     if settings.warm_up == "none":
         return
     started = time.monotonic()
@@ -122,7 +122,7 @@ async def warm_up(llm: AsyncLLM, settings: ServeSettings) -> None:
 
 
 def _plain_routes(service: Service) -> APIRouter:
-    """Those that answer from what is at hand."""
+    """The routes that do not use the engine: models, health, version, metrics."""
     router = APIRouter()
 
     def described(name: str) -> dict[str, Any]:
@@ -149,11 +149,11 @@ def _plain_routes(service: Service) -> APIRouter:
     async def health() -> Response:
         if service.llm.errored:
             error = ApiError(
-                503, "the last step of the engine failed; the next request makes it anew", code="engine_error"
+                503, "the last step of the engine failed; the next request restarts it", code="engine_error"
             )
             return error.response()
         if service.draining:
-            return ApiError(503, "the server ends", code="draining").response()
+            return ApiError(503, "the server is shutting down", code="draining").response()
         return JSONResponse({"status": "ok"})
 
     @router.get("/version")

@@ -1,4 +1,4 @@
-"""Bodies of requests: read within bounds, and checked down to the last field."""
+"""Reads request bodies within limits, and validates all fields."""
 
 import asyncio
 import json
@@ -16,54 +16,54 @@ from jetspec_jax.serve.settings import ServeSettings
 
 
 class Body(BaseModel):
-    """What a request may hold: these fields, of exactly these types. Null stands for a field left out."""
+    """Base class of request bodies: only the declared fields, strictly typed; null counts as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    #: What to do instead of fields that other servers know.
+    #: Advice for unsupported fields of other servers.
     hints: ClassVar[dict[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _given(cls, value: Any) -> Any:
-        """Leaves out fields that are null, known or not, and refuses very many unknown fields as one."""
+        """Removes fields that are null, and refuses very many unknown fields with one error."""
         if not isinstance(value, dict):
             return value
-        given = {name: own for name, own in value.items() if own is not None}
+        given = {name: field for name, field in value.items() if field is not None}
         if len(given) > (most := len(cls.model_fields) + _MORE):
             raise ValueError(f"has {len(given)} fields, and more than {most} are not read")
         return given
 
 
 Item = TypeVar("Item")
-#: A list in a body, of which one wrong item is told: a large body may hold a million.
+#: A list in a body whose validation stops at the first wrong item, because there may be a million.
 Listed = Annotated[list[Item], Field(fail_fast=True)]
-# Unknown fields that are told one by one.
+# Unknown fields that are reported individually.
 _MORE = 32
-# Levels of a body: what reads it further on may call itself for each.
+# Levels of nesting in a body, because later code may recurse once per level.
 _LEVELS = 100
-# Bytes of a body that is read beside the event loop.
+# Larger bodies are parsed in a thread, outside the event loop.
 _LARGE = 2**16
-Own = TypeVar("Own", bound=Body)
+BodyType = TypeVar("BodyType", bound=Body)
 
 
-async def read_body(request: Request, kind: type[Own], settings: ServeSettings) -> Own:
-    """The body of a request.
+async def read_body(request: Request, kind: type[BodyType], settings: ServeSettings) -> BodyType:
+    """Reads and validates the body of a request.
 
     Raises:
-        ApiError: It is too large or too slow, no JSON of this kind, or the client has left.
+        ApiError: The body is too large, too slow or invalid, or the client has disconnected.
     """
     body = await _read(request, settings)
     return await asyncio.to_thread(_checked, body, kind) if len(body) > _LARGE else _checked(body, kind)
 
 
-def _checked(body: bytes, kind: type[Own]) -> Own:
+def _checked(body: bytes, kind: type[BodyType]) -> BodyType:
     value = _json(body)
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, not {_kind(value)}", code="invalid_json")
-    for name, own in value.items():
+    for name, field in value.items():
         try:
             check_text("a name in the body", name)
-            for text in _texts(own):
+            for text in _texts(field):
                 check_text(name, text)
         except ValueError as error:
             param = name if name in kind.model_fields else None
@@ -101,7 +101,7 @@ async def _read(request: Request, settings: ServeSettings) -> bytes:
             headers={"Connection": "close"},
         ) from None
     except ClientDisconnect:
-        # Also who sends what is no HTTP: the protocol has told them so.
+        # Also after invalid HTTP, for which the protocol has sent a response already.
         raise ApiError(CLIENT_LEFT, "the client left before its body was complete", code="left") from None
     return bytes(body)
 
@@ -122,21 +122,21 @@ def _json(body: bytes) -> Any:
     except RecursionError as error:
         raise _too_deep() from error
     except ValueError as error:
-        # Python's own words name a setting of this process.
-        said = "an integer has too many digits" if "sys.set_int_max_str_digits" in str(error) else error
-        raise ApiError(400, f"the body is no valid JSON: {said}", code="invalid_json") from error
+        # Python's message mentions a setting of this process.
+        reason = "an integer has too many digits" if "sys.set_int_max_str_digits" in str(error) else error
+        raise ApiError(400, f"the body is no valid JSON: {reason}", code="invalid_json") from error
 
 
 def read_json(text: str, *, strict: bool = True) -> Any:
-    """A JSON value whose numbers are all finite.
+    """Parses JSON whose numbers must all be finite.
 
     Args:
-        text: The value.
+        text: The JSON text.
         strict: Whether strings must escape control characters such as line feeds.
 
     Raises:
-        ValueError: The text is no such value.
-        RecursionError: It is nested too deeply.
+        ValueError: The text is not valid JSON, or has a number that is not finite.
+        RecursionError: The value is nested too deeply.
     """
     return json.loads(text, parse_constant=_no_number, parse_float=_finite, strict=strict)
 
@@ -157,32 +157,32 @@ def _kind(value: Any) -> str:
 
 
 def check_levels(value: Any) -> None:
-    """Checks a JSON value that came as text in a body: it may not be nested more deeply than bodies may.
+    """Checks the nesting of a JSON value that was a string in a body; the limit is that of bodies.
 
     Raises:
-        ApiError: It is.
+        ApiError: The value is nested too deeply.
     """
     for _ in _texts(value):
         pass
 
 
 def _texts(value: Any) -> Iterable[str]:
-    """All texts in a JSON value, names of fields too.
+    """All strings in a JSON value, including keys.
 
     Raises:
-        ApiError: It is nested too deeply.
+        ApiError: The value is nested too deeply.
     """
-    left = [(value, 2)]  # the body is the first
+    left = [(value, 2)]  # the body itself is level 1
     while left:
-        own, level = left.pop()
-        if isinstance(own, str):
-            yield own
-        elif isinstance(own, dict | list):
+        item, level = left.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict | list):
             if level > _LEVELS:
                 raise _too_deep()
-            if isinstance(own, dict):
-                yield from own
-            left += ((inner, level + 1) for inner in (own.values() if isinstance(own, dict) else own))
+            if isinstance(item, dict):
+                yield from item
+            left += ((inner, level + 1) for inner in (item.values() if isinstance(item, dict) else item))
 
 
 def _too_deep() -> ApiError:

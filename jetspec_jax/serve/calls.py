@@ -1,4 +1,4 @@
-"""Calls of tools, and what the readers of them share."""
+"""Tool calls, and shared parts of their parsers."""
 
 import contextlib
 import json
@@ -12,52 +12,52 @@ from jetspec_jax.serve.bodies import read_json
 
 @dataclass
 class Call:
-    """A call of a tool.
+    """A tool call.
 
     Attributes:
-        name: Of the function.
+        name: The function's name.
         arguments: A JSON object as text.
-        id: What its result refers to.
+        id: The id by which a tool's result refers to the call.
     """
 
     name: str
     arguments: str
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
-    def described(self) -> dict[str, Any]:
-        """As a response has it."""
+    def as_json(self) -> dict[str, Any]:
+        """The call in the form of a response."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 class Finder(Protocol):
-    """Finds calls in a text that arrives in pieces; which calls it finds does not depend on the pieces."""
+    """An incremental parser of tool calls, whose result does not depend on how the text is split."""
 
     def feed(self, text: str, *, last: bool = False, cut: bool = False) -> tuple[str, list[Call]]:
-        """Takes a piece of text; gives what is known now of the text without calls, and whole calls.
+        """Parses a piece of text; returns the text outside of calls and the complete calls so far known.
 
         Args:
             text: The piece.
-            last: Whether it is the last one.
-            cut: Whether the text ends because it may not be longer, so that an open call is not whole.
+            last: Whether this is the last piece.
+            cut: Whether the text ends at its length limit, so that an open call is incomplete.
         """
         ...
 
 
 def call_with(name: str, arguments: Any) -> Call | None:
-    """A call; None where the arguments are no object, or cannot be written as JSON."""
+    """A call; None if the arguments are not an object, or cannot be written as JSON."""
     if not isinstance(arguments, dict):
         return None
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        # Half a surrogate pair has no UTF-8: escaped, it can be sent.
+        # Half of a surrogate pair has no UTF-8, but can be sent escaped.
         return Call(name, text if text.isascii() or _is_unicode(text) else json.dumps(arguments))
     except (ValueError, RecursionError):
         return None
 
 
-def described_call(value: Any) -> Call | None:
-    """The call that a JSON value such as ``{"name": …, "arguments": {…}}`` describes; None if it is none."""
+def call_of(value: Any) -> Call | None:
+    """The call of a JSON value such as ``{"name": …, "arguments": {…}}``; None if it is not a call."""
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -66,7 +66,7 @@ def described_call(value: Any) -> Call | None:
 
 
 def read_value(text: str) -> Any:
-    """A JSON value that a model wrote, maybe with line feeds in its strings; None where the text is none."""
+    """A JSON value from a model, which may have line feeds in strings; None if the text is not JSON."""
     with contextlib.suppress(ValueError, RecursionError):
         return read_json(text, strict=False)
     return None
@@ -79,22 +79,24 @@ def _is_unicode(text: str) -> bool:
 
 
 def held(text: str, *markers: str) -> int:
-    """Characters at the end of a text that may be the beginning of a marker."""
+    """The number of characters at the end of a text that may be the beginning of a marker."""
     longest = min(len(text), max(map(len, markers)) - 1)
-    ends = (size for size in range(longest, 0, -1) if any(own.startswith(text[-size:]) for own in markers))
+    ends = (
+        size for size in range(longest, 0, -1) if any(marker.startswith(text[-size:]) for marker in markers)
+    )
     return next(ends, 0)
 
 
 class Spaced:
-    """A text around calls, without the white space that the chat template writes around calls."""
+    """Removes the whitespace that chat templates write around calls from the text between calls."""
 
     def __init__(self) -> None:
-        """Begins before the first piece."""
+        """Starts without text."""
         self._spaces: list[str] = []
         self._after_call = False
 
     def text(self, text: str) -> str:
-        """Takes a piece of text; gives what may be shown."""
+        """Processes a piece of text; returns the text that can be shown now."""
         if self._after_call:
             text = text.lstrip()
             self._after_call = not text
@@ -107,24 +109,24 @@ class Spaced:
         return shown
 
     def call(self) -> None:
-        """A call stands here."""
+        """Marks the position of a call."""
         self._spaces.clear()
         self._after_call = True
 
     def end(self) -> str:
-        """What is left."""
+        """The remaining whitespace at the end of the text."""
         return "".join(self._spaces)
 
 
 class WholeText(ABC):
-    """Calls of a text that can be read only once it has ended."""
+    """Base class of parsers that need the whole text."""
 
     def __init__(self) -> None:
-        """Begins before the first piece of text."""
+        """Starts without text."""
         self._pieces: list[str] = []
 
     def feed(self, text: str, *, last: bool = False, cut: bool = False) -> tuple[str, list[Call]]:
-        """As `Finder.feed`. A text that is not made of calls is text."""
+        """As `Finder.feed`; a text that does not consist of calls is returned as text."""
         self._pieces.append(text)
         if not last:
             return "", []
@@ -134,28 +136,28 @@ class WholeText(ABC):
 
     @abstractmethod
     def read(self, whole: str) -> list[Call]:
-        """The calls that the text consists of; none where a part of it is no call."""
+        """The calls of which the text consists; empty if any part of it is not a call."""
 
 
 class NamedCall(WholeText):
-    """The whole text is the arguments of one function."""
+    """A parser of texts that are the arguments of one function."""
 
     def __init__(self, name: str):
-        """Begins before the first piece of text."""
+        """Starts without text; ``name`` is the function."""
         super().__init__()
         self._name = name
 
     def read(self, whole: str) -> list[Call]:
-        """The call, with its arguments as the model wrote them."""
+        """The call, with its arguments exactly as the model wrote them."""
         return [] if call_with(self._name, read_value(whole)) is None else [Call(self._name, whole)]
 
 
 class ListedCalls(WholeText):
-    """The whole text is a list of calls."""
+    """A parser of texts that are a JSON list of calls."""
 
     def read(self, whole: str) -> list[Call]:
-        """The calls; none if the list was cut off, or one is nested too deeply."""
+        """The calls; empty if the list is incomplete, or an item is not a valid call."""
         listed = read_value(whole)
-        found = [described_call(own) for own in listed] if isinstance(listed, list) else []
+        found = [call_of(item) for item in listed] if isinstance(listed, list) else []
         calls = [call for call in found if call is not None]
         return calls if len(calls) == len(found) else []

@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: conversations that are answered."""
+"""``/v1/chat/completions``: answers to conversations."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ from jetspec_jax.serve.errors import ApiError, refused
 from jetspec_jax.serve.messages import TEMPLATE_HINT, Message, check_template, encode_messages
 from jetspec_jax.serve.parsers import REASONING, TOOL_CALLS, Markers
 from jetspec_jax.serve.sampling import SamplingFields, check_grammar_size, sampling_params
-from jetspec_jax.serve.service import Asked, Service
+from jetspec_jax.serve.service import GenerationRequest, Service
 from jetspec_jax.serve.settings import ServeSettings
 from jetspec_jax.serve.tools import Chosen, Tool, form_of
 
@@ -48,21 +48,21 @@ class ChatRequest(SamplingFields):
         **TEMPLATE_HINT,
         "prompt": "it belongs to /v1/completions; give messages",
         "functions": "give them as tools",
-        "function_call": "say tool_choice",
+        "function_call": "use tool_choice",
         "echo": "it belongs to /v1/completions",
         "best_of": "ask for several completions by n",
-        "suffix": "the model goes on after a prompt, and does not fill in before a text",
+        "suffix": "the model continues a prompt, and cannot insert text before a suffix",
     }
 
     @property
     def renamed(self) -> dict[str, str]:
-        """As `SamplingFields` has it."""
-        own = super().renamed | {"logprobs": "top_logprobs"}
+        """As in `SamplingFields`."""
+        names = super().renamed | {"logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
-            own["max_tokens"] = "max_completion_tokens"
+            names["max_tokens"] = "max_completion_tokens"
         if _forced(self) is not None:
-            own["structured_outputs"] = "tools"
-        return own
+            names["structured_outputs"] = "tools"
+        return names
 
 
 def chat_routes(service: Service) -> APIRouter:
@@ -90,7 +90,7 @@ def chat_routes(service: Service) -> APIRouter:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
-        asked = Asked(
+        generation = GenerationRequest(
             [prompt],
             params,
             ChatRequest.model_fields,
@@ -100,7 +100,7 @@ def chat_routes(service: Service) -> APIRouter:
             body.cache_salt,
             body.budget,
         )
-        # A form holds from the first token on, and leaves no room for reasoning.
+        # A grammar applies from the first token on, so there is no reasoning.
         markers = None if params.structured_outputs is not None else markers
         begun = markers is not None and _reasons(body, prompt.text or "", markers)
 
@@ -119,26 +119,28 @@ def chat_routes(service: Service) -> APIRouter:
                 several=body.parallel_tool_calls,
             )
 
-        writer = ChatWriter(request.state.record["request_id"], model, body, asked, choice_text, tokenizer)
-        return await answer(service, request, asked, writer, stream=body.stream)
+        writer = ChatWriter(
+            request.state.record["request_id"], model, body, generation, choice_text, tokenizer
+        )
+        return await answer(service, request, generation, writer, stream=body.stream)
 
     return router
 
 
 def _choice(body: ChatRequest) -> str | Chosen:
-    """What was said of tools: nothing is "auto" where there are some."""
+    """The tool choice, whose default is "auto" if there are tools."""
     if body.tool_choice is not None:
         return body.tool_choice
     return "auto" if body.tools else "none"
 
 
 def _shown_tools(body: ChatRequest) -> Sequence[Tool]:
-    """Those that the chat template writes."""
+    """The tools that are passed to the chat template."""
     return [] if _choice(body) == "none" else body.tools or []
 
 
 def _forced(body: ChatRequest) -> str | None:
-    """The function that must be called, or "" for any; None where none has to be."""
+    """The function that must be called, "" for any function, or None if no call is required."""
     choice = _choice(body)
     if isinstance(choice, Chosen):
         return choice.function.name
@@ -146,19 +148,19 @@ def _forced(body: ChatRequest) -> str | None:
 
 
 def _reasons(body: ChatRequest, prompt: str, markers: Markers) -> bool:
-    """Whether an answer begins within reasoning, which the template or the continued message has begun."""
+    """Whether the template or the continued message ends inside reasoning, which the answer continues."""
     start, end = markers.start.rstrip(), markers.end.strip()
-    asked = Ending.of(body.add_generation_prompt, body.continue_final_message)
-    if not asked.continues([body.messages[-1].rendered()]):
+    prompt_ending = Ending.of(body.add_generation_prompt, body.continue_final_message)
+    if not prompt_ending.continues([body.messages[-1].rendered()]):
         return prompt.rstrip().endswith(start)
     content = body.messages[-1].content
     texts = [content] if isinstance(content, str) else [part["text"] for part in content]
-    said = "\n".join(texts)
-    return said.rfind(start) > said.rfind(end)
+    text = "\n".join(texts)
+    return text.rfind(start) > text.rfind(end)
 
 
 def _params(body: ChatRequest, settings: ServeSettings, *, special: bool) -> SamplingParams:
-    """How a request is sampled; ``special`` keeps special tokens in its text."""
+    """The sampling parameters of a request; ``special`` keeps special tokens in the text."""
     forced, tools = _forced(body), body.tools or []
     form = None
     if forced is not None:
@@ -186,7 +188,7 @@ def _check(body: ChatRequest, service: Service) -> None:
         raise ApiError(400, message, param="top_logprobs", code="invalid_value")
     if None not in (body.max_tokens, body.max_completion_tokens):
         message = (
-            "max_tokens and max_completion_tokens are two names of one thing: give max_completion_tokens"
+            "max_tokens and max_completion_tokens are two names of one setting: give max_completion_tokens"
         )
         raise ApiError(400, message, param="max_tokens", code="invalid_value")
     choice, tools = _choice(body), body.tools or []
@@ -205,96 +207,100 @@ def _check(body: ChatRequest, service: Service) -> None:
         raise ApiError(
             400,
             "tools that the model may choose to call need a server with --tool-call-parser "
-            f'({", ".join(TOOL_CALLS)}); without it say tool_choice="required" or name a function',
+            f'({", ".join(TOOL_CALLS)}); without it use tool_choice="required" or choose a function',
             param="tools",
             code="unsupported",
         )
     if _forced(body) is not None and (body.response_format or body.structured_outputs):
         message = (
-            "tool_choice says what the form of the text is: leave response_format and structured_outputs out"
+            "tool_choice determines the form of the text: leave response_format and structured_outputs out"
         )
         raise ApiError(400, message, param="tool_choice", code="invalid_value")
 
 
 class ChatWriter:
-    """Responses in OpenAI's form for chats."""
+    """Formats responses in OpenAI's form for chats; see `Writer`."""
 
     def __init__(
         self,
         request_id: str,
         model: str,
         body: ChatRequest,
-        asked: Asked,
+        generation: GenerationRequest,
         choice_text: Any,
         tokenizer: Any,
     ):
-        """Takes what all chunks have, what was asked for, and what makes a `ChoiceText`."""
+        """Takes the common fields of all chunks, the request, and a factory of `ChoiceText`."""
         self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
-        self._body, self._asked = body, asked
-        self._logprob_form = asked.params.logprobs, detokenizer_of(tokenizer)
-        self._texts: list[ChoiceText] = [choice_text() for _ in range(asked.params.n)]
+        self._body, self._generation = body, generation
+        self._logprob_form = generation.params.logprobs, detokenizer_of(tokenizer)
+        self._texts: list[ChoiceText] = [choice_text() for _ in range(generation.params.n)]
 
     def begin(self) -> Iterable[dict[str, Any]]:
-        """The role, for each choice; the prompt's tokens where they are asked for."""
-        prompt = {"prompt_token_ids": self._asked.prompts[0].ids.tolist()}
+        """A chunk with the role for each choice, with the prompt's tokens if requested."""
+        prompt = {"prompt_token_ids": self._generation.prompts[0].ids.tolist()}
         for choice in range(len(self._texts)):
             chunk = self._chunk([self._piece(choice, {"role": "assistant", "content": ""})])
             yield chunk | prompt if self._body.return_token_ids else chunk
 
-    def take(self, choice: int, delta: Delta) -> Iterable[dict[str, Any]]:
-        """A chunk, unless there is nothing to tell yet."""
-        own, last = self._texts[choice], delta.finish_reason is not None
-        told = own.feed(delta.text, last=last, cut=delta.finish_reason == "length")
-        told = {name: value for name, value in told.items() if value}
-        if "tool_calls" in told:
-            start = own.calls - len(told["tool_calls"])
-            told["tool_calls"] = [
-                {"index": start + place, **call} for place, call in enumerate(told["tool_calls"])
+    def feed(self, choice: int, delta: Delta) -> Iterable[dict[str, Any]]:
+        """A chunk, unless it would be empty."""
+        text, last = self._texts[choice], delta.finish_reason is not None
+        parts = text.feed(delta.text, last=last, cut=delta.finish_reason == "length")
+        parts = {name: value for name, value in parts.items() if value}
+        if "tool_calls" in parts:
+            start = text.calls - len(parts["tool_calls"])
+            parts["tool_calls"] = [
+                {"index": start + place, **call} for place, call in enumerate(parts["tool_calls"])
             ]
         logprobs = _logprobs(delta.token_ids, delta.logprobs, *self._logprob_form)
         ids, by_round = (
-            wanted and bool(delta.token_ids)
-            for wanted in (self._body.return_token_ids, self._body.return_rounds)
+            requested and bool(delta.token_ids)
+            for requested in (self._body.return_token_ids, self._body.return_rounds)
         )
-        if not (told or last or ids or by_round or (logprobs is not None and delta.token_ids)):
+        if not (parts or last or ids or by_round or (logprobs is not None and delta.token_ids)):
             return
-        made = self._piece(choice, told, logprobs) | ending(own.reason(delta.finish_reason), delta)
+        made = self._piece(choice, parts, logprobs) | ending(text.reason(delta.finish_reason), delta)
         if by_round:
             made["rounds"] = rounds(delta)
         yield self._chunk([made | {"token_ids": list(delta.token_ids)} if ids else made])
 
     def end(self, completions: dict[int, Completion]) -> Iterable[dict[str, Any]]:
-        """The usage, where it is asked for."""
+        """A chunk with the usage, if requested."""
         if self._body.includes_usage:
-            yield self._chunk([]) | self._told(list(completions.values()))
+            yield self._chunk([]) | self._usage_fields(list(completions.values()))
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """All choices, and the usage."""
+        """The response with all choices and the usage."""
         choices = []
-        for choice, own in enumerate(completions):
+        for choice, completion in enumerate(completions):
             text = self._texts[choice]
-            told = text.feed(own.text or "", last=True, cut=own.finish_reason == "length")
-            message: dict[str, Any] = {"role": "assistant", "content": told["content"], "refusal": None}
-            if told["reasoning_content"]:
-                message["reasoning_content"] = told["reasoning_content"]
-            if told["tool_calls"]:
-                message |= {"tool_calls": told["tool_calls"], "content": told["content"] or None}
+            parts = text.feed(completion.text or "", last=True, cut=completion.finish_reason == "length")
+            message: dict[str, Any] = {"role": "assistant", "content": parts["content"], "refusal": None}
+            if parts["reasoning_content"]:
+                message["reasoning_content"] = parts["reasoning_content"]
+            if parts["tool_calls"]:
+                message |= {"tool_calls": parts["tool_calls"], "content": parts["content"] or None}
             made = {
                 "index": choice,
                 "message": message,
-                "logprobs": _logprobs(own.token_ids, own.logprobs, *self._logprob_form),
-                **ending(text.reason(own.finish_reason), own),
+                "logprobs": _logprobs(completion.token_ids, completion.logprobs, *self._logprob_form),
+                **ending(text.reason(completion.finish_reason), completion),
             }
-            choices.append(made | {"token_ids": own.token_ids} if self._body.return_token_ids else made)
-        made = self._head | {"object": "chat.completion", "choices": choices} | self._told(completions)
+            if self._body.return_token_ids:
+                made["token_ids"] = completion.token_ids
+            choices.append(made)
+        made = (
+            self._head | {"object": "chat.completion", "choices": choices} | self._usage_fields(completions)
+        )
         if completions[0].prompt_logprobs is not None:
             made["prompt_logprobs"] = prompt_logprobs(completions[0])
         if self._body.return_token_ids:
             made["prompt_token_ids"] = completions[0].prompt_token_ids
         return made
 
-    def _told(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        return {"usage": usage(completions, self._asked.params.n), "metrics": figures(completions)}
+    def _usage_fields(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        return {"usage": usage(completions, self._generation.params.n), "metrics": figures(completions)}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._head | {"object": "chat.completion.chunk", "choices": choices}
@@ -313,13 +319,13 @@ def _logprobs(
     if rows is None or most is None:
         return None
 
-    def described(token: int, own: Logprob) -> dict[str, Any]:
+    def entry_json(token: int, entry: Logprob) -> dict[str, Any]:
         data = None if detokenizer is None else list(detokenizer.token_bytes(token))
-        return {"token": own.decoded_token or "", "logprob": value_of(own), "bytes": data}
+        return {"token": entry.decoded_token or "", "logprob": value_of(entry), "bytes": data}
 
     content = []
     for token, row in zip(tokens, rows, strict=True):
-        # A row has the token itself too, which may be none of the likeliest.
+        # A row also has the generated token, which may not be among the most likely ones.
         best = sorted((pair for pair in row.items() if pair[1].rank <= most), key=lambda pair: pair[1].rank)
-        content.append(described(token, row[token]) | {"top_logprobs": [described(*pair) for pair in best]})
+        content.append(entry_json(token, row[token]) | {"top_logprobs": [entry_json(*pair) for pair in best]})
     return {"content": content, "refusal": None}

@@ -1,4 +1,4 @@
-"""The text of one choice, taken apart while it arrives: reasoning, content, calls of tools."""
+"""Splits the text of a choice incrementally into reasoning, content and tool calls."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +13,10 @@ from jetspec_jax.serve.tools import Tool
 
 
 class ChoiceText:
-    """Takes a choice's text apart.
+    """An incremental parser of one choice's text.
 
     Attributes:
-        calls: Calls of tools so far.
+        calls: Number of tool calls so far.
     """
 
     def __init__(
@@ -29,15 +29,15 @@ class ChoiceText:
         forced: str | None,
         several: bool,
     ):
-        """Begins before the first piece.
+        """Starts without text.
 
         Args:
-            markers: Of the reasoning, or None.
-            begun: Whether the prompt has begun it.
-            parser: What reads calls in the text; None leaves all text as it is.
-            tools: What may be called.
-            forced: The function that the whole text calls, or "" for any of them; None for none.
-            several: Whether there may be more than one call.
+            markers: The markers of reasoning; None if the model has none.
+            begun: Whether the prompt ends inside reasoning.
+            parser: The parser of tool calls in the text; None leaves the text unchanged.
+            tools: The available tools.
+            forced: The function that the whole text calls, "" for a list of any calls, or None.
+            several: Whether more than one call is allowed.
         """
         self.calls = 0
         self._reasoning, self._several = Reasoning(markers, begun=begun), several
@@ -53,12 +53,12 @@ class ChoiceText:
             self._finder = TaggedCalls(tools)
 
     def feed(self, text: str, *, last: bool, cut: bool = False) -> dict[str, Any]:
-        """Takes a piece; gives what is new of "content", "reasoning_content" and "tool_calls".
+        """Processes a piece; returns the new "content", "reasoning_content" and "tool_calls".
 
         Args:
             text: The piece.
-            last: Whether it is the last one.
-            cut: Whether the text ends because it may not be longer.
+            last: Whether this is the last piece.
+            cut: Whether the text ends at its length limit.
         """
         calls: list[Call] = []
         if self._messages is not None:
@@ -70,9 +70,9 @@ class ChoiceText:
         if not self._several:
             calls = calls[: max(0, 1 - self.calls)]
         self.calls += len(calls)
-        made = [call.described() for call in calls]
+        made = [call.as_json() for call in calls]
         return {"content": content, "reasoning_content": reasoning, "tool_calls": made}
 
     def reason(self, finish_reason: str | None) -> str | None:
-        """Why it ended, as responses say it."""
+        """The ``finish_reason`` of the response, which is "tool_calls" if there are calls."""
         return "tool_calls" if finish_reason == "stop" and self.calls else finish_reason

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form: an object with what is wrong, which parameter, and a code."""
+"""Errors in OpenAI's form: an object with a message, a parameter and a code."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -14,33 +14,33 @@ from jetspec_jax.arguments import nearest, printable, shortened, shown
 from jetspec_jax.engine.line import QueueFull
 from jetspec_jax.engine.request import DeadlinePassed, EngineFailed
 
-#: Paths of OpenAI's API that are not served, and what is instead.
+#: Unsupported paths of OpenAI's API, with advice.
 ELSEWHERE = {
     "/v1/responses": "use /v1/chat/completions",
     "/v1/embeddings": "this server generates text: use /v1/completions or /v1/chat/completions",
     "/v1/audio": "this server reads and writes text alone",
     "/v1/images": "this server reads and writes text alone",
 }
-#: The status, in the log and the metrics, of a request whose client has left; nobody reads it.
+#: The status, in logs and metrics, of a request whose client has disconnected.
 CLIENT_LEFT = 499
-#: Characters of a message, whatever it repeats of what was sent.
+#: Most characters of a message, which may quote the request.
 MOST_CHARACTERS = 2000
-#: Wrong fields of a request that are told; how many more there are is told too.
+#: Most wrong fields of a request that are reported; the number of others is appended.
 MOST_FIELDS = 8
-# Characters of what is told of one, and of a field's name.
+# Most characters of the report of a field, and of a field's name.
 _FIELD, _NAME = 200, 64
 _KINDS = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 504: "timeout_error"}
 
 
 class ApiError(Exception):
-    """What a client is told instead of an answer.
+    """An error response.
 
     Attributes:
-        status: Of the response.
+        status: The HTTP status.
         message: What is wrong, and what would work.
-        param: The parameter that is meant; None for no single one.
-        code: A word for programs.
-        headers: Of the response.
+        param: The wrong parameter; None if there is no single one.
+        code: A machine-readable code.
+        headers: Additional headers of the response.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
-        """Takes what the attributes say."""
+        """Shortens the message, and escapes unprintable characters."""
         message = shortened(printable(message), MOST_CHARACTERS)
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
     @property
     def body(self) -> dict[str, Any]:
-        """The object that is sent."""
+        """The JSON body."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {
             "message": self.message,
@@ -70,16 +70,16 @@ class ApiError(Exception):
         return {"error": error}
 
     def response(self) -> JSONResponse:
-        """The response that is sent."""
+        """The HTTP response."""
         return JSONResponse(self.body, self.status, headers=self.headers)
 
 
 def add_handlers(app: FastAPI, paths: Collection[str]) -> None:
-    """Gives errors of an app OpenAI's form; `Tracking` does so with those that nobody expects.
+    """Adds handlers that give errors OpenAI's form; `Tracking` handles unexpected errors.
 
     Args:
         app: The app.
-        paths: All that it serves.
+        paths: All paths that the app serves.
     """
 
     async def known(_: Request, error: Exception) -> JSONResponse:
@@ -100,14 +100,14 @@ def _of_route(paths: Collection[str], request: Request, error: HTTPException) ->
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{path} takes {allowed}, not {request.method}"
         return ApiError(405, message, code="method_not_allowed", headers=error.headers)
-    advice = next((own for start, own in ELSEWHERE.items() if path.startswith(start)), None)
+    advice = next((advice_text for start, advice_text in ELSEWHERE.items() if path.startswith(start)), None)
     if advice is None:
         advice = f"there are {', '.join(sorted(paths))}"
     return ApiError(404, f"{shown(path)} is not served here; {advice}", code="not_found")
 
 
 def internal(error: BaseException) -> ApiError:
-    """What is told of an error that is the server's."""
+    """The response to an internal error of the server."""
     cause = error.__cause__ if isinstance(error, EngineFailed) and error.__cause__ else error
     return ApiError(
         500,
@@ -122,13 +122,13 @@ def refused(
     default: str | None = None,
     renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> ApiError:
-    """A check's complaint about what a client asked for; the parameter is the first one that it names.
+    """The response to an error of a check; the parameter is the first one in the message.
 
     Args:
-        error: What the check has raised.
+        error: The error of the check.
         names: Parameters of the request.
-        default: The parameter that is meant where the complaint names none.
-        renamed: What the client called those that the check knows by other names.
+        default: The parameter to report if the message has none.
+        renamed: The request's names of parameters, by the names that checks use.
     """
     message = shortened(str(error), MOST_CHARACTERS)
     message = re.sub(r"\w+", lambda found: renamed.get(found[0], found[0]), message)
@@ -138,7 +138,7 @@ def refused(
 
 
 def of_generation(error: Exception, names: Collection[str], renamed: Mapping[str, str]) -> ApiError:
-    """What is told of an error of a generation; the names are for `refused`."""
+    """The response to an error of a generation; the names are for `refused`."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
@@ -151,43 +151,45 @@ def of_generation(error: Exception, names: Collection[str], renamed: Mapping[str
 
 
 def invalid(error: ValidationError, kind: type[BaseModel], hints: Mapping[str, str]) -> ApiError:
-    """What is wrong with the first few fields of a request, and the first one's name.
+    """The response to an invalid body: the first few problems, and the first one's parameter.
 
     Args:
-        error: Of the body's validation.
+        error: The error of the validation.
         kind: The body's model.
-        hints: What to do instead of some fields that the model lacks.
+        hints: Advice for some unsupported fields.
     """
-    said, param, code = [], None, None
+    messages, param, code = [], None, None
     errors = error.errors(include_url=False, include_context=False)
-    for one in errors[:MOST_FIELDS]:
-        extra = one["type"] == "extra_forbidden"
-        name = _name(one["loc"], extra=extra)
+    for detail in errors[:MOST_FIELDS]:
+        extra = detail["type"] == "extra_forbidden"
+        name = _name(detail["loc"], extra=extra)
         if extra:
-            told = _unknown(name, _fields_beside(kind, one["loc"]), hints)
-            one_code = "unknown_parameter"
-        elif one["type"] == "missing":
-            told = f"{name} is missing"
-            one_code = "missing_required_parameter"
+            text = _unknown(name, _fields_beside(kind, detail["loc"]), hints)
+            detail_code = "unknown_parameter"
+        elif detail["type"] == "missing":
+            text = f"{name} is missing"
+            detail_code = "missing_required_parameter"
         else:
-            # "Input should be …", "String should match …", or what a `Body` itself says.
-            message, should, what = one["msg"].removeprefix("Value error, ").partition(" should ")
-            told = f"{name} should {what}, not {shown(one['input'])}" if should else f"{name} {message}"
-            one_code = "invalid_type"
-        if not said:
-            param, code = name if one["loc"] else None, one_code
-        said.append(shortened(told, _FIELD))
-    said = [*dict.fromkeys(said)]
+            # "Input should be …", "String should match …", or the message of a `Body`.
+            message, should, expected = detail["msg"].removeprefix("Value error, ").partition(" should ")
+            text = (
+                f"{name} should {expected}, not {shown(detail['input'])}" if should else f"{name} {message}"
+            )
+            detail_code = "invalid_type"
+        if not messages:
+            param, code = name if detail["loc"] else None, detail_code
+        messages.append(shortened(text, _FIELD))
+    messages = [*dict.fromkeys(messages)]
     if len(errors) > MOST_FIELDS:
-        said.append(f"and {len(errors) - MOST_FIELDS} more")
-    return ApiError(400, "; ".join(said), param=param, code=code)
+        messages.append(f"and {len(errors) - MOST_FIELDS} more")
+    return ApiError(400, "; ".join(messages), param=param, code=code)
 
 
 def _name(place: tuple[int | str, ...], *, extra: bool) -> str:
-    """A place in a body, as ``messages[0].role``; without what pydantic adds for members of unions.
+    """A location in a body, such as ``messages[0].role``, without pydantic's tags for members of unions.
 
-    Such are types and classes. A first part is a field, and so is the last one where that is an extra one,
-    which may be any text.
+    These tags are names of types and classes. The first part is always a field, and so is the last part of an
+    unknown field, which may be any text.
     """
     name = ""
     for number, part in enumerate(place, start=1):
@@ -199,25 +201,25 @@ def _name(place: tuple[int | str, ...], *, extra: bool) -> str:
     return name or "the body"
 
 
-# Fields begin with small letters, and have no brackets.
+# Fields begin with lower-case letters and have no brackets, unlike pydantic's tags.
 _UNION_TAG = re.compile(r"str|int|float|bool|dict|list|[A-Z]\w*|.*\W.*", re.DOTALL)
 
 
 def _fields_beside(kind: type[BaseModel], place: tuple[int | str, ...]) -> set[str]:
-    """Names of the fields that a body has beside one of its places: of all models that may stand there."""
+    """Names of the fields of all models that may be at the location of an unknown field."""
     kinds = [kind]
     for part in place[:-1]:
-        # Indices and what pydantic adds for members of unions are no fields.
+        # Indices and pydantic's tags for members of unions are not fields.
         fields = [
-            own for kind in kinds for name, own in kind.model_fields.items() if part in (name, own.alias)
+            info for kind in kinds for name, info in kind.model_fields.items() if part in (name, info.alias)
         ]
         if fields:
-            kinds = [model for own in fields for model in _models_in(own.annotation)]
-    return {own.alias or name for kind in kinds for name, own in kind.model_fields.items()}
+            kinds = [model for info in fields for model in _models_in(info.annotation)]
+    return {info.alias or name for kind in kinds for name, info in kind.model_fields.items()}
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The models among the types of which an annotation is made."""
+    """The models among the types in an annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):
@@ -229,4 +231,4 @@ def _unknown(name: str, known: Collection[str], hints: Mapping[str, str]) -> str
         return f"{name} is not supported; {hints[name]}"
     near = nearest(name.rpartition(".")[2], known)
     advice = "leave it out" if near is None else f"did you mean {near}?"
-    return f"{name} is no parameter that this server knows; {advice}"
+    return f"{name} is not a parameter of this server; {advice}"

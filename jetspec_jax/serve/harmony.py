@@ -1,9 +1,9 @@
-"""GPT-OSS's answers, which are a sequence of messages: each has a header, and a text for somebody.
+"""Parser of GPT-OSS's answers: a sequence of messages, each with a header and a text.
 
     <|channel|>analysis<|message|>A thought.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"x": 1}<|call|>
 
-The prompt has begun the first header. OpenAI describes the form in the guide to its harmony response format.
+The prompt ends inside the first header. OpenAI describes the format in its guide to the harmony format.
 """
 
 import re
@@ -18,66 +18,66 @@ _RECIPIENT = re.compile(rf"(?:^|\s){_TO}([^\s<]+)")
 
 
 class Harmony:
-    """Takes messages apart. Thoughts and messages to tools are reasoning, all other messages are the answer.
+    """Splits messages into reasoning (thoughts and messages to tools), answer (all others), and calls.
 
-    A line feed stands between two messages of one kind. Marks are never text.
+    Messages of the same kind are separated by a line feed. Marks are never text.
     """
 
     def __init__(self, *, begun: bool = False, reads_calls: bool = False):
-        """Begins before the first piece.
+        """Starts without text.
 
         Args:
-            begun: Whether the prompt has begun the text of a thought.
-            reads_calls: Whether messages to functions are calls. If the text of such a message is no JSON
+            begun: Whether the prompt ends inside the text of a thought.
+            reads_calls: Whether messages to functions are calls. If the text of such a message is not a JSON
                 object, it is part of the answer.
         """
         self._pending, self._reads_calls = "", reads_calls
-        # Of the message's header, while that is read; None in the message's text.
+        # The pieces of the current header; None inside the text of a message.
         self._header: list[str] | None = None if begun else []
-        # What stands before the first mark is a header only if it names a recipient; its first characters.
+        # Text before the first mark is a header only if it begins with a recipient; its first characters.
         self._unmarked, self._first = not begun, ""
         self._is_thought, self._function = begun, ""
         self._arguments: list[str] = []
-        # Kinds of messages that have been told, by whether they are thoughts; whether this one has been.
-        self._told: set[bool] = set()
+        # The kinds of messages (is it a thought?) with text so far, and whether the current one has none.
+        self._emitted: set[bool] = set()
         self._is_new = True
 
     def feed(self, text: str, *, last: bool = False) -> tuple[str, str, list[Call]]:
-        """Takes a piece of text; gives what is known now of reasoning, answer and calls."""
-        told: dict[bool, list[str]] = {True: [], False: []}
+        """Processes a piece of text; returns new reasoning, new answer and new calls."""
+        texts: dict[bool, list[str]] = {True: [], False: []}
         calls: list[Call] = []
         text, place = self._pending + text, 0
         while found := _MARK.search(text, place):
-            self._text(text[place : found.start()], told)
-            self._mark(found[1], told, calls)
+            self._text(text[place : found.start()], texts)
+            self._mark(found[1], texts, calls)
             place = found.end()
         end = len(text) if last else len(text) - held(text[place:], *_WHOLE)
-        self._text(text[place:end], told)
+        self._text(text[place:end], texts)
         self._pending = text[end:]
         if last and self._unmarked and self._header:
-            self._answer("".join(self._header), told)
+            self._answer("".join(self._header), texts)
         if last:
-            self._end(told, calls)
-        return "".join(told[True]), "".join(told[False]), calls
+            self._end(texts, calls)
+        return "".join(texts[True]), "".join(texts[False]), calls
 
-    def _text(self, text: str, told: dict[bool, list[str]]) -> None:
+    def _text(self, text: str, texts: dict[bool, list[str]]) -> None:
         if self._header is None:
-            self._tell(text, told)
+            self._emit(text, texts)
             return
         self._header.append(text)
         if self._unmarked:
             self._first = (self._first + text).lstrip()[: len(_TO)]
             if not _TO.startswith(self._first):
-                self._answer("".join(self._header), told)
+                self._answer("".join(self._header), texts)
 
-    def _answer(self, text: str, told: dict[bool, list[str]]) -> None:
-        """Begins an answer that has no header."""
+    def _answer(self, text: str, texts: dict[bool, list[str]]) -> None:
+        """Begins an answer without a header."""
         self._begin(thought=False)
-        self._tell(text, told)
+        self._emit(text, texts)
 
-    def _mark(self, name: str, told: dict[bool, list[str]], calls: list[Call]) -> None:
+    def _mark(self, name: str, texts: dict[bool, list[str]], calls: list[Call]) -> None:
         if self._header is None and name not in ("message", "constrain"):
-            self._end(told, calls)
+            self._end(texts, calls)
             self._header = []
         if self._header is not None:
             if name == "message":
@@ -89,7 +89,7 @@ class Harmony:
         self._unmarked = False
 
     def _begin_as(self, header: str) -> None:
-        """Begins the text of a message."""
+        """Begins the text of a message with this header."""
         _, _, rest = header.partition("<|channel|>")
         channel = rest.replace("<", " ").split(maxsplit=1)[:1]
         found = _RECIPIENT.search(header)
@@ -102,21 +102,21 @@ class Harmony:
         self._header, self._is_thought, self._is_new, self._function = None, thought, True, ""
         self._unmarked = False
 
-    def _tell(self, text: str, told: dict[bool, list[str]]) -> None:
+    def _emit(self, text: str, texts: dict[bool, list[str]]) -> None:
         if self._function:
             self._arguments.append(text)
         elif text:
-            between = "\n" if self._is_new and self._is_thought in self._told else ""
-            told[self._is_thought].append(between + text)
-            self._told.add(self._is_thought)
+            between = "\n" if self._is_new and self._is_thought in self._emitted else ""
+            texts[self._is_thought].append(between + text)
+            self._emitted.add(self._is_thought)
             self._is_new = False
 
-    def _end(self, told: dict[bool, list[str]], calls: list[Call]) -> None:
-        """Ends a message; of a call, all arguments are here now."""
+    def _end(self, texts: dict[bool, list[str]], calls: list[Call]) -> None:
+        """Ends a message; if it is a call, its arguments are complete."""
         if self._header is None and self._function:
             text, self._arguments = "".join(self._arguments), []
             call = call_with(self._function, read_value(text))
             if call is None:
-                self._answer(text, told)
+                self._answer(text, texts)
             else:
                 calls.append(call)

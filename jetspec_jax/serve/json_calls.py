@@ -1,28 +1,28 @@
-"""Calls as JSON in tags: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``."""
+"""Parser of calls as JSON in tags: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``."""
 
 import re
 
-from jetspec_jax.serve.calls import Call, Spaced, described_call, held, read_value
+from jetspec_jax.serve.calls import Call, Spaced, call_of, held, read_value
 from jetspec_jax.serve.pieces import Pieces
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-# Characters that decide: outside of strings, where JSON also has words and numbers, and within.
+# Significant characters: outside of strings all but words and numbers, and inside of strings.
 _OUTSIDE, _INSIDE = re.compile(r"[^\s\w,:.+-]"), re.compile(r'["\\]')
 
 
 class JsonCalls:
-    """Finds calls as JSON objects in tags; what is no call stays text.
+    """Finds calls as JSON objects in tags; everything else is text.
 
-    An object ends at its last bracket, so its strings may hold the tags, and the closing tag may be missing.
-    The last bracket before a closing tag may be missing, too. Several objects may stand between two tags.
+    An object ends at its last bracket, so its strings may contain tags, and the closing tag may be missing.
+    The last bracket before a closing tag may also be missing. There may be several objects between two tags.
 
-    An object that breaks off is read again for tags. That still takes linear time: an object breaks off at a
-    "<" outside of its strings, and of two objects that both reach a later tag one is outside there. So no
-    character is part of more than two objects that break off.
+    The text of a broken object is searched for tags again. This takes linear time: an object breaks at a "<"
+    outside of its strings, and of two objects that reach a later tag, one is outside of a string there. So
+    each character is part of at most two broken objects.
     """
 
     def __init__(self) -> None:
-        """Begins before the first piece of text."""
+        """Starts without text."""
         self._pieces, self._spaced = Pieces(), Spaced()
         self._object: _Object | None = None
         self._opened, self._closing = "", False
@@ -42,7 +42,7 @@ class JsonCalls:
         return "".join(shown), calls
 
     def _search(self, shown: list[str], last: bool) -> bool:
-        """Shows text up to the next tag; False where there is none yet."""
+        """Emits text up to the next tag; returns False if there is none yet."""
         pieces = self._pieces
         place = pieces.text.find(_OPEN, pieces.place)
         end = (
@@ -58,30 +58,30 @@ class JsonCalls:
         return place >= 0
 
     def _begin(self, opened: str) -> None:
-        """An object may begin here, after a tag."""
+        """Starts reading an object after a tag."""
         self._pieces.mark()
         self._pieces.read(self._pieces.place + len(opened))
         self._object, self._opened = _Object(), opened
 
     def _read(self, shown: list[str], calls: list[Call], last: bool) -> bool:
-        """Reads the object after a tag; False where its end is not there yet."""
-        pieces, own = self._pieces, self._object
-        assert own is not None
-        pieces.place = own.read(pieces.text, pieces.place)
+        """Reads the object after a tag; returns False if its end has not arrived yet."""
+        pieces, parser = self._pieces, self._object
+        assert parser is not None
+        pieces.place = parser.read(pieces.text, pieces.place)
         missing = ""
-        if own.depth == 1 and own.broken:
+        if parser.depth == 1 and parser.broken:
             rest = pieces.text[pieces.place : pieces.place + len(_CLOSE)]
             if rest != _CLOSE and _CLOSE.startswith(rest) and not last:
                 return False
             missing = "}" if rest == _CLOSE else ""
-        if not (own.broken or own.whole or last):
+        if not (parser.broken or parser.whole or last):
             return False
         call = None
-        if own.whole or missing:
+        if parser.whole or missing:
             value = read_value(pieces.marked()[len(self._opened) :] + missing)
-            # Where the last bracket is missing, the arguments might be missing, too.
+            # If the last bracket is missing, the arguments may be missing too.
             given = isinstance(value, dict) and not value.keys().isdisjoint(("arguments", "parameters"))
-            call = described_call(value) if given or not missing else None
+            call = call_of(value) if given or not missing else None
         self._object = None
         if call is None:
             pieces.rewind(len(self._opened))
@@ -94,14 +94,14 @@ class JsonCalls:
         return True
 
     def _close(self, last: bool) -> bool:
-        """Skips the closing tag after a call; False where it is not there yet."""
+        """Skips the closing tag after a call; returns False if it has not arrived yet."""
         pieces = self._pieces
         rest = pieces.text[pieces.place :]
         pieces.place += len(rest) - len(rest.lstrip())
         rest = pieces.text[pieces.place : pieces.place + len(_CLOSE)]
         if rest != _CLOSE and _CLOSE.startswith(rest) and not last:
             return False
-        # A text may also end within the tag.
+        # The text may also end inside the tag.
         if _CLOSE.startswith(rest):
             pieces.read(pieces.place + len(rest))
         elif rest.startswith("{"):
@@ -111,21 +111,21 @@ class JsonCalls:
 
 
 class _Object:
-    """Finds the end of a JSON object without reading what is in it.
+    """Finds the end of a JSON object without parsing it.
 
     Attributes:
-        depth: Brackets that are open.
-        whole: Whether the last one is closed.
-        broken: Whether something stands there that no JSON object has.
+        depth: Number of open brackets.
+        whole: Whether the last bracket is closed.
+        broken: Whether the text cannot be a JSON object.
     """
 
     def __init__(self) -> None:
-        """Begins before the object."""
+        """Starts before the object."""
         self.depth, self.whole, self.broken = 0, False, False
         self._in_string = self._escaped = False
 
     def read(self, text: str, place: int) -> int:
-        """Reads on from a place; gives the place after the object, or where it is broken, or the end."""
+        """Continues at ``place``; returns the position after the object, of a break, or the text's end."""
         self.broken = False
         while place < len(text):
             if self._escaped:

@@ -1,4 +1,4 @@
-"""Lines of JSON for a server's log, in ASCII. No line holds a prompt or an answer."""
+"""The server's log: ASCII lines of JSON, without prompts or answers."""
 
 import json
 import logging
@@ -7,12 +7,12 @@ import time
 import traceback
 from typing import Any
 
-#: What the server logs: each record has its fields as ``fields``.
+#: The server's logger; each record has its fields in ``fields``.
 LOG = logging.getLogger("jetspec_jax.serve")
 
 
 class JsonLines(logging.Formatter):
-    """A record as one line."""
+    """Formats a record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line."""
@@ -24,13 +24,13 @@ class JsonLines(logging.Formatter):
         }
         line |= getattr(record, "fields", {})
         if record.exc_info and record.exc_info[1] is not None:
-            # Messages of errors may quote what was sent.
+            # Without the error's message, which may quote the request.
             error = record.exc_info[1]
             line["error"] = type(error).__name__
             line["where"] = [
-                f"{own.filename}:{own.lineno}" for own in traceback.extract_tb(error.__traceback__)[-6:]
+                f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-6:]
             ]
-        # In ASCII: a path may hold what controls a terminal, or ends a line for other programs.
+        # In ASCII, because a path may have characters that control a terminal or end a line.
         return json.dumps(line)
 
 
@@ -42,11 +42,11 @@ def log(
 
 
 def show_logs(uvicorn_level: int) -> None:
-    """Writes this server's log, and uvicorn's from a level on, to standard output."""
+    """Writes the server's log, and uvicorn's log from a level on, to standard output."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(JsonLines())
     for name, level in ((LOG.name, logging.INFO), ("uvicorn", uvicorn_level)):
-        own = logging.getLogger(name)
-        own.handlers = [handler]
-        own.setLevel(level)
-        own.propagate = False
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(level)
+        logger.propagate = False

@@ -1,4 +1,4 @@
-"""Messages of requests, and the one way from them to a prompt."""
+"""Messages of requests, and their encoding as a prompt."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -17,19 +17,19 @@ from jetspec_jax.serve.errors import ApiError, refused
 from jetspec_jax.serve.service import Service
 from jetspec_jax.serve.tools import Tool
 
-#: What to do instead of a template in a body.
+#: Advice for a chat template in a body.
 TEMPLATE_HINT = {"chat_template": "the server has one for all requests: start it with --chat-template FILE"}
 
 
 class CalledFunction(Body):
-    """What a message called."""
+    """The function of a tool call."""
 
     name: str
     arguments: str
 
 
 class ToolCall(Body):
-    """A call in a message of before."""
+    """A tool call in an earlier message."""
 
     id: str
     type: Literal["function"] = "function"
@@ -38,7 +38,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """A message; what a response had may come back."""
+    """A message; also accepts the fields of messages in responses."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Any = None
@@ -46,14 +46,14 @@ class Message(Body):
     tool_calls: Listed[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    # Of OpenAI's own responses, without meaning here: null, or nothing to tell.
+    # Fields of OpenAI's responses without effect here.
     refusal: str | None = None
     annotations: Any = None
     audio: None = None
     function_call: None = None
 
     def rendered(self) -> dict[str, Any]:
-        """As templates read it: the arguments of calls are mappings."""
+        """The message for a template, with arguments of calls as mappings."""
         made: dict[str, Any] = {"role": self.role, "content": self.content}
         for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:
@@ -71,15 +71,15 @@ class Message(Body):
 
 
 def check_template(service: Service, tools: Sequence[Tool] = ()) -> None:
-    """Checks that messages can be written, and tools with them.
+    """Checks that the model has a chat template, and that the template supports tools if there are any.
 
     Raises:
-        ApiError: There is no chat template, or it does not write tools.
+        ApiError: There is no chat template, or it does not support tools.
     """
     tokenizer = service.llm.llm.target.tokenizer
     if not getattr(tokenizer, "chat_template", None):
         message = (
-            "this model has no chat template, so that no chat can be written: use /v1/completions, or start "
+            "this model has no chat template, which chats need: use /v1/completions, or start "
             "the server with --chat-template FILE"
         )
         raise ApiError(400, message, param="messages", code="unsupported")
@@ -101,21 +101,21 @@ def encode_messages(
     add_generation_prompt: bool | None = None,
     continue_final_message: bool | None = None,
 ) -> EncodedPrompt:
-    """Messages as the tokens of the model's chat template.
+    """Encodes messages with the model's chat template.
 
     Args:
-        service: What serves the model.
+        service: The service.
         messages: A conversation.
-        tools: Those that the template writes.
-        template_arguments: What a request gives the template.
-        reasoning_effort: As the template has it; None leaves it to the template. The server logs once if
-            the template does not read it.
+        tools: The tools for the template.
+        template_arguments: Further arguments of the template.
+        reasoning_effort: An argument of the template; None uses the template's default. If the template does
+            not use it, the server logs a warning once.
         verbosity: Likewise.
-        add_generation_prompt: As for `LLM.chat`, as is the next.
-        continue_final_message: Whether the prompt ends in the last message.
+        add_generation_prompt: As for `LLM.chat`.
+        continue_final_message: As for `LLM.chat`.
 
     Raises:
-        ApiError: What cannot be written, and why.
+        ApiError: The messages cannot be encoded.
     """
     check_template(service, tools)
     arguments = dict(template_arguments or {})
@@ -143,7 +143,7 @@ def encode_messages(
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The arguments of a call, nested no more deeply than bodies may be."""
+    """The arguments of a call, with the nesting limit of bodies."""
     value = read_arguments(text)
     check_levels(value)
     return value

@@ -1,4 +1,4 @@
-"""Figures for Prometheus, under vLLM's names."""
+"""Prometheus metrics of the server, with vLLM's names."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -8,9 +8,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from jetspec_jax.async_llm import Delta
 from jetspec_jax.engine.output import Completion
 
-#: Before all names.
+#: The prefix of all names.
 PREFIX = "jetspec:"
-# Bounds of seconds.
+# Bucket bounds of histograms, in seconds.
 _TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _FIRST = (
     0.001,
@@ -38,24 +38,24 @@ _WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 6
 
 
 class Metrics:
-    """What a server counts and measures; the engine's own figures are looked up when they are asked for.
+    """The server's counters and histograms; the engine's metrics are read at each scrape.
 
     Attributes:
-        registry: Of all of them.
+        registry: The registry of all metrics.
     """
 
     def __init__(self, model: str):
-        """Begins with nothing; ``model`` is a label of all figures."""
+        """Creates the metrics; ``model`` is a label of all of them."""
         self.registry = CollectorRegistry()
 
         def counter(name: str, help: str, *labels: str) -> Counter:
             return Counter(PREFIX + name, help, ("model_name", *labels), registry=self.registry)
 
         def histogram(name: str, help: str, buckets: Iterable[float]) -> Histogram:
-            own = Histogram(
+            metric = Histogram(
                 PREFIX + name, help, ("model_name",), buckets=tuple(buckets), registry=self.registry
             )
-            return own.labels(model)
+            return metric.labels(model)
 
         self._model = model
         self._prompt = counter("prompt_tokens", "Tokens of prompts that were answered.").labels(model)
@@ -68,30 +68,30 @@ class Metrics:
         self._whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _WHOLE)
 
     def exposition(self) -> bytes:
-        """All of them as text."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def gauge(self, name: str, help: str, value: Callable[[], float]) -> None:
-        """Adds a figure that is looked up when it is asked for."""
-        own = Gauge(PREFIX + name, help, ("model_name",), registry=self.registry)
-        own.labels(self._model).set_function(value)
+        """Adds a gauge whose value is computed at each scrape."""
+        metric = Gauge(PREFIX + name, help, ("model_name",), registry=self.registry)
+        metric.labels(self._model).set_function(value)
 
     def answered(self, path: str, status: int) -> None:
-        """Counts an HTTP request; ``path`` is a route's, of which there are few."""
+        """Counts an HTTP request; ``path`` is the path of a route, so the label has few values."""
         self._http.labels(self._model, path, str(status)).inc()
 
     def prompt(self, tokens: int) -> None:
-        """Counts a prompt whose answer begins."""
+        """Counts the tokens of a prompt when its answer begins."""
         self._prompt.inc(tokens)
 
     def generated(self, count: int, seconds: float, *, first: bool) -> None:
-        """Counts tokens of a completion that came at once.
+        """Counts tokens of a completion that arrived together.
 
         Args:
-            count: How many.
-            seconds: Since the request came, or since the tokens before. Then they count as if they had come
-                evenly.
-            first: Whether they are its first.
+            count: Number of tokens.
+            seconds: Time since the request's arrival if ``first``, else since the previous tokens; it is
+                divided evenly over the tokens.
+            first: Whether these are the first tokens of the completion.
         """
         self._generated.inc(count)
         if first:
@@ -101,27 +101,27 @@ class Metrics:
             self._between.observe(seconds / count)
 
     def ended(self, completion: Completion, seconds: float) -> None:
-        """Notes a completion that has ended, so many seconds after it came."""
+        """Counts a finished completion, with the seconds since the request's arrival."""
         self._ended.labels(self._model, completion.finish_reason).inc()
         self._whole.observe(seconds)
         if completion.metrics is not None and completion.metrics.queue_time is not None:
             self._queue.observe(completion.metrics.queue_time)
 
-    def following(self) -> "Following":
-        """Follows the completions of one prompt, from now on."""
-        return Following(self)
+    def timer(self) -> "CompletionTimer":
+        """A timer for the completions of one prompt, started now."""
+        return CompletionTimer(self)
 
 
-class Following:
-    """Times the pieces of a prompt's completions."""
+class CompletionTimer:
+    """Measures the times between deltas of a prompt's completions."""
 
     def __init__(self, metrics: Metrics):
-        """Begins now."""
+        """Starts the timer."""
         self._metrics, self._start = metrics, time.monotonic()
         self._last: dict[int, float] = {}
 
-    def saw(self, delta: Delta) -> None:
-        """Takes a piece, whose tokens all came at once."""
+    def record(self, delta: Delta) -> None:
+        """Records a delta, whose tokens arrived together."""
         now, count = time.monotonic(), len(delta.token_ids)
         if count:
             last = self._last.get(delta.index)

@@ -1,4 +1,4 @@
-"""What stands around all routes: names of requests, the log, keys, and a door that closes."""
+"""Middleware of all routes: request ids, access log, API keys, and draining."""
 
 import contextlib
 import hashlib
@@ -17,26 +17,26 @@ from jetspec_jax.serve.errors import ApiError, internal
 from jetspec_jax.serve.logs import log
 from jetspec_jax.serve.service import Service
 
-#: Paths that need no key, and are answered while the server drains.
+#: Paths that need no key and are served while the server drains.
 OPEN = frozenset({"/health", "/metrics", "/version", "/ping", "/playground"})
 _HEADER = "X-Request-Id"
 _NAME = re.compile(r"[\w.:/+=-]{1,128}")
 
 
 class Tracking:
-    """Names each request, counts it, writes a line on it, and answers for errors that nobody expected."""
+    """Gives each request an id, counts and logs it, and handles unexpected errors."""
 
     def __init__(self, app: ASGIApp, service: Service):
-        """Stands around an app."""
+        """Wraps an app."""
         self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on."""
+        """Handles a request."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
         given = headers.get(_HEADER, "")
-        # Whoever passed this on may have read the other length, and see another request behind it.
+        # A proxy may have used the other length and see a second request in the rest (request smuggling).
         doubtful = "Content-Length" in headers and "Transfer-Encoding" in headers
         name = given if _NAME.fullmatch(given) else uuid.uuid4().hex
         record: dict[str, Any] = {"request_id": name}
@@ -82,17 +82,17 @@ class Tracking:
 
 
 class Gate:
-    """Lets in who has a key, not too often at once, and while the server is open."""
+    """Checks API keys and the number of requests per key, and refuses requests while the server drains."""
 
     def __init__(self, app: ASGIApp, service: Service):
-        """Stands around an app."""
+        """Wraps an app."""
         self._app, self._service = app, service
         keys = service.settings.api_key
         self._keys = [(number, digest) for number, key in enumerate(keys) for digest in _digests(key)]
         self._running: Counter[int] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on, or refuses it."""
+        """Handles or refuses a request."""
         if scope["type"] != "http" or scope["path"] in OPEN:
             return await self._app(scope, receive, send)
         try:
@@ -107,15 +107,15 @@ class Gate:
         return None
 
     def _check(self, scope: Scope) -> int:
-        """The number of the request's key; -1 where none is needed."""
+        """The index of the request's key; -1 if the server has no keys."""
         key = self._key(scope) if self._keys else -1
         if self._service.draining:
-            message = "the server ends and takes no more requests; another one may"
+            message = "the server is shutting down and accepts no more requests; try another server"
             headers = {"Retry-After": "1", "Connection": "close"}
             raise ApiError(503, message, code="draining", headers=headers)
         most = self._service.settings.max_requests_per_key
         if most is not None and self._running[key] >= most:
-            message = f"this key has {most} requests that run or wait already; try again when one has ended"
+            message = f"this key has {most} requests already; try again when one has ended"
             raise ApiError(429, message, code="too_many_requests", headers={"Retry-After": "1"})
         return key
 
@@ -124,18 +124,18 @@ class Gate:
         found = -1
         if kind.lower() == b"bearer":
             digest = hashlib.sha256(given.strip()).digest()
-            for number, own in self._keys:
-                if hmac.compare_digest(digest, own):
+            for number, known in self._keys:
+                if hmac.compare_digest(digest, known):
                     found = number
         if found < 0:
-            what = "the key is not one of this server's" if given else "a key is missing"
-            message = f'{what}; send the header "Authorization: Bearer KEY"'
+            problem = "the key is not one of this server's" if given else "a key is missing"
+            message = f'{problem}; send the header "Authorization: Bearer KEY"'
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return found
 
 
 def _digests(key: str) -> list[bytes]:
-    """Of the bytes that clients send for a key: UTF-8, or Latin-1 where that has all of its characters."""
+    """Digests of the bytes that clients may send for a key: in UTF-8, or in Latin-1 if possible."""
     texts = {key.encode()}
     with contextlib.suppress(UnicodeEncodeError):
         texts.add(key.encode("latin-1"))

@@ -1,18 +1,17 @@
-"""Names of the forms in which models write reasoning and calls of tools; their readers are elsewhere."""
+"""Names of the parsers of reasoning and tool calls; needs no library of the server."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Markers:
-    """What stands around the reasoning at the beginning of an answer.
+    """The markers around the reasoning at the beginning of an answer.
 
     Attributes:
-        start: Before it.
-        end: After it.
-        special: Whether they are special tokens, which are no text unless a request asks for them.
-        messages: Whether answers are sequences of messages, in which reasoning may come several times; see
-            `harmony`.
+        start: The marker before the reasoning.
+        end: The marker after the reasoning.
+        special: Whether the markers are special tokens, which are usually removed from the text.
+        messages: Whether answers are sequences of messages, with reasoning in several places; see `harmony`.
     """
 
     start: str
@@ -23,7 +22,7 @@ class Markers:
 
 _THINK = Markers("<think>", "</think>")
 
-#: By name of ``--reasoning-parser``.
+#: The values of ``--reasoning-parser``.
 REASONING = {
     "qwen3": _THINK,
     "deepseek_r1": _THINK,
@@ -32,7 +31,8 @@ REASONING = {
     "openai_gptoss": Markers("<|channel|>analysis<|message|>", "<|end|>", special=True, messages=True),
 }
 
-#: The parser of calls that are messages, which needs the parser of messages.
+#: The tool-call parser for messages to functions, and the reasoning parser that it needs.
 MESSAGE_CALLS, MESSAGES = "openai", "openai_gptoss"
-#: Names of ``--tool-call-parser``: JSON in tags, functions and parameters as tags, and messages to functions.
+#: The values of ``--tool-call-parser``: JSON in tags, functions and parameters as tags, messages to
+#: functions.
 TOOL_CALLS = ("hermes", "qwen3_coder", "qwen3_xml", MESSAGE_CALLS)

@@ -1,26 +1,26 @@
-"""A text that arrives in pieces and is read once, but for parts that are read again."""
+"""A buffer for a text that arrives in pieces and is read once, with rewinding to a mark."""
 
 
 class Pieces:
-    """The unread end of a text, and all of it since a mark.
+    """The unread end of a text, and the text since a mark.
 
-    Taking a piece costs time in proportion to the piece and the unread text, not to the text since the mark.
+    `feed` takes time proportional to the piece and the unread text, not to the text since the mark.
 
     Attributes:
-        text: The last piece, after what was unread before it.
-        place: Up to where `text` has been read.
+        text: The unread text at the last `feed`, followed by its piece.
+        place: The read position in `text`.
     """
 
     def __init__(self) -> None:
-        """Begins before the first piece."""
+        """Starts without text."""
         self.text, self.place = "", 0
-        # The mark is in `text` where this is no None; what follows it in earlier pieces is here.
+        # The position of the mark in `text`, or None; `_kept` has marked text from before `text`.
         self._mark: int | None = None
         self._kept: list[str] = []
         self._length = 0
 
     def feed(self, piece: str) -> None:
-        """Takes a piece."""
+        """Appends a piece."""
         if self._mark is not None:
             self._kept.append(self.text[self._mark : self.place])
             self._length += self.place - self._mark
@@ -28,33 +28,33 @@ class Pieces:
         self.text, self.place = self.text[self.place :] + piece, 0
 
     def read(self, end: int) -> str:
-        """The text up to a place, which has been read now."""
+        """Reads the text up to a position."""
         begin, self.place = self.place, end
         return self.text[begin:end]
 
     def mark(self) -> None:
-        """Keeps the text from here on."""
+        """Sets the mark at the read position."""
         self._mark, self._kept, self._length = self.place, [], 0
 
     def since_mark(self, place: int) -> int:
-        """Characters from the mark to a place in `text`."""
+        """The number of characters from the mark to a position in `text`."""
         assert self._mark is not None
         return self._length + place - self._mark
 
     def marked(self, length: int | None = None) -> str:
-        """The text from the mark on: so many characters, or up to what has been read."""
+        """The text from the mark on: ``length`` characters, or up to the read position."""
         self._join()
         assert self._mark is not None
         return self.text[self._mark : self.place if length is None else self._mark + length]
 
     def rewind(self, length: int) -> None:
-        """Goes on so many characters after the mark, and forgets the mark."""
+        """Sets the read position ``length`` characters after the mark, and removes the mark."""
         self._join()
         assert self._mark is not None
         self.place, self._mark = self._mark + length, None
 
     def _join(self) -> None:
-        """Has all since the mark in `text`."""
+        """Moves all marked text into `text`."""
         if self._kept:
             assert self._mark == 0
             kept = "".join(self._kept)

@@ -1,4 +1,4 @@
-"""HTTP as uvicorn speaks it, for clients that are slow or say what is no HTTP."""
+"""uvicorn's HTTP protocol with timeouts for slow clients, and JSON errors for invalid HTTP."""
 
 import asyncio
 import json
@@ -12,61 +12,61 @@ from jetspec_jax.serve.settings import ServeSettings
 
 
 def protocol_for(settings: ServeSettings) -> type[H11Protocol]:
-    """The protocol of a server with some settings."""
+    """The protocol class for a server's settings."""
 
     class Protocol(H11Protocol):
-        """Drops who sends no headers, and who reads nothing of what is sent."""
+        """Closes connections that send no headers, or do not read the response."""
 
-        _stuck: asyncio.TimerHandle | None = None
-        _silent: asyncio.TimerHandle | None = None
+        _write_timer: asyncio.TimerHandle | None = None
+        _read_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
-            """Waits for headers so long."""
+            """Starts the timeout for the headers."""
             super().connection_made(transport)
-            self._silent = self.loop.call_later(settings.body_timeout, self.transport.abort)
+            self._read_timer = self.loop.call_later(settings.body_timeout, self.transport.abort)
 
         def handle_events(self) -> None:
-            """Waits as long for what is missing of a later request, from its first bytes on."""
+            """Starts the timeout again at the first bytes of a later request; stops it after headers."""
             super().handle_events()
             theirs, ours = self.conn.their_state, self.conn.our_state
-            # A body that is read is the app's to wait for; one that has its answer already is nobody's.
+            # The app has a timeout for bodies, except for the rest of a body after its response.
             unread = theirs is h11.SEND_BODY and ours is h11.DONE
             if theirs is not h11.IDLE and not unread:
-                self._hear()
-            elif self._silent is None and (unread or self.conn.trailing_data[0]):
-                self._silent = self.loop.call_later(settings.body_timeout, self.transport.abort)
+                self._cancel_read_timer()
+            elif self._read_timer is None and (unread or self.conn.trailing_data[0]):
+                self._read_timer = self.loop.call_later(settings.body_timeout, self.transport.abort)
 
         def pause_writing(self) -> None:
-            """Waits so long for the client to read."""
+            """Starts the timeout for the client to read."""
             super().pause_writing()
-            self._stuck = self.loop.call_later(settings.send_timeout, self.transport.abort)
+            self._write_timer = self.loop.call_later(settings.send_timeout, self.transport.abort)
 
         def resume_writing(self) -> None:
-            """Goes on."""
+            """Stops the timeout for the client to read."""
             super().resume_writing()
-            self._release()
+            self._cancel_write_timer()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            """Waits for nothing any more."""
-            self._release()
-            self._hear()
+            """Stops all timeouts."""
+            self._cancel_write_timer()
+            self._cancel_read_timer()
             super().connection_lost(exc)
 
-        def _hear(self) -> None:
-            if self._silent is not None:
-                self._silent.cancel()
-                self._silent = None
+        def _cancel_read_timer(self) -> None:
+            if self._read_timer is not None:
+                self._read_timer.cancel()
+                self._read_timer = None
 
-        def _release(self) -> None:
-            if self._stuck is not None:
-                self._stuck.cancel()
-                self._stuck = None
+        def _cancel_write_timer(self) -> None:
+            if self._write_timer is not None:
+                self._write_timer.cancel()
+                self._write_timer = None
 
         def send_400_response(self, msg: str) -> None:
-            """Says what is wrong in the form of all errors, unless an answer has begun, and closes."""
+            """Sends an error in the API's form, unless a response has begun, and closes the connection."""
             cycle = cast("RequestResponseCycle | None", self.cycle)
             if cycle is not None:
-                # Nothing of this request can be read or answered any more.
+                # The request cannot be read or answered any more.
                 cycle.disconnected = True
                 cycle.message_event.set()
             if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):

@@ -1,4 +1,4 @@
-"""Reasoning at the beginning of an answer, taken apart from the answer while both arrive."""
+"""Separates the reasoning at the beginning of an answer from the answer, incrementally."""
 
 from jetspec_jax.serve.calls import held
 from jetspec_jax.serve.harmony import Harmony
@@ -6,27 +6,27 @@ from jetspec_jax.serve.parsers import Markers
 
 
 class Reasoning:
-    """Tells reasoning and answer apart, piece by piece.
+    """An incremental parser of reasoning.
 
-    Reasoning stands at the very beginning, once: later markers are text of the answer. `Harmony` reads
-    answers that are sequences of messages.
+    Reasoning occurs once, at the very beginning; later markers are text. Answers that are sequences of
+    messages are parsed by `Harmony`.
     """
 
     def __init__(self, markers: Markers | None, *, begun: bool = False):
-        """Begins before the first piece.
+        """Starts without text.
 
         Args:
-            markers: What stands around the reasoning; None leaves all in the answer.
-            begun: Whether the prompt has opened it already.
+            markers: The markers of the reasoning; None: there is no reasoning.
+            begun: Whether the prompt ends inside the reasoning.
         """
         self._markers, self._text = markers, ""
         self._messages = Harmony(begun=begun) if markers is not None and markers.messages else None
         self._state = "answer" if markers is None else "reasoning" if begun else "start"
-        # White space before the first marker.
+        # Whitespace before the first marker.
         self._spaces: list[str] = []
 
     def feed(self, text: str, *, last: bool = False) -> tuple[str, str]:
-        """Takes a piece of text; gives what is known now of reasoning and answer."""
+        """Processes a piece of text; returns the new reasoning and the new answer."""
         if self._messages is not None:
             return self._messages.feed(text, last=last)[:2]
         if self._state == "start" and not self._text:
@@ -51,7 +51,7 @@ class Reasoning:
         return reasoning, answer
 
     def _begin(self, last: bool) -> None:
-        """Finds out what comes, as far as the text so far tells."""
+        """Decides whether the text begins with reasoning, if enough of it is there."""
         assert self._markers is not None
         start = self._markers.start
         if self._text.startswith(start):

@@ -1,4 +1,4 @@
-"""OpenAI's and vLLM's sampling parameters, and the one place that makes `SamplingParams` of them."""
+"""OpenAI's and vLLM's sampling parameters, and their conversion to `SamplingParams`."""
 
 import json
 from collections.abc import Mapping
@@ -13,19 +13,19 @@ from jetspec_jax.serve.bodies import Body, Listed
 from jetspec_jax.serve.errors import ApiError, refused
 from jetspec_jax.serve.settings import ServeSettings
 
-#: Fields that are `SamplingParams`' own by name.
+#: Fields with the same name in `SamplingParams`.
 SAME = (
     *("temperature", "top_p", "top_k", "min_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"),
     *("skip_special_tokens", "bad_words", "allowed_token_ids", "prompt_logprobs"),
 )
-#: Of a request, and their characters: each is looked for in every piece of text.
+#: Most stop strings of a request, and their most characters: each piece of text is searched for all.
 MOST_STOPS, LONGEST_STOP = 64, 1024
 _GUIDED = 'put it into structured_outputs, as {"structured_outputs": {"json": …}}'
 
 
 class StreamOptions(Body):
-    """What a stream has beside its pieces."""
+    """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -41,14 +41,14 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's way to ask for a form."""
+    """OpenAI's field for structured outputs."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(Body):
-    """vLLM's way to ask for a form."""
+    """vLLM's field for structured outputs."""
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
@@ -59,7 +59,7 @@ class StructuredOutputs(Body):
 
 
 class SamplingFields(Body):
-    """What requests of both kinds may hold."""
+    """Fields of both completions and chats."""
 
     model: str | None = None
     stream: bool = False
@@ -71,10 +71,10 @@ class SamplingFields(Body):
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    # Numbers, checked up to the first that is none.
+    # Numbers, checked up to the first wrong one.
     logit_bias: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
-    # OpenAI's, about the account, its records and its caches: without effect here.
+    # OpenAI's fields about accounts, records and caches, without effect here.
     user: Any = None
     safety_identifier: Any = None
     metadata: Any = None
@@ -82,7 +82,7 @@ class SamplingFields(Body):
     service_tier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
-    # vLLM's.
+    # vLLM's fields.
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -98,7 +98,7 @@ class SamplingFields(Body):
     priority: int = 0
     cache_salt: str | None = None
     return_token_ids: bool = False
-    # This server's own.
+    # Fields of this server only.
     budget: int | None = None
     return_rounds: bool = False
 
@@ -108,9 +108,9 @@ class SamplingFields(Body):
         "guided_choice": _GUIDED,
         "guided_grammar": _GUIDED,
         "use_beam_search": "ask for several completions by n",
-        "modalities": "this server writes text alone",
-        "audio": "this server writes text alone",
-        "prediction": "drafts are the draft head's",
+        "modalities": "this server writes only text",
+        "audio": "this server writes only text",
+        "prediction": "drafts come from the draft head",
     }
 
     @property
@@ -120,7 +120,7 @@ class SamplingFields(Body):
 
     @property
     def renamed(self) -> dict[str, str]:
-        """What this request calls parameters of `SamplingParams` that it has under other names."""
+        """The request's names of parameters that `SamplingParams` has under other names."""
         by_format = self.response_format is not None and self.structured_outputs is None
         return {"structured_outputs": "response_format"} if by_format else {}
 
@@ -134,18 +134,18 @@ def sampling_params(
     form: StructuredOutputsParams | None = None,
     **fixed: Any,
 ) -> SamplingParams:
-    """How a request is sampled; as at OpenAI, a temperature that is not given is 1.
+    """The sampling parameters of a request; as in OpenAI's API, the default temperature is 1.
 
     Args:
         request: The request.
-        settings: The server's.
-        max_tokens: Most tokens of each completion; None goes on to the context's end.
-        logprobs: Alternatives that are told with each token.
-        form: What the text must be, where that is not what the request's fields say. Its size is checked.
-        **fixed: Parameters that the request cannot choose.
+        settings: The server's settings.
+        max_tokens: Most tokens of each completion; None means up to the context's end.
+        logprobs: Number of alternatives to return with each token.
+        form: A structured output that replaces the request's fields, and whose size was checked.
+        **fixed: Parameters that the request cannot set.
 
     Raises:
-        ApiError: Something is out of its range, or contradicts something else.
+        ApiError: A parameter is out of range, or parameters contradict each other.
     """
     _check(request, settings)
     given = {name: value for name in SAME if (value := getattr(request, name)) is not None}
@@ -161,16 +161,16 @@ def sampling_params(
 
 
 def check_grammar_size(param: str, kind: str, source: Any, settings: ServeSettings) -> None:
-    """Checks the bytes of a grammar as a client sent it, before anything reads it.
+    """Checks the size of a client's grammar before it is parsed.
 
     Args:
-        param: The parameter of the request that holds it.
-        kind: What it is: a schema, a regular expression, choices or a grammar.
-        source: Its text, or the JSON value that it is.
-        settings: The server's.
+        param: The parameter of the request with the grammar.
+        kind: The kind of grammar: a schema, a regular expression, choices or a grammar.
+        source: The text or JSON value of the grammar.
+        settings: The server's settings.
 
     Raises:
-        ApiError: It is too large.
+        ApiError: The grammar is too large.
     """
     text = source if isinstance(source, str) else json.dumps(source, ensure_ascii=False)
     if (size := len(text.encode())) > (most := settings.max_grammar_bytes):
@@ -179,19 +179,19 @@ def check_grammar_size(param: str, kind: str, source: Any, settings: ServeSettin
 
 
 def _check(request: SamplingFields, settings: ServeSettings) -> None:
-    """What needs no model."""
+    """The checks that need no model."""
     for name, given in (
         ("stream_options", request.stream_options is not None),
         ("return_rounds", request.return_rounds),
     ):
         if given and not request.stream:
-            message = f"{name} needs a stream: say stream=true, or leave it out"
+            message = f"{name} needs a stream: set stream=true, or leave it out"
             raise ApiError(400, message, param=name, code="invalid_value")
     if request.prompt_logprobs is not None and request.stream:
-        message = "prompt_logprobs are not told in a stream: leave stream out, or them"
+        message = "prompt_logprobs are not available in a stream: leave out stream or prompt_logprobs"
         raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
     if request.priority and settings.scheduling_policy != "priority":
-        message = "priority must be 0 here; the server takes others with --scheduling-policy priority"
+        message = "priority must be 0 here; other values need a server with --scheduling-policy priority"
         raise ApiError(400, message, param="priority", code="invalid_value")
     if not -(2**31) <= request.priority <= 2**31:
         message = f"priority must lie in {-(2**31)}..{2**31}"
@@ -213,33 +213,33 @@ def _biases(given: Mapping[str, Any]) -> dict[int, float]:
 
 
 def _form(request: SamplingFields, settings: ServeSettings) -> StructuredOutputsParams | None:
-    """The form that the text must have.
+    """The structured output of a request, or None.
 
     Raises:
-        ApiError: It is too large.
-        TypeError: As `StructuredOutputsParams`.
-        ValueError: As `StructuredOutputsParams`, or there are two.
+        ApiError: The grammar is too large.
+        TypeError: As for `StructuredOutputsParams`.
+        ValueError: As for `StructuredOutputsParams`, or there are two.
     """
-    asked, own = request.response_format, request.structured_outputs
-    if asked is not None and asked.type == "text":
-        asked = None
-    if asked is not None and own is not None:
-        raise ValueError("response_format and structured_outputs say both what the form is: give one")
-    if own is not None:
-        given = own.model_dump(by_alias=True)
+    response_format, structured = request.response_format, request.structured_outputs
+    if response_format is not None and response_format.type == "text":
+        response_format = None
+    if response_format is not None and structured is not None:
+        raise ValueError("response_format and structured_outputs both give a form: give only one")
+    if structured is not None:
+        given = structured.model_dump(by_alias=True)
         for kind in ("json", "regex", "choice", "grammar"):
             check_grammar_size("structured_outputs", kind, given[kind] or "", settings)
         return StructuredOutputsParams(**given)
-    if asked is None:
+    if response_format is None:
         return None
-    if asked.type == "json_object":
+    if response_format.type == "json_object":
         return StructuredOutputsParams(json_object=True)
-    if asked.json_schema is None:
+    if response_format.json_schema is None:
         raise ValueError(
             'response_format of type "json_schema" needs "json_schema": {"name": …, "schema": …}'
         )
-    check_grammar_size("response_format", "schema", asked.json_schema.schema_, settings)
+    check_grammar_size("response_format", "schema", response_format.json_schema.schema_, settings)
     try:
-        return StructuredOutputsParams(json=asked.json_schema.schema_)
+        return StructuredOutputsParams(json=response_format.json_schema.schema_)
     except (TypeError, ValueError) as error:
         raise ValueError(f"response_format: {error}") from error

@@ -1,4 +1,4 @@
-"""What all requests for text share: their checks, their way through the engine, and what is counted."""
+"""The state and methods that all text routes share: checks, generation and metrics."""
 
 import asyncio
 import contextlib
@@ -26,24 +26,24 @@ Result = TypeVar("Result")
 
 
 class ClientLeft(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What one HTTP request wants of the engine.
+class GenerationRequest:
+    """The engine's part of one HTTP request.
 
     Attributes:
-        prompts: Its prompts.
-        params: How all of them are sampled.
-        names: Parameters of the request, which errors may name.
-        param: The one that holds the prompts.
-        renamed: What the request calls parameters of `SamplingParams` that it has under other names.
-        priority: As for `AsyncLLM.generate`, as is the next.
-        cache_salt: Pages are shared only among requests with the same.
-        budget: Most nodes of its trees; None is the engine's.
-        prompt_only: Whether the answer has no generated tokens. The one that the engine generates all the
-            same is dropped; ``params`` ask for no log-probabilities of it.
+        prompts: The prompts.
+        params: The sampling parameters of all prompts.
+        names: Parameters of the HTTP request, for errors.
+        param: The parameter with the prompts.
+        renamed: The request's names of parameters that `SamplingParams` has under other names.
+        priority: As for `AsyncLLM.generate`.
+        cache_salt: As for `AsyncLLM.generate`.
+        budget: Most nodes of the trees; None means the engine's budget.
+        prompt_only: Whether to return no generated tokens. The engine generates one, which is dropped;
+            ``params`` must not ask for its log-probabilities.
     """
 
     prompts: Sequence[EncodedPrompt]
@@ -59,18 +59,18 @@ class Asked:
 
 @dataclass(eq=False)
 class Service:
-    """One model that is served.
+    """A served model.
 
     Attributes:
         llm: The engine.
-        settings: What the server was told.
-        name: Of the model.
-        metrics: What is counted.
-        capacity: Tokens of prompt and output together, at most.
-        created: When it was loaded, in seconds since 1970.
-        draining: Whether the server ends, and takes no requests.
-        running: HTTP requests that are being answered.
-        trials: Where grammars are compiled first.
+        settings: The server's settings.
+        name: The model's name.
+        metrics: The server's metrics.
+        capacity: Most tokens of prompt and output together.
+        created: Time of creation, in seconds since 1970.
+        draining: Whether the server is shutting down and refuses requests.
+        running: Number of HTTP requests that are being served.
+        trials: Compiles grammars on trial.
     """
 
     llm: AsyncLLM
@@ -85,7 +85,7 @@ class Service:
     _warnings: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Starts nothing."""
+        """Creates the grammar trials, whose process starts later."""
         self.trials = GrammarTrials(self.llm.llm.target, self.settings.max_grammar_seconds)
 
     @property
@@ -94,52 +94,54 @@ class Service:
         return self.settings.served_model_name or (self.name,)
 
     def warn_once(self, message: str) -> None:
-        """Logs a warning, unless this server has logged it before; from any thread."""
+        """Logs a warning once per server; thread-safe."""
         mark = object()
         if self._warnings.setdefault(message, mark) is mark:  # atomic: several threads may call
             log(message, logging.WARNING)
 
     def check_model(self, name: str | None) -> str:
-        """The name under which the model was asked for.
+        """The requested name of the model, or its first name.
 
         Raises:
-            ApiError: It is another model's.
+            ApiError: The name is not one of this model's.
         """
         if name is not None and name not in self.names:
             known = " or ".join(map(repr, self.names))
-            message = f"the model {shown(name)} is not served here; say {known}"
+            message = f"the model {shown(name)} is not served here; use {known}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return name or self.names[0]
 
-    async def check(self, asked: Asked) -> list[CheckedRequest]:
-        """Checks all that can be before the engine hears of it: each prompt with its parameters.
+    async def check(self, generation: GenerationRequest) -> list[CheckedRequest]:
+        """Checks a request before it is passed to the engine; returns one checked request per prompt.
 
         Raises:
-            ApiError: What is wrong.
+            ApiError: The request is invalid.
         """
-        count, most = len(asked.prompts) * asked.params.n, self.settings.max_completions
+        count, most = len(generation.prompts) * generation.params.n, self.settings.max_completions
         if count > most:
-            prompts = len(asked.prompts)
-            message = f"{prompts} prompts times n={asked.params.n} are {count} completions; at most {most}"
-            raise ApiError(400, message, param="n", code="invalid_value")
-        if asked.params.n > self.llm.slots:
+            prompts = len(generation.prompts)
             message = (
-                f"n={asked.params.n} completions of one prompt are more than the {self.llm.slots} that "
+                f"{prompts} prompts times n={generation.params.n} are {count} completions; at most {most}"
+            )
+            raise ApiError(400, message, param="n", code="invalid_value")
+        if generation.params.n > self.llm.slots:
+            message = (
+                f"n={generation.params.n} completions of one prompt are more than the {self.llm.slots} that "
                 "decode together here: ask several times with other seeds, or start the server with a larger "
                 "--max-num-seqs"
             )
             raise ApiError(400, message, param="n", code="invalid_value")
-        self.check_budget(asked.budget)
-        if asked.params.structured_outputs is not None:
-            with _refusing(asked):
-                await self.trials.check(asked.params.structured_outputs)
-        return await asyncio.to_thread(self._check, asked)
+        self.check_budget(generation.budget)
+        if generation.params.structured_outputs is not None:
+            with _refusing(generation):
+                await self.trials.check(generation.params.structured_outputs)
+        return await asyncio.to_thread(self._check, generation)
 
     def check_budget(self, budget: int | None) -> None:
-        """Checks the budget of a request.
+        """Checks the tree budget of a request.
 
         Raises:
-            ApiError: There are no such trees here.
+            ApiError: The budget is out of range.
         """
         most = self.llm.llm.settings.budget
         if budget is not None and not 1 <= budget <= most:
@@ -147,23 +149,30 @@ class Service:
             message = f"budget={shown(budget)}: trees of this server can have budgets of {trees}"
             raise ApiError(400, message, param="budget", code="invalid_value")
 
-    def _check(self, asked: Asked) -> list[CheckedRequest]:
+    def _check(self, generation: GenerationRequest) -> list[CheckedRequest]:
         checked = []
-        for number, prompt in enumerate(asked.prompts):
-            self._check_length(asked, len(prompt.ids))
-            with _refusing(asked), naming(f"{asked.param}[{number}]" if len(asked.prompts) > 1 else ""):
-                checked.append(self.llm.check(prompt, asked.params))
+        for number, prompt in enumerate(generation.prompts):
+            self._check_length(generation, len(prompt.ids))
+            with (
+                _refusing(generation),
+                naming(f"{generation.param}[{number}]" if len(generation.prompts) > 1 else ""),
+            ):
+                checked.append(self.llm.check(prompt, generation.params))
         return checked
 
-    def _check_length(self, asked: Asked, count: int) -> None:
-        most, room, asks = self.settings.max_prompt_tokens, self.capacity - count, asked.params.max_tokens
-        param = asked.param
+    def _check_length(self, generation: GenerationRequest, count: int) -> None:
+        most, room, asks = (
+            self.settings.max_prompt_tokens,
+            self.capacity - count,
+            generation.params.max_tokens,
+        )
+        param = generation.param
         if most is not None and count > most:
             message = f"{param} has {count} tokens; this server takes at most {most}"
         elif room < 1:
             message = f"{param} has {count} tokens, and the context is {self.capacity}, output included"
         elif asks is not None and asks > room:
-            param = asked.renamed.get("max_tokens", "max_tokens")
+            param = generation.renamed.get("max_tokens", "max_tokens")
             message = (
                 f"{count} prompt tokens and {param}={asks} lie beyond the context of {self.capacity}; "
                 f"{param} could be at most {room}"
@@ -172,24 +181,24 @@ class Service:
             return
         raise ApiError(400, message, param=param, code="context_length_exceeded")
 
-    async def follow(
-        self, asked: Asked, checked: Sequence[CheckedRequest]
+    async def generate(
+        self, generation: GenerationRequest, checked: Sequence[CheckedRequest]
     ) -> AsyncGenerator[tuple[int, Delta], None]:
-        """What is new of the completions of all prompts, each with the number of its prompt.
+        """Generates for all prompts; yields deltas with the indices of their prompts.
 
         Raises:
             ApiError: A prompt could not be served.
         """
         queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
         if len(checked) == 1:
-            async with contextlib.aclosing(self._follow(asked, checked[0])) as deltas:
+            async with contextlib.aclosing(self._generate(generation, checked[0])) as deltas:
                 async for delta in deltas:
                     yield 0, delta
             return
 
         async def read(number: int) -> None:
             try:
-                async with contextlib.aclosing(self._follow(asked, checked[number])) as deltas:
+                async with contextlib.aclosing(self._generate(generation, checked[number])) as deltas:
                     async for delta in deltas:
                         queue.put_nowait((number, delta))
                 queue.put_nowait(None)
@@ -200,25 +209,27 @@ class Service:
         try:
             left = len(tasks)
             while left:
-                heard = await queue.get()
-                if isinstance(heard, Exception):
-                    raise heard
-                if heard is None:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
                     left -= 1
                 else:
-                    yield heard
+                    yield item
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _follow(self, asked: Asked, checked: CheckedRequest) -> AsyncGenerator[Delta, None]:
-        following = self.metrics.following()
+    async def _generate(
+        self, generation: GenerationRequest, checked: CheckedRequest
+    ) -> AsyncGenerator[Delta, None]:
+        timer = self.metrics.timer()
         deltas = self.llm.generate(
             checked,
-            priority=asked.priority,
-            cache_salt=asked.cache_salt,
-            budget=asked.budget,
+            priority=generation.priority,
+            cache_salt=generation.cache_salt,
+            budget=generation.budget,
             timeout=self.settings.request_timeout,
         )
         begun = False
@@ -228,19 +239,19 @@ class Service:
                     if not begun:
                         self.metrics.prompt(len(checked.prompt.ids))
                         begun = True
-                    following.saw(delta)
-                    yield _without_output(delta) if asked.prompt_only else delta
+                    timer.record(delta)
+                    yield _without_output(delta) if generation.prompt_only else delta
             except RuntimeError as error:
                 if self.draining:
-                    message = "the server has ended before the answer was complete; another one may give it"
+                    message = "the server shut down before the answer was complete; try another server"
                     raise ApiError(503, message, code="draining", headers={"Retry-After": "1"}) from error
-                raise of_generation(error, asked.names, asked.renamed) from error
+                raise of_generation(error, generation.names, generation.renamed) from error
             except Exception as error:
-                raise of_generation(error, asked.names, asked.renamed) from error
+                raise of_generation(error, generation.names, generation.renamed) from error
 
 
 def _without_output(delta: Delta) -> Delta:
-    """A delta as of a request for no tokens; its completion keeps what is told of the prompt."""
+    """A delta without generated tokens; its completion keeps the prompt's log-probabilities."""
     if delta.completion is None:
         return replace(delta, text="", token_ids=[], rounds=[])
     whole = replace(delta.completion, text="", token_ids=[], finish_reason="length", stop_reason=None)
@@ -250,21 +261,21 @@ def _without_output(delta: Delta) -> Delta:
 
 
 @contextlib.contextmanager
-def _refusing(asked: Asked) -> Iterator[None]:
-    """Tells a client what a check complains about."""
+def _refusing(generation: GenerationRequest) -> Iterator[None]:
+    """Converts errors of checks into `ApiError`."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise refused(error, asked.names, asked.param, asked.renamed) from error
+        raise refused(error, generation.names, generation.param, generation.renamed) from error
     except ImportError as error:
         raise ApiError(400, f"this server has no grammars: {error}", code="unsupported") from error
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of some work, which is cancelled when the client leaves.
+    """The result of ``work``, which is cancelled if the client disconnects.
 
     Raises:
-        ClientLeft: It has left.
+        ClientLeft: The client has disconnected.
     """
     task, gone = asyncio.create_task(work), asyncio.create_task(_left(request))
     try:
@@ -273,8 +284,8 @@ async def unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Re
             raise ClientLeft
         return task.result()
     finally:
-        for own in (task, gone):
-            own.cancel()
+        for pending in (task, gone):
+            pending.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
@@ -284,6 +295,6 @@ async def _left(request: Request) -> None:
 
 
 def capacity_of(llm: AsyncLLM, capacity: int | None) -> int:
-    """Tokens of prompt and output together that the engine takes, at most."""
+    """Most tokens of prompt and output together."""
     config = llm.llm.target.config
     return min(config.max_position_embeddings, capacity or default_capacity(config, 0))

@@ -1,4 +1,4 @@
-"""What a server is told, checked; needs none of its libraries."""
+"""The server's settings, validated; needs none of the server's libraries."""
 
 import logging
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from typing import Any
 from jetspec_jax.arguments import check_flag, check_integer, check_number, check_text, check_type, shown
 from jetspec_jax.serve.parsers import MESSAGE_CALLS, MESSAGES, REASONING, TOOL_CALLS
 
-#: Who is served first: as they come, or by the ``priority`` of a request.
+#: Scheduling policies: in order of arrival, or by the ``priority`` of requests.
 POLICIES = ("fcfs", "priority")
-#: What is compiled before the server listens.
+#: Sets of programs to compile before the server listens.
 WARM_UPS = ("none", "usual", "all")
 #: Levels of uvicorn's log.
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
@@ -18,40 +18,40 @@ LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """How a server listens, whom it answers, and what it bears. Most names are those of vLLM's options.
+    """The server's settings. Most names are those of vLLM's options.
 
     Attributes:
         host: Address to listen on.
-        port: Port to listen on; 0 is any that is free.
-        api_key: Keys, one of which a request must have; none serves everybody.
-        served_model_name: Names of the model; the first one stands in responses. None is the target's own.
-        uvicorn_log_level: Of the HTTP library's own log.
-        disable_access_log: Whether requests leave no line in the log.
-        allowed_origins: Web pages that browsers let ask: their origins, or "*".
-        allowed_methods: Methods that they may use.
-        allowed_headers: Headers that they may send.
-        allow_credentials: Whether they may send cookies.
-        root_path: What a proxy takes off the front of paths.
-        tool_call_parser: How calls of tools look in the model's text; None refuses tools that a model may
-            choose to call.
-        reasoning_parser: How reasoning looks there; None leaves it in the text.
-        scheduling_policy: "fcfs", or "priority": requests may say theirs.
-        warm_up: What is compiled at the start: "none", "usual", or "all": also what masks, penalties,
-            log-probabilities and grammars need.
-        max_body_bytes: Of a request's body.
-        max_prompt_tokens: Of each prompt; None is bounded by the context alone.
-        max_completions: Of one request: its prompts times its ``n``.
-        max_grammar_bytes: Of a schema, a grammar, a regular expression, or choices, before it is read.
-        max_grammar_seconds: Processor time that each of these may take to compile.
-        max_requests_per_key: That run or wait at the same time; None is no bound.
-        request_timeout: Seconds that a request has once it is read and checked; None is no bound.
-        body_timeout: Seconds that a client has to send headers, and again for the body.
-        send_timeout: Seconds that a client may read nothing of what it is sent.
-        drain_seconds: Seconds that requests have to end once the server is told to stop.
+        port: Port to listen on; 0 picks a free one.
+        api_key: API keys, of which a request must have one; empty: no key is needed.
+        served_model_name: Names of the model, the first of which is used in responses; empty: the target's.
+        uvicorn_log_level: Log level of uvicorn.
+        disable_access_log: Whether not to log each request.
+        allowed_origins: CORS: allowed origins, or "*".
+        allowed_methods: CORS: allowed methods.
+        allowed_headers: CORS: allowed headers.
+        allow_credentials: CORS: whether cookies are allowed.
+        root_path: The path prefix that a proxy removes.
+        tool_call_parser: The format of tool calls in the model's text; None refuses requests in which the
+            model may choose to call tools.
+        reasoning_parser: The format of reasoning in the model's text; None leaves reasoning in the text.
+        scheduling_policy: "fcfs", or "priority", with which requests may have a priority.
+        warm_up: Programs to compile at the start: "none", "usual", or "all", which adds those for masks,
+            penalties, log-probabilities and grammars.
+        max_body_bytes: Most bytes of a request's body.
+        max_prompt_tokens: Most tokens of a prompt; None: limited only by the context.
+        max_completions: Most completions of a request: prompts times ``n``.
+        max_grammar_bytes: Most bytes of a schema, grammar, regular expression, or list of choices.
+        max_grammar_seconds: Most processor time to compile one of these.
+        max_requests_per_key: Most requests of a key at the same time; None: no limit.
+        request_timeout: Seconds until a request must be complete after it was checked; None: no limit.
+        body_timeout: Seconds for a client to send headers, and again to send the body.
+        send_timeout: Seconds that a client may stop reading a response.
+        drain_seconds: Seconds for running requests to end when the server shuts down.
 
     Raises:
-        TypeError: A setting is of a wrong type.
-        ValueError: A setting is out of its range.
+        TypeError: A setting has the wrong type.
+        ValueError: A setting is out of range.
     """
 
     host: str = "127.0.0.1"
@@ -81,7 +81,7 @@ class ServeSettings:
     drain_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        """Checks every setting."""
+        """Checks all settings."""
         check_integer("port", self.port, 0, 2**16 - 1)
         for name in ("host", "root_path"):
             check_type(name, getattr(self, name), str, "a text")
@@ -100,7 +100,7 @@ class ServeSettings:
         for key in self.api_key:
             if any(ord(c) < 0x20 or ord(c) == 0x7F for c in key):
                 raise ValueError(
-                    "api_key must hold keys without control characters: no header could carry them"
+                    "api_key must hold keys without control characters, which headers cannot have"
                 )
         for name, words in (
             ("uvicorn_log_level", LOG_LEVELS),
@@ -119,7 +119,7 @@ class ServeSettings:
 
     @property
     def log_level(self) -> int:
-        """The level of uvicorn's log, as `logging` has it."""
+        """The log level of uvicorn as a number of `logging`."""
         return (
             5
             if self.uvicorn_log_level == "trace"
@@ -142,7 +142,7 @@ def _check_seconds(name: str, value: Any, *, above_zero: bool) -> None:
 
 
 def _texts(name: str, values: Any) -> tuple[str, ...]:
-    """Texts that are not empty; one that holds commas is several."""
+    """A tuple of non-empty texts; texts are split at commas."""
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise TypeError(f"{name} must be a list of texts, not {shown(values)}")
     parts = []

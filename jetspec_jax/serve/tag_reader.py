@@ -1,13 +1,13 @@
-"""One call in tags, read tag by tag: ``<function=name><parameter=key>value</parameter></function>``.
+"""Parser of one call in tags: ``<function=name><parameter=key>value</parameter></function>``.
 
-Models leave tags out, and values quote tags. Which tags are structure follows from where they stand:
+Models omit tags, and values quote tags. The position of a tag decides whether it is structure or text:
 
-* A value that begins on a line of its own is followed by tags that begin lines. Other tags in it are text.
-* ``</parameter>`` ends a value where another tag of a call follows, or the end of the text.
-* Without it, ``<parameter=key>`` ends a value if the tool has this parameter and the call has no value for
-  it.
-* ``</function>`` and ``</tool_call>`` end a value if nothing or another call follows. If text follows, they
-  do so only where the value has no other end.
+* If a value begins on a new line, the tags after it begin lines too. Other tags in it are text.
+* ``</parameter>`` ends a value if it is followed by another tag of a call, or by the end of the text.
+* Without ``</parameter>``, ``<parameter=key>`` ends a value if the tool has this parameter and the call has
+  no value for it yet.
+* ``</function>`` and ``</tool_call>`` end a value if they are followed by nothing or by another call. If text
+  follows, they do so only if the value has no other end.
 * A call within a value is text from its ``<function=name>`` to its ``</function>``.
 """
 
@@ -26,9 +26,9 @@ class Tag:
 
     Attributes:
         kind: One of the constants above.
-        name: Of a function or parameter.
-        begin: Characters before it, from the call's beginning.
-        end: Characters up to its end.
+        name: The name of a function or parameter.
+        begin: Offset of its beginning from the beginning of the call.
+        end: Offset of its end.
     """
 
     kind: str
@@ -39,14 +39,14 @@ class Tag:
 
 @dataclass(slots=True)
 class Value:
-    """Where the value of a parameter lies.
+    """The position of a parameter's value.
 
     Attributes:
         key: The parameter.
-        begin: Characters before it, from the call's beginning.
-        end: Characters up to its end.
-        closed: Whether ``</parameter>`` ends it.
-        guessed: Whether the next parameter is all that ends the value before this one.
+        begin: Offset of its beginning from the beginning of the call.
+        end: Offset of its end.
+        closed: Whether it ends with ``</parameter>``.
+        guessed: Whether the value before it was ended only by this parameter's tag.
     """
 
     key: str
@@ -57,32 +57,32 @@ class Value:
 
 
 class _State(enum.Enum):
-    """What comes next."""
+    """The expected input."""
 
     OPENED = enum.auto()  # the function
     BETWEEN = enum.auto()  # a parameter, or the function's end
     VALUE = enum.auto()  # the end of a value
-    VALUE_END = enum.auto()  # what shows that "</parameter>" was the end of a value
-    CALL_END = enum.auto()  # what shows that "</function>" or "</tool_call>" was the end of a value
-    ENDED = enum.auto()  # "</tool_call>", if anything
+    VALUE_END = enum.auto()  # the confirmation that "</parameter>" ended a value
+    CALL_END = enum.auto()  # the confirmation that "</function>" or "</tool_call>" ended a value
+    ENDED = enum.auto()  # "</tool_call>", optionally
 
 
 class TagReader:
-    """Reads a call; it is over once `end` or `failed` is set.
+    """Parses a call; it is finished once `end` or `failed` is set.
 
     Attributes:
-        name: Of the function.
-        values: Of the parameters.
-        end: Characters up to the call's end.
-        failed: Whether it is no call.
-        inner: Characters before each call that is quoted in a value.
+        name: The function's name.
+        values: The parameters' values.
+        end: Offset of the call's end.
+        failed: Whether the text is not a call.
+        inner: Offsets of the calls that are quoted in values.
     """
 
     def __init__(self, has_parameter: Callable[[str, str], bool]):
-        """Begins before the first tag.
+        """Starts before the first tag.
 
         Args:
-            has_parameter: Whether a function may have a parameter, by their names.
+            has_parameter: Whether a function (first argument) has a parameter (second argument).
         """
         self.name = ""
         self.values: list[Value] = []
@@ -90,17 +90,17 @@ class TagReader:
         self.failed = False
         self.inner: list[int] = []
         self._has_parameter, self._state = has_parameter, _State.OPENED
-        # Places of parameters among the values.
+        # The index in `values` of each parameter.
         self._places: dict[str, int] = {}
-        # Of the text since the last tag: whether it is white space, has line ends, ends in white space,
-        # and whether nothing but white space lies on its last line.
+        # Of the text since the last tag: whether it is whitespace, has line ends, ends in whitespace, and
+        # whether its last line is only whitespace.
         self._blank, self._newline, self._spaced, self._on_line = True, False, False, False
-        # Of the current value: whether it begins on a new line, how many quoted calls are open in it, where
-        # the first of them begins, and whether one has just been closed.
+        # Of the current value: whether it begins on a new line, the number of open quoted calls, the offset
+        # of the first of them, and whether a quoted call has just been closed.
         self._lined: bool | None = None
         self._depth, self._quoted_at, self._quoted = 0, 0, False
-        # Where the value and the call end if the tag before this one ends them. If text follows such a tag,
-        # they end there only if nothing else ends them; the weak pair is for "</parameter>".
+        # The ends of the value and the call if the previous tag ends them. If text follows such a tag, the
+        # ends are kept for the case that there are no others; the weak pair is for "</parameter>".
         self._value_stop, self._stop = 0, 0
         self._first_stops: tuple[int, int] | None = None
         self._weak_stops: tuple[int, int] | None = None
@@ -109,12 +109,12 @@ class TagReader:
 
     @property
     def over(self) -> bool:
-        """Whether the call has ended, or is none."""
+        """Whether the call has ended or failed."""
         return self.failed or self.end is not None
 
     @property
     def ended(self) -> bool:
-        """Whether ``</tool_call>`` alone may still belong to the call."""
+        """Whether only ``</tool_call>`` may still belong to the call."""
         return self._state is _State.ENDED
 
     @property
@@ -124,7 +124,7 @@ class TagReader:
         return self._state in ends or (self._state is _State.BETWEEN and bool(self.values))
 
     def text(self, text: str) -> None:
-        """Takes text between two tags, or a piece of it."""
+        """Processes text between two tags, or a piece of it."""
         blank = not text.strip()
         if not blank and self._state in (_State.OPENED, _State.BETWEEN):
             self.failed = True
@@ -139,7 +139,7 @@ class TagReader:
                 self._lined = begun[0] == "\n"
 
     def tag(self, tag: Tag) -> None:
-        """Takes a tag."""
+        """Processes a tag."""
         self._lined = bool(self._lined)
         if self._state is _State.OPENED:
             self.name, self._state, self.failed = tag.name, _State.BETWEEN, tag.kind != FUNCTION
@@ -157,11 +157,11 @@ class TagReader:
         self._blank, self._newline, self._spaced, self._on_line = True, False, False, False
 
     def finish(self, end: int, *, cut: bool) -> None:
-        """Takes the end of the text.
+        """Processes the end of the text.
 
         Args:
-            end: Characters up to it.
-            cut: Whether the model would have gone on.
+            end: Offset of the end.
+            cut: Whether the text ends at its length limit.
         """
         if self._state is _State.VALUE_END and self._blank:
             self._end_value(self._value_stop, closed=True)
@@ -223,8 +223,8 @@ class TagReader:
             self._begin_value(tag, guessed=True)
 
     def _value_end(self, tag: Tag) -> None:
-        """``</parameter>`` was the end of a value if structure follows."""
-        # After a value on lines of its own, this tag or the next one begins a line.
+        """Processes a tag after ``</parameter>``, which ended the value if structure follows."""
+        # If the value began on a new line, this tag or the previous one must begin a line.
         structure = self._was_structure or self._newline or not self._lined
         if self._blank and tag.kind != PARAMETER_END and structure:
             self._end_value(self._value_stop, closed=True)
@@ -235,7 +235,7 @@ class TagReader:
             self._value(tag)
 
     def _call_end(self, tag: Tag) -> None:
-        """A closing tag in a value was the call's end if nothing or another call follows."""
+        """Processes a tag after a closing tag in a value, which ended the call if another call follows."""
         assert self._before is not None
         if self._blank and tag.kind == CLOSE and self._before.kind == FUNCTION_END:
             self._stop = tag.end
@@ -248,7 +248,7 @@ class TagReader:
             self._value(tag)
 
     def _keep_stops(self) -> None:
-        """Text follows a closing tag: the value ends there only if nothing else ends it."""
+        """Keeps the ends at a closing tag that is followed by text, in case there are no others."""
         if self._state is _State.CALL_END and self._first_stops is None:
             self._first_stops = self._value_stop, self._stop
         elif self._state is _State.VALUE_END and self._weak_stops is None and self._was_structure:
@@ -261,7 +261,7 @@ class TagReader:
     def _begin_value(self, tag: Tag, *, guessed: bool = False) -> None:
         place = self._places.get(tag.name)
         if not guessed and place is not None and self.values[place].guessed:
-            # The parameter comes only now, so the tag that seemed to be it is text of the value before.
+            # This is the real parameter, so the earlier guessed tag is text of the value before it.
             self.values[place - 1].end, self.values[place - 1].closed = (
                 self.values[-1].end,
                 self.values[-1].closed,

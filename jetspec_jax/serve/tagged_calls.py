@@ -1,4 +1,4 @@
-"""Calls in tags: ``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``."""
+"""Parser of calls as tags: ``<tool_call><function=name><parameter=key>value</parameter></function>…``."""
 
 import re
 from collections.abc import Sequence
@@ -10,24 +10,24 @@ from jetspec_jax.serve.tag_reader import Tag, TagReader
 from jetspec_jax.serve.tools import Tool
 from jetspec_jax.serve.typed_values import ObjectSchema
 
-# The names of tags have a bound, so that a search takes linear time.
+# Most characters of a name in a tag, so that searches take linear time.
 _LONGEST_NAME = 128
 _FIXED = tags.OPEN, tags.CLOSE, tags.FUNCTION_END, tags.PARAMETER_END
 _NAMED = tags.FUNCTION, tags.PARAMETER
 _TAG = re.compile(rf"({'|'.join(_FIXED)})|({'|'.join(_NAMED)})([^<>\n]{{1,{_LONGEST_NAME}}})>")
-# Calls that the end of the text may leave open: each makes the rest be read again.
+# Most open calls at the end of the text, each of which requires parsing the rest again.
 _MOST_OPEN = 8
 
 
 class TaggedCalls:
-    """Finds calls in tags; `tag_reader` says which tags are structure. What is no call stays text.
+    """Finds calls in tags; `tag_reader` decides which tags are structure. Everything else is text.
 
-    A call may lack its ``<tool_call>`` if it names a tool and is neither in a fenced block nor after a quote.
-    Reading takes linear time: a call that fails does so at its first tags, or at the end of the text.
+    A call may lack its ``<tool_call>`` if its function is a tool and it is neither in a fenced block nor
+    after a quote. Parsing takes linear time: calls fail at their first tags or at the end of the text.
     """
 
     def __init__(self, tools: Sequence[Tool]):
-        """Begins before the first piece of text."""
+        """Starts without text."""
         self._schemas = {tool.function.name: ObjectSchema(tool.function.parameters) for tool in tools}
         self._pieces, self._spaced, self._lines = Pieces(), Spaced(), _Lines()
         self._reader: TagReader | None = None
@@ -51,7 +51,7 @@ class TaggedCalls:
         return "".join(shown), calls
 
     def _step(self, last: bool) -> bool:
-        """Reads text and the tag after it; False where there is no whole tag."""
+        """Reads text and the tag after it; returns False if there is no complete tag."""
         pieces, reader = self._pieces, self._reader
         found = _TAG.search(pieces.text, pieces.place)
         unread = _held(pieces.text, pieces.place)
@@ -84,7 +84,7 @@ class TaggedCalls:
         return True
 
     def _finish(self, reader: TagReader, cut: bool) -> None:
-        """Ends an open call with the text, which may end in the middle of a closing tag."""
+        """Ends an open call at the end of the text, which may be inside a closing tag."""
         pieces = self._pieces
         end = pieces.since_mark(pieces.place)
         if rest := pieces.read(len(pieces.text)):
@@ -102,7 +102,7 @@ class TaggedCalls:
             self._settle(reader)
 
     def _settle(self, reader: TagReader) -> None:
-        """Takes a call that has ended, or the first tag of what is none as text."""
+        """Emits a call that has ended; if it failed, emits its first tag as text."""
         if reader.end is None:
             found = _TAG.match(self._pieces.marked())
             assert found is not None
@@ -120,18 +120,18 @@ class TaggedCalls:
         self._calls.append(call)
 
     def _give_up(self, length: int) -> None:
-        """Shows so many characters of what seemed to be a call, and goes on after them."""
+        """Emits ``length`` characters of a failed call as text, and continues after them."""
         self._reader = None
         text = self._pieces.marked(length)
         self._pieces.rewind(length)
         self._show(text)
 
     def _call(self, reader: TagReader, text: str) -> Call | None:
-        """The call; None where a parameter has two values."""
+        """The call; None if a parameter has two different values."""
         schema, arguments = self._schemas.get(reader.name) or ObjectSchema(None), {}
-        for own in reader.values:
-            value = schema.value(own.key, _written(text[own.begin : own.end], own.closed))
-            if arguments.setdefault(own.key, value) != value:
+        for position in reader.values:
+            value = schema.value(position.key, _written(text[position.begin : position.end], position.closed))
+            if arguments.setdefault(position.key, value) != value:
                 return None
         return call_with(reader.name, arguments)
 
@@ -149,18 +149,18 @@ class TaggedCalls:
 
 
 class _Lines:
-    """What a text is at its end.
+    """The context at the end of a text.
 
     Attributes:
-        fenced: Whether it is within a block between lines that begin with three backticks.
-        last: Its last character.
+        fenced: Whether the end is in a block between lines that begin with three backticks.
+        last: The last character.
     """
 
     def __init__(self) -> None:
         self.fenced, self.last, self._begin = False, "", ""
 
     def feed(self, text: str) -> None:
-        """Takes a piece of text."""
+        """Appends a piece of text."""
         for number, line in enumerate(text.split("\n")):
             before = "" if number else self._begin
             self._begin = before if len(before) == 3 else (before + line).lstrip()[:3]
@@ -169,7 +169,7 @@ class _Lines:
 
 
 def _written(text: str, closed: bool) -> str:
-    """A value without the line ends around it, and the white space before a tag on a line of its own."""
+    """A value without the line ends around it, and without the whitespace before a tag on a new line."""
     text = text.removeprefix("\n")
     if not closed:
         return text.rstrip("\n")
@@ -178,17 +178,17 @@ def _written(text: str, closed: bool) -> str:
 
 
 def _held(text: str, place: int) -> int:
-    """Characters at the end of a text, after a place, that may be the beginning of a tag."""
+    """The number of characters at the end of a text, after ``place``, that may begin a tag."""
     begin = text.rfind("<", max(place, len(text) - _LONGEST_NAME - len(tags.PARAMETER)))
     if begin < 0:
         return 0
     rest = text[begin:]
-    name = next((rest[len(own) :] for own in _NAMED if rest.startswith(own)), None)
+    name = next((rest[len(tag) :] for tag in _NAMED if rest.startswith(tag)), None)
     begun = held(rest, *_FIXED, *_NAMED) == len(rest) if name is None else not re.search("[>\n]", name)
     return len(rest) if begun else 0
 
 
 def _closes(reader: TagReader, text: str) -> bool:
-    """Whether a text is surely the beginning of a tag after the last value."""
-    begun = any(own.startswith(text) for own in (tags.FUNCTION_END, tags.CLOSE))
+    """Whether a text is certainly the beginning of a closing tag after the last value."""
+    begun = any(tag.startswith(text) for tag in (tags.FUNCTION_END, tags.CLOSE))
     return begun and len(text) > (0 if reader.ended else 1)

@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``, as vLLM has them."""
+"""``/tokenize`` and ``/detokenize``, as in vLLM."""
 
 import asyncio
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ from jetspec_jax.serve.tools import Tool
 
 
 class TokenizeRequest(Body):
-    """A text, or a chat in its template's form."""
+    """A text or a conversation to tokenize."""
 
     model: str | None = None
     prompt: str | None = None
@@ -32,7 +32,7 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
-    """Tokens."""
+    """Tokens to detokenize."""
 
     model: str | None = None
     tokens: Listed[int]

@@ -1,4 +1,4 @@
-"""Tools in bodies of requests, and the form of a text that has to call them."""
+"""Tools in request bodies, and the grammar of a text that must call them."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -21,7 +21,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool; all tools are functions."""
+    """A tool, which is always a function."""
 
     type: Literal["function"]
     function: Function
@@ -34,17 +34,17 @@ class ChosenName(Body):
 
 
 class Chosen(Body):
-    """A tool that the model has to call."""
+    """A tool that the model must call."""
 
     type: Literal["function"]
     function: ChosenName
 
 
 def form_of(tools: Sequence[Tool], name: str | None) -> StructuredOutputsParams:
-    """The form of a text that calls one function, or without a name any of them, at least one."""
+    """The grammar of a text that calls the function ``name``, or, if None, one or more of the tools."""
     if name is not None:
-        [own] = [tool.function.parameters or _ANY for tool in tools if tool.function.name == name]
-        return StructuredOutputsParams(json=own, disable_any_whitespace=True)
+        [parameters] = [tool.function.parameters or _ANY for tool in tools if tool.function.name == name]
+        return StructuredOutputsParams(json=parameters, disable_any_whitespace=True)
     each = [
         {
             "type": "object",

@@ -1,4 +1,4 @@
-"""Grammars of clients, compiled in a process that may die before the engine compiles them."""
+"""Compiles clients' grammars in a separate process that may die, before the engine compiles them."""
 
 import asyncio
 import contextlib
@@ -13,26 +13,26 @@ from jetspec_jax.sampling import compiling
 from jetspec_jax.sampling.structured import StructuredOutputsParams
 from jetspec_jax.serve.errors import ApiError
 
-#: Memory that a grammar may take, beside the vocabulary's.
+#: Most memory of a trial, in addition to the vocabulary's.
 MOST_BYTES = 2**28
-#: Requests that may wait for the trials of others.
+#: Most requests that may wait for a trial.
 MOST_WAITING = 16
-#: Grammars whose outcome is kept.
+#: Most grammars whose result is cached.
 MOST_KEPT = 256
 
 
 class GrammarTrials:
-    """Compiles grammars one after the other in a process of its own, which is started for the first of them.
+    """Compiles grammars one at a time in a separate process, which is started for the first grammar.
 
-    A process that a grammar has ended is started anew for the next one. It belongs to one event loop.
+    If a grammar ends the process, it is restarted for the next one. An instance belongs to one event loop.
     """
 
     def __init__(self, target: Target, seconds: float):
-        """Starts nothing.
+        """Does not start the process yet.
 
         Args:
-            target: The model whose tokens the grammars are for.
-            seconds: Processor time of each grammar.
+            target: The target, whose vocabulary is used.
+            seconds: Most processor time for each grammar.
         """
         self._target, self._seconds = target, seconds
         self._process: Process | None = None
@@ -40,29 +40,29 @@ class GrammarTrials:
         self._waiting = 0
         self._known: OrderedDict[StructuredOutputsParams, str | None] = OrderedDict()
 
-    async def check(self, wanted: StructuredOutputsParams) -> None:
-        """Checks that a grammar compiles within its bounds.
+    async def check(self, grammar: StructuredOutputsParams) -> None:
+        """Checks that a grammar compiles within the limits.
 
         Raises:
-            ApiError: Too many requests wait for the trials of others.
+            ApiError: Too many requests are waiting for a trial.
             ImportError: llguidance is not installed.
-            ValueError: The grammar does not compile, or takes too much.
+            ValueError: The grammar does not compile, or exceeds a limit.
         """
-        if wanted not in self._known:
+        if grammar not in self._known:
             if self._waiting >= MOST_WAITING:
-                message = f"{self._waiting} grammars wait to be compiled already; try again"
+                message = f"{self._waiting} grammars are waiting to be compiled; try again"
                 raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
             self._waiting += 1
             try:
                 async with self._turn:
-                    if wanted not in self._known:
-                        self._known[wanted] = await self._tried(wanted)
+                    if grammar not in self._known:
+                        self._known[grammar] = await self._tried(grammar)
             finally:
                 self._waiting -= 1
-        self._known.move_to_end(wanted)
+        self._known.move_to_end(grammar)
         while len(self._known) > MOST_KEPT:
             self._known.popitem(last=False)
-        if (problem := self._known[wanted]) is not None:
+        if (problem := self._known[grammar]) is not None:
             raise ValueError(problem)
 
     async def close(self) -> None:
@@ -73,15 +73,15 @@ class GrammarTrials:
             await self._process.wait()
             self._process = None
 
-    async def _tried(self, wanted: StructuredOutputsParams) -> str | None:
-        """Why a grammar is refused; None if it is not."""
-        kind, text = wanted.source
+    async def _tried(self, outputs: StructuredOutputsParams) -> str | None:
+        """The reason to refuse a grammar, or None."""
+        kind, text = outputs.source
         if self._process is None:
             self._process = await self._started()
-        grammar = {"kind": kind, "text": text, "flexible": not wanted.disable_any_whitespace}
+        grammar = {"kind": kind, "text": text, "flexible": not outputs.disable_any_whitespace}
         try:
-            answer = await _asked(self._process, json.dumps(grammar))
-        except BaseException:  # its answer is nobody's
+            answer = await _ask(self._process, json.dumps(grammar))
+        except BaseException:  # the pending answer must not be read as the next grammar's
             await self.close()
             raise
         if answer:
@@ -100,15 +100,15 @@ class GrammarTrials:
             stdout=PIPE,
             stderr=DEVNULL,
             limit=2**20,
-            start_new_session=True,  # an interrupt on a terminal is the server's alone
+            start_new_session=True,  # so that Ctrl-C in a terminal reaches only the server
         )
         assert process.stdin is not None
         process.stdin.write(vocabulary.serialized.encode() + b"\n")
         return process
 
 
-async def _asked(process: Process, line: str) -> bytes:
-    """The line that a process answers with; empty where it ends instead."""
+async def _ask(process: Process, line: str) -> bytes:
+    """The process's answer to a line; empty if the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(ConnectionError):

@@ -1,4 +1,4 @@
-"""Values that a model wrote as bare text, read as the types that a JSON schema allows."""
+"""Converts values that a model wrote as bare text to the types of a JSON schema."""
 
 import ast
 import contextlib
@@ -21,16 +21,16 @@ _NAMES = {
     str: "string",
 }
 _ALL = frozenset(_NAMES.values())
-#: As JSON and as Python write them.
+#: Words of JSON and of Python.
 _WORDS = {"null": None, "None": None, "true": True, "True": True, "false": False, "False": False}
-# Python's syntax tree of a text takes many times its characters in memory.
+# Longer texts are not parsed as Python literals, whose syntax trees need much memory.
 _LONGEST_LITERAL = 2**16
-# Different references that are followed: a chain of them may be as long as a body.
+# Most different references that are resolved; a chain of them may be as long as a body.
 _MOST_REFERENCES = 64
 
 
 def _parsed(text: str) -> int | float | str | list[Any] | dict[str, Any] | None:
-    """A JSON value but its words; None where the text is none."""
+    """A value from JSON or a Python literal; None if the text is neither."""
     value = None
     with contextlib.suppress(ValueError, RecursionError):
         value = read_json(text, strict=False)
@@ -39,13 +39,13 @@ def _parsed(text: str) -> int | float | str | list[Any] | dict[str, Any] | None:
             contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError),
             warnings.catch_warnings(action="ignore"),
         ):
-            # As Python writes them: its words and quotes.
+            # A Python literal, with Python's words and quotes.
             value = json.loads(json.dumps(ast.literal_eval(text), allow_nan=False))
     return value
 
 
 class _Allowed(NamedTuple):
-    """What a schema allows: names of types, and strings that it lists."""
+    """The values that a schema allows: names of types, and listed strings."""
 
     types: frozenset[str]
     strings: frozenset[str] = frozenset()
@@ -57,21 +57,21 @@ _ANYTHING = _Allowed(_ALL)
 class ObjectSchema:
     """The schema of an object whose properties a model writes as bare text.
 
-    These keywords tell the types of a property: ``type``, ``enum``, ``const``, ``anyOf``, ``oneOf``,
-    ``allOf``, and ``$ref`` to places within the schema.
+    The types of a property come from the keywords ``type``, ``enum``, ``const``, ``anyOf``, ``oneOf``,
+    ``allOf``, and ``$ref`` within the schema.
     """
 
     def __init__(self, root: Mapping[str, Any] | None):
-        """Takes the schema; None allows all."""
+        """Takes the schema; None allows everything."""
         self._root = root or {}
         self._references: dict[str, _Allowed] = {}
         self._properties: dict[str, _Allowed] = {}
 
     def value(self, name: str, text: str) -> Any:
-        """The value of a property.
+        """The value of a property from its text.
 
-        If the schema allows strings, a text is a string unless it is a value of another allowed type.
-        Otherwise it is read as JSON, and stays a text if it is none.
+        If the schema allows strings, the text is a string unless it is a value of another allowed type.
+        Otherwise the text is parsed as JSON, and is a string if that fails.
         """
         if name not in self._properties:
             try:
@@ -80,9 +80,9 @@ class ObjectSchema:
                 self._properties[name] = _ANYTHING
         types, strings = self._properties[name]
         stripped = text.strip()
-        for own in (text, stripped):
-            if own in strings:
-                return own
+        for candidate in (text, stripped):
+            if candidate in strings:
+                return candidate
         if stripped in _WORDS:
             value = _WORDS[stripped]
             allowed = stripped.islower() if types == _ALL else _NAMES[type(value)] in types
@@ -95,52 +95,56 @@ class ObjectSchema:
         return value if _NAMES[type(value)] in types - {"null", "string"} else text
 
     def lists(self, name: str) -> bool:
-        """Whether the schema lists a property, or lists none at all."""
-        listed = [own for part in self._parts() if isinstance(own := part.get("properties"), Mapping)]
-        return not any(listed) or any(name in own for own in listed)
+        """Whether the schema lists a property, or has no list of properties."""
+        listed = [
+            properties for part in self._parts() if isinstance(properties := part.get("properties"), Mapping)
+        ]
+        return not any(listed) or any(name in properties for properties in listed)
 
     def _parts(self) -> list[Mapping[str, Any]]:
-        """The schemas that all hold for the object."""
+        """All schemas that apply to the object: the root, its references and ``allOf``."""
         found, left = [], [self._root]
         while left and len(found) < _MOST_REFERENCES:
-            own = left.pop(0)
-            if isinstance(own, Mapping):
-                found.append(own)
-                left += [self._at(own.get("$ref")), *_listed(own.get("allOf"))]
+            part = left.pop(0)
+            if isinstance(part, Mapping):
+                found.append(part)
+                left += [self._at(part.get("$ref")), *_listed(part.get("allOf"))]
         return found
 
     def _of_property(self, name: str) -> _Allowed:
-        """What a property may be."""
+        """The allowed values of a property."""
         for part in self._parts():
             if isinstance(listed := part.get("properties"), Mapping) and name in listed:
                 return self._allowed(listed[name])
         return self._allowed(self._root.get("additionalProperties"))
 
     def _allowed(self, schema: Any) -> _Allowed:
-        """What a value may be: what all keywords allow. A keyword that is not understood allows all."""
+        """The values that all keywords of a schema allow; unknown keywords allow everything."""
         if not isinstance(schema, Mapping):
             return _ANYTHING
-        every = [self._allowed(own) for own in _listed(schema.get("allOf"))]
+        every = [self._allowed(branch) for branch in _listed(schema.get("allOf"))]
         for name in ("anyOf", "oneOf"):
-            if branches := [self._allowed(own) for own in _listed(schema.get(name))]:
-                types, strings = (frozenset().union(*own) for own in zip(*branches, strict=True))
+            if branches := [self._allowed(branch) for branch in _listed(schema.get(name))]:
+                types, strings = (frozenset().union(*sets) for sets in zip(*branches, strict=True))
                 every.append(_Allowed(types, strings))
         if values := [*_listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]:
-            types = frozenset(_NAMES.get(type(own), "") for own in values)
-            every.append(_Allowed(types, frozenset(own for own in values if isinstance(own, str))))
+            types = frozenset(_NAMES.get(type(value), "") for value in values)
+            every.append(_Allowed(types, frozenset(value for value in values if isinstance(value, str))))
         if (names := schema.get("type")) is not None:
-            own = {name for name in (names if isinstance(names, list) else [names]) if isinstance(name, str)}
-            # Every integer is a number. OpenAPI says "nullable".
-            own |= {"integer"} if "number" in own else set()
-            own |= {"null"} if schema.get("nullable") is True else set()
-            every.append(_Allowed(frozenset(own)))
+            typed = {
+                name for name in (names if isinstance(names, list) else [names]) if isinstance(name, str)
+            }
+            # Every integer is a number. "nullable" is OpenAPI's keyword.
+            typed |= {"integer"} if "number" in typed else set()
+            typed |= {"null"} if schema.get("nullable") is True else set()
+            every.append(_Allowed(frozenset(typed)))
         if isinstance(pointer := schema.get("$ref"), str):
             every.append(self._referred(pointer))
-        types = reduce(frozenset.intersection, (own.types for own in every), _ALL)
-        return _Allowed(types or _ALL, frozenset().union(*(own.strings for own in every)))
+        types = reduce(frozenset.intersection, (allowed.types for allowed in every), _ALL)
+        return _Allowed(types or _ALL, frozenset().union(*(allowed.strings for allowed in every)))
 
     def _referred(self, pointer: str) -> _Allowed:
-        """What the schema at a place allows; while that is found out, references to it allow all."""
+        """The values that a referenced schema allows; a reference to itself allows everything."""
         if pointer not in self._references:
             if len(self._references) == _MOST_REFERENCES:
                 return _ANYTHING
@@ -149,17 +153,17 @@ class ObjectSchema:
         return self._references[pointer]
 
     def _at(self, pointer: Any) -> Any:
-        """What stands at a place such as ``#/$defs/Name``; None if nothing does."""
+        """The node at a pointer such as ``#/$defs/Name``; None if there is none."""
         if not isinstance(pointer, str) or not pointer.startswith("#"):
             return None
-        own: Any = self._root
+        node: Any = self._root
         for step in pointer[1:].split("/")[1:]:
             key = unquote(step).replace("~1", "/").replace("~0", "~")
-            if isinstance(own, list) and key.isdecimal() and len(key) < 9:
-                own = dict(enumerate(own)).get(int(key))
+            if isinstance(node, list) and key.isdecimal() and len(key) < 9:
+                node = dict(enumerate(node)).get(int(key))
             else:
-                own = own.get(key) if isinstance(own, Mapping) else None
-        return own
+                node = node.get(key) if isinstance(node, Mapping) else None
+        return node
 
 
 def _listed(value: Any) -> list[Any]:

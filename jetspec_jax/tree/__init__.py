@@ -1,10 +1,10 @@
-"""Token trees: candidates, building, acceptance and masks; knows no model.
+"""Token trees: candidates, building, acceptance and masks, independent of any model.
 
-Imports JAX and `pallas_kernels` only.
+This package imports only JAX and `pallas_kernels`.
 
-Shapes, one legend for the package: B sequences, N nodes, D draft depth, W width (most children of
-a node), K candidates (tokens of a draft row that are looked at), V vocabulary. Every function here
-is pure and works on whole batches; one sequence never sees another.
+Shapes in this package: B sequences, N nodes, D draft depth, W width (most children of a node),
+K candidates (best tokens of a draft row), V vocabulary. All functions are pure and work on whole
+batches; the result for a sequence does not depend on the others.
 """
 
 from jetspec_jax.tree.acceptance import Acceptance, accept

@@ -1,4 +1,4 @@
-"""Acceptance: the path through the tree that the target itself would have taken."""
+"""Acceptance: the path through the tree that agrees with the target's choices."""
 
 from typing import NamedTuple
 
@@ -23,10 +23,10 @@ class Acceptance(NamedTuple):
 
 
 def accept(tree: TokenTree, choices: Int[ArrayLike, "B N"], *, max_depth: int) -> Acceptance:
-    """Walks from the root to the child that holds the target's choice, while there is one.
+    """Walks from the root to the child with the target's choice, until there is none.
 
-    Exact for greedy and sampled choices alike: every committed token is the target's own choice
-    after its own prefix. Of siblings with the same token the earliest is taken.
+    Exact for greedy and sampled choices: every committed token is the target's choice after the
+    committed prefix. Among siblings with the same token, the earliest is accepted.
 
     Args:
         tree: the verified trees.
@@ -38,20 +38,20 @@ def accept(tree: TokenTree, choices: Int[ArrayLike, "B N"], *, max_depth: int) -
     batch, num_nodes = tree.tokens.shape
     choices = jnp.asarray(choices, jnp.int32)
     index = jnp.arange(num_nodes, dtype=jnp.int32)[None, None, :]
-    # follow[b, n] is the child of n that holds the choice at n, or N, a node past the end. A node
-    # has at most one, so the walk is an orbit of the root: no sequential loop is needed.
+    # next_node[b, n] is the child of n with the choice at n, or N if there is none. The walk is the
+    # orbit of the root under this map, so it needs no sequential loop.
     chosen = (
         tree.valid[:, None, :]
         & (tree.parents[:, None, :] == jnp.arange(num_nodes, dtype=jnp.int32)[None, :, None])
         & (tree.tokens[:, None, :] == choices[:, :, None])
     )
-    follow = jnp.min(jnp.where(chosen, index, num_nodes), axis=2)
+    next_node = jnp.min(jnp.where(chosen, index, num_nodes), axis=2)
 
-    # With `follow` standing for s steps, s known nodes of the path give the next s.
+    # When `next_node` maps s steps ahead, the s known nodes of the path give the next s.
     path = jnp.full((batch, 1), ROOT_INDEX, jnp.int32)
     while path.shape[1] <= max_depth:
-        path = jnp.concatenate([path, _take(follow, path)], axis=1)
-        follow = _take(follow, follow)
+        path = jnp.concatenate([path, _next_of(next_node, path)], axis=1)
+        next_node = _next_of(next_node, next_node)
     path = path[:, : max_depth + 1]
 
     reached = path < num_nodes
@@ -61,6 +61,6 @@ def accept(tree: TokenTree, choices: Int[ArrayLike, "B N"], *, max_depth: int) -
     return Acceptance(jnp.where(reached, path, -1), length, bonus)
 
 
-def _take(pointers: Int32[Array, "B N"], nodes: Int32[Array, "B K"]) -> Int32[Array, "B K"]:
-    """Where each node points; N, past the end, points to itself."""
+def _next_of(pointers: Int32[Array, "B N"], nodes: Int32[Array, "B K"]) -> Int32[Array, "B K"]:
+    """The pointers of the given nodes; N, past the end, points to itself."""
     return jnp.take_along_axis(pointers, nodes, axis=1, mode="fill", fill_value=pointers.shape[1])

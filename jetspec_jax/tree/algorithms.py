@@ -1,7 +1,7 @@
-"""What a tree algorithm is, and the registry of those that are known by name.
+"""The base class of tree algorithms, and the registry of algorithms by name.
 
-All trees grow best-first out of the same candidates. An algorithm decides how: how many children a node of
-each depth may have, what is added to their priority, and whether children come all at once or one by one.
+All trees grow best-first from the same candidates. An algorithm decides how many children a node may have at
+each depth, what is added to their priority, and whether children are inserted together or one by one.
 """
 
 import math
@@ -21,10 +21,10 @@ class Plan(NamedTuple):
     """How the trees of a batch grow.
 
     Attributes:
-        caps: Most children of a node at depth d, the best of draft row d; in 0..W, and clipped to it.
-        bonus: Added to the priority of every node at depth d + 1, and so of all nodes below it; None is 0.
-            It orders the growth and is no part of a node's score.
-        weight: Of the log-probabilities in the priority, beside a bonus. Static.
+        caps: Most children of a node at depth d, which are the best of draft row d; clipped to 0..W.
+        bonus: Added to the priority of nodes at depth d + 1 and of their descendants; None means 0. It
+            changes the order of growth, but not the nodes' scores.
+        weight: Factor of the log-probabilities in the priority if there is a bonus. Static.
     """
 
     caps: Int32[Array, "B D"]
@@ -34,12 +34,12 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Base of all tree algorithms: a frozen, hashable record of options with a plan for any candidates.
+    """Base class of tree algorithms: a frozen, hashable dataclass of options with a method `plan`.
 
-    The contract: options are hashable; a plan is traceable, the same for the same candidates, and each
-    sequence's own, whatever else is in the batch. `jetspec_jax.tree.check_algorithm_contract` tries it.
+    The contract: options are hashable; a plan is traceable, deterministic, and independent of the other
+    sequences in the batch. `jetspec_jax.tree.check_algorithm_contract` tests it.
 
-    A new one is a frozen dataclass whose fields are its options, under a name of its own::
+    A new algorithm is a frozen dataclass with its options as fields, registered under a new name::
 
         @register_algorithm("first_two")
         @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Algorithm:
                 return Plan(jnp.broadcast_to(jnp.array([caps], jnp.int32), (batch, depth)))
 
     Attributes:
-        one_by_one: Whether a node's children are inserted each by its own priority, instead of all of them
-            when their parent's turn comes.
-        usual_candidates: Tokens of a draft row that are looked at where nobody says how many.
-        table: What a profile must have if one is given: "depth_rank_accept", "per_class_histograms", or None
-            where either may be absent.
+        one_by_one: Whether children are inserted individually by priority, instead of all together when
+            their parent is expanded.
+        usual_candidates: Default number of candidates per draft row.
+        table: The table that a given profile must have: "depth_rank_accept", "per_class_histograms", or None
+            if neither is required.
     """
 
     one_by_one: ClassVar[bool] = False
@@ -64,11 +64,11 @@ class Algorithm:
     table: ClassVar[str | None] = None
 
     def plan(self, candidates: Candidates, routing: Routing) -> Plan:
-        """How trees grow; runs inside a compiled round, so it must be traceable.
+        """Plans the growth of a batch's trees; runs inside a compiled round, so it must be traceable.
 
         Args:
-            candidates: As many of every row as a node may have children, W, best first.
-            routing: What is known of the sequences.
+            candidates: The W best candidates of each row, best first.
+            routing: Routing hints of the sequences.
         """
         raise NotImplementedError
 
@@ -78,15 +78,17 @@ _Kind = TypeVar("_Kind", bound=type[Algorithm])
 
 
 def register_algorithm(name: str) -> Callable[[_Kind], _Kind]:
-    """A decorator that makes an algorithm known under a name.
+    """A decorator that registers an algorithm under a name.
 
     Raises:
-        ValueError: The name is taken, or what is decorated is no frozen dataclass or has no plan.
+        ValueError: The name is taken, or the class is not a frozen dataclass with a plan.
     """
 
     def register(kind: _Kind) -> _Kind:
         if name in _KNOWN:
-            raise ValueError(f"the tree algorithm {name!r} is {_KNOWN[name].__qualname__}; name another")
+            raise ValueError(
+                f"the tree algorithm {name!r} is {_KNOWN[name].__qualname__}; choose another name"
+            )
         _check_kind(kind)
         _KNOWN[name] = kind
         return kind
@@ -95,29 +97,29 @@ def register_algorithm(name: str) -> Callable[[_Kind], _Kind]:
 
 
 def name_of(algorithm: "Algorithm") -> str:
-    """The name that an algorithm's class is known under, or else that of the class."""
+    """The registered name of an algorithm, or the name of its class."""
     kind = type(algorithm)
     return next((name for name, known in _KNOWN.items() if known is kind), kind.__qualname__)
 
 
 def algorithm_names() -> tuple[str, ...]:
-    """The names that are known, those of the reference implementation first."""
+    """All registered names, those of the reference implementation first."""
     return tuple(_KNOWN)
 
 
 def check_algorithm(name: str) -> None:
-    """Raises ValueError, listing the known names, unless ``name`` is one; TypeError if it is no name."""
+    """Raises ValueError, with the registered names, for an unknown name, and TypeError for other types."""
     if not isinstance(name, str):
-        raise TypeError(f"a tree algorithm is its name, or an Algorithm with its options, not {name!r}")
+        raise TypeError(f"a tree algorithm is a name, or an Algorithm with its options, not {name!r}")
     if name not in _KNOWN:
         raise ValueError(f"unknown tree algorithm {name!r}; known algorithms: {', '.join(_KNOWN)}")
 
 
 def algorithm_of(chosen: "str | Algorithm") -> "Algorithm":
-    """The algorithm that is meant: itself, or the one of a name with its usual options.
+    """An algorithm itself, or the algorithm of a name with default options.
 
     Raises:
-        ValueError: The name is unknown, or the algorithm is no frozen dataclass or not hashable.
+        ValueError: The name is unknown, or the algorithm is not a frozen dataclass or not hashable.
     """
     if not isinstance(chosen, Algorithm):
         return get_algorithm(chosen)
@@ -131,16 +133,16 @@ def get_algorithm(
     options: Mapping[str, Any] | None = None,
     profile: Profile | Mapping[str, Any] | None = None,
 ) -> Algorithm:
-    """The algorithm called ``name`` with some options.
+    """The algorithm ``name`` with options.
 
     Args:
         name: One of `algorithm_names`.
-        options: Its options by name; lists and mappings are taken as well.
-        profile: The table of an algorithm that takes one, as JSON has it or read already. An algorithm on top
-            of others, as "auto" is, hands it to those that its options name.
+        options: Options by name; lists and mappings are accepted for tuples.
+        profile: A profile, or its JSON, for an algorithm that reads one. An algorithm on top of others, such
+            as "auto", passes it to the algorithms in its options.
 
     Raises:
-        ValueError: The name or an option is unknown, a value or the table is not valid, or the profile lacks
+        ValueError: The name or an option is unknown, a value or the profile is invalid, or the profile lacks
             the table that the algorithm reads.
     """
     check_algorithm(name)
@@ -169,7 +171,7 @@ def get_algorithm(
 def _with_profile(
     name: str, kind: type[Algorithm], given: Mapping[str, Any], profile: Profile
 ) -> Mapping[str, Any]:
-    """The options that a profile goes into: the algorithm's own, or those that name algorithms below it."""
+    """The options that take the profile: ``profile`` itself, or options that are names of algorithms."""
     usual = {option.name: option.default for option in fields(kind)}
     if "profile" in usual:
         if kind.table is not None and not profile.has(kind.table):
@@ -178,15 +180,15 @@ def _with_profile(
     below = [option for option, default in usual.items() if isinstance(default, Algorithm)]
     named = [option for option in below if isinstance(given.get(option), str)]
     if not named:
-        instead = f" itself; name one that does as its {' or '.join(below)}" if below else ""
+        instead = f" itself; choose an algorithm that does as its {' or '.join(below)}" if below else ""
         raise ValueError(f"the tree algorithm {name!r} takes no profile{instead}")
     return {option: get_algorithm(given[option], None, profile) for option in named}
 
 
 def _check_kinds(name: str, kind: type[Algorithm], given: Mapping[str, Any]) -> None:
-    """Raises ValueError, with the options that are no number, boolean or algorithm as their default is.
+    """Raises ValueError for options whose default is a number, boolean or algorithm and whose value is not.
 
-    A number must be finite, unless the default is infinite.
+    Numbers must be finite, unless the default is infinite.
     """
     wrong = []
     for option in fields(kind):
@@ -208,7 +210,7 @@ def _check_kinds(name: str, kind: type[Algorithm], given: Mapping[str, Any]) -> 
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number that is finite as a float."""
+    """Whether a value is a number that is finite as a float."""
     try:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an integer that no float holds
@@ -216,8 +218,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_kind(kind: type[Algorithm]) -> None:
-    """Raises ValueError for what is no algorithm."""
-    # No dataclass of its own, a class has its parent's equality: to a cache its instances are all the same.
+    """Raises ValueError unless a class is a dataclass with a plan."""
+    # A class that is not a dataclass inherits its parent's equality, so caches could not tell its options.
     if not issubclass(kind, Algorithm) or "__dataclass_fields__" not in vars(kind):
         raise ValueError(f"{kind.__qualname__} must be a frozen dataclass on top of Algorithm")
     if kind.plan is Algorithm.plan:
@@ -225,7 +227,7 @@ def _check_kind(kind: type[Algorithm]) -> None:
 
 
 def _check_options(algorithm: Algorithm) -> None:
-    """Raises ValueError, with the options that are not hashable: programs are kept by them."""
+    """Raises ValueError for options that are not hashable; compiled programs are cached by options."""
     wrong = []
     for option in fields(algorithm):
         try:

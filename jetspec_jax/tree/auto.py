@@ -1,4 +1,4 @@
-"""The algorithm that chooses the budget, and leaves the shape of the trees to another."""
+"""The algorithm "auto", which chooses the budget; another algorithm shapes the trees."""
 
 from dataclasses import dataclass
 
@@ -13,14 +13,14 @@ _USUAL = get_algorithm(DEFAULT_ALGORITHM)
 @register_algorithm("auto")
 @dataclass(frozen=True)
 class Auto(Algorithm):
-    """Trees of as many nodes as pay, up to the budget, or none at all: the engine chooses while it decodes.
+    """Trees of the size that pays, up to the budget, or plain decoding; the engine chooses for each round.
 
-    It weighs how many tokens a round of each bucket is expected to commit against what the round costs on
-    this device: see `jetspec_jax.engine.budget_policy`. Outside of an engine it is the algorithm below.
+    The engine compares the tokens that a round of each bucket is expected to commit with the round's time on
+    this device: see `jetspec_jax.engine.budget_policy`. Outside of an engine this is the algorithm ``tree``.
 
     Attributes:
-        tree: The algorithm that shapes the trees: a name, or one with its options.
-        probing: Share of the time that may be lost to rounds with buckets that do not look best, to find out.
+        tree: The algorithm that shapes the trees: a name, or an algorithm with its options.
+        probing: Share of the time that may be spent on measuring buckets that do not look best.
     """
 
     tree: str | Algorithm = _USUAL
@@ -39,19 +39,19 @@ class Auto(Algorithm):
 
     @property
     def shape(self) -> Algorithm:
-        """The algorithm that shapes the trees."""
+        """The algorithm of ``tree``."""
         return algorithm_of(self.tree)
 
     @property
     def one_by_one(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] (the other's)
-        """As the algorithm below."""
+        """As in the algorithm of ``tree``."""
         return self.shape.one_by_one
 
     @property
     def usual_candidates(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride] (the other's)
-        """As the algorithm below."""
+        """As in the algorithm of ``tree``."""
         return self.shape.usual_candidates
 
     def plan(self, candidates: Candidates, routing: Routing) -> Plan:
-        """The plan of the algorithm below."""
+        """The plan of the algorithm of ``tree``."""
         return self.shape.plan(candidates, routing)

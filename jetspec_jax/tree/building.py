@@ -34,39 +34,39 @@ def grow_tree(
 ) -> TokenTree:
     """Grows one tree per sequence, best node first, inside a traced program.
 
-    Until the budget is reached or nothing can grow: take the unexpanded node with the highest
-    priority, which is its cumulative log-probability unless the plan adds to it (the earliest
-    inserted among equals), and append as its children the best `plan.caps[b, depth]` candidates of
-    its depth's row; or, one by one, append the child that has the highest priority of all that are
-    not there. A node of probability zero is never expanded. Where candidates have pairs, a node's
-    children are the best below its own token, and among equals those that the row puts first.
+    Until the budget is reached or nothing can grow, the unexpanded node with the highest priority
+    (the earliest inserted among equals) gets the best `plan.caps[b, depth]` candidates of its
+    depth's row as children. One by one, the single child with the highest priority is inserted
+    instead. A node's priority is its cumulative log-probability, plus the plan's bonus. A node of
+    probability zero is never expanded. If candidates have pairs, a node's children are the best
+    given its token, and among equals the first in the row.
 
     Args:
         candidates: the draft rows, best first.
         root_tokens: the anchors.
-        plan: how it grows.
+        plan: the growth plan.
         budget: most nodes of each tree, root included, clipped to 1..N.
-        max_depth: depth of the deepest node allowed; 0 leaves the root alone, more than D is D.
+        max_depth: largest depth of a node; 0 allows only the root, more than D means D.
         num_nodes: N, at least 1; static.
-        width: most children of a node, whatever the plan says; None is all candidates; static.
-        one_by_one: whether children are inserted each by its own priority; static.
+        width: most children of a node, in addition to the plan's caps; None means K; static.
+        one_by_one: whether children are inserted individually by priority; static.
         implementation: of `pallas_kernels.tree_growth`; None picks the best.
 
     Raises:
-        ValueError: there is no such implementation.
-        NotImplementedError: it does not support the case or the device.
+        ValueError: the implementation is unknown.
+        NotImplementedError: the implementation does not support the case or the device.
     """
     if num_nodes == 1:
         return root_tree(root_tokens, num_nodes)
-    batch, rows, looked_at = candidates.tokens.shape
-    caps = jnp.minimum(plan.caps, looked_at if width is None else width)
+    batch, rows, num_candidates = candidates.tokens.shape
+    caps = jnp.minimum(plan.caps, num_candidates if width is None else width)
     within = jnp.arange(rows, dtype=jnp.int32)[None, :] < max_depth[:, None]
     log_probs, children = candidates.log_probs, None
     if candidates.pairs is not None:
-        log_probs, children = jax.lax.top_k(candidates.pairs, looked_at if width is None else width)
+        log_probs, children = jax.lax.top_k(candidates.pairs, num_candidates if width is None else width)
     priorities = log_probs
     if plan.bonus is not None:
-        # A candidate without probability has no priority, whatever the weight.
+        # A candidate of probability zero keeps the priority -inf, also if the weight is 0.
         weighed = jnp.where(log_probs > -jnp.inf, plan.weight * log_probs, -jnp.inf)
         priorities = weighed + jnp.expand_dims(plan.bonus, tuple(range(2, log_probs.ndim)))
     parents, ranks, depths, scores, counts = tree_growth(
@@ -83,13 +83,13 @@ def grow_tree(
     drafted = candidates.tokens[sequence, row, ranks]
     if plan.bonus is not None:
         if candidates.pairs is None:
-            own = log_probs[sequence, row, ranks]
+            increments = log_probs[sequence, row, ranks]
         else:
             above = jnp.take_along_axis(ranks, jnp.maximum(parents, ROOT_INDEX), axis=1)
-            own = candidates.pairs[sequence, row, above, ranks]
-        own = jnp.where(depths > 0, own, 0.0)
-        scores = jnp.where(scores > -jnp.inf, path_sums(own, parents, max_depth=rows), -jnp.inf)
-    # Depth 0 is the root's and the padding's.
+            increments = candidates.pairs[sequence, row, above, ranks]
+        increments = jnp.where(depths > 0, increments, 0.0)
+        scores = jnp.where(scores > -jnp.inf, path_sums(increments, parents, max_depth=rows), -jnp.inf)
+    # Nodes of depth 0 are the root and padding.
     is_root = jnp.arange(num_nodes, dtype=jnp.int32)[None, :] == ROOT_INDEX
     anchor = jnp.where(is_root, root_tokens.astype(jnp.int32)[:, None], 0)
     return TokenTree(jnp.where(depths > 0, drafted, anchor), parents, depths, scores, counts)
@@ -111,7 +111,7 @@ def build_tree(
 ) -> TokenTree:
     """Builds a token tree per sequence from draft logits.
 
-    The tree has N = `bucket_for(budget)` slots and may stay below the budget when width and depth
+    The tree has N = `bucket_for(budget)` slots. It has fewer nodes than the budget if width and depth
     allow no more. Compiled once per shape, width, candidates, bucket and algorithm; budget and depth
     are traced.
 
@@ -119,24 +119,24 @@ def build_tree(
         draft_logits: floating [B, D, V], NumPy or JAX; row d drafts the tokens at depth d + 1.
         root_tokens: integer [B], the anchors.
         budget: most nodes, root included, in 1..256.
-        width: most children of a node, in 1..V; None is all candidates.
-        candidates: tokens of a row that are looked at, from the width on; None is the width, or without one
-            the algorithm's own number.
+        width: most children of a node, in 1..V; None means the number of candidates.
+        candidates: number of candidates per row, at least the width; None means the width, or without
+            a width the algorithm's default.
         algorithm: one of `algorithm_names()`, or an algorithm with its options. The default is the
-            reference implementation's and not that of decoding: a tree stays what it was.
-        depth: depth of the deepest node allowed, in 1..D; None means D.
-        routing: what is known of the sequences, one mapping for all or one for each, with any of
-            "task", "mode" and "text"; some algorithms look at it.
-        profile: measured acceptance, for algorithms that take it: see `Profile`.
-        checked: whether to look at every value of the plan and of the trees, on the host: slow, and for
-            algorithms that are new.
-        **options: of the algorithm that is named, such as `beta` or `tau`.
+            reference implementation's, which differs from the default of decoding.
+        depth: largest depth of a node, in 1..D; None means D.
+        routing: routing hints, one mapping for all sequences or one for each, with any of the keys
+            "task", "mode" and "text"; used by some algorithms.
+        profile: measured acceptance, for algorithms that read it: see `Profile`.
+        checked: whether to check all values of the plan and of the trees on the host. This is slow
+            and meant for new algorithms.
+        **options: options of a named algorithm, such as `beta` or `tau`.
 
     Raises:
-        ValueError: an argument is out of its range or of the wrong shape, the algorithm's options are not
-            hashable, or its plan is not traceable or misshapen. In the checked mode also: caps outside
-            0..W, a bonus that is not finite, a plan that changes when it is made again or depends on other
-            sequences, or trees that are none or go beyond a limit.
+        ValueError: an argument is out of range or has the wrong shape, the algorithm's options are not
+            hashable, or its plan is misshapen or not traceable. With `checked` also: caps outside 0..W, a
+            bonus that is not finite, a plan that is not deterministic or depends on other sequences, or
+            trees that are invalid or exceed a limit.
     """
     logits, roots = jnp.asarray(draft_logits), jnp.asarray(root_tokens)
     if logits.ndim != 3 or not jnp.issubdtype(logits.dtype, jnp.floating):
@@ -152,11 +152,11 @@ def build_tree(
         name: None if value is None else _integer(name, value, vocabulary, "the vocabulary")
         for name, value in (("width", width), ("candidates", candidates))
     }
-    hints, meant = Routing.of(routing, batch), _algorithm(algorithm, options, profile)
-    most_children, looked_at = breadth_of(meant, **given)
-    check_breadth(Breadth(most_children, looked_at), vocabulary)
+    hints, chosen = Routing.of(routing, batch), _algorithm(algorithm, options, profile)
+    most_children, num_candidates = breadth_of(chosen, **given)
+    check_breadth(Breadth(most_children, num_candidates), vocabulary)
     if checked:
-        check_plan(meant, _candidates(logits, most_children), hints)
+        check_plan(chosen, _candidates(logits, most_children), hints)
     tree = _build(
         logits,
         roots,
@@ -164,12 +164,12 @@ def build_tree(
         most_levels,
         hints,
         width=most_children,
-        candidates=looked_at,
+        candidates=num_candidates,
         num_nodes=bucket_for(most_nodes),
-        algorithm=meant,
+        algorithm=chosen,
     )
     if checked:
-        check_tree(meant, tree, width=most_children, budget=most_nodes, depth=most_levels)
+        check_tree(chosen, tree, width=most_children, budget=most_nodes, depth=most_levels)
     return tree
 
 
@@ -178,14 +178,14 @@ def _algorithm(
 ) -> Algorithm:
     if isinstance(named, str):
         return get_algorithm(named, options, profile)
-    own = algorithm_of(named)
+    algorithm = algorithm_of(named)
     if options or profile is not None:
-        raise ValueError(f"{named} has its options already; name the algorithm to give others")
-    return own
+        raise ValueError(f"{named} has its options already; pass the algorithm's name to give others")
+    return algorithm
 
 
 def _integer(name: str, value: SupportsIndex, most: int, meaning: str) -> int:
-    """`value` as an int in 1..most, or a ValueError that says so."""
+    """`value` as an int; raises ValueError unless it is an integer in 1..most."""
     if isinstance(value, SupportsIndex) and not isinstance(value, bool):
         number = operator.index(value)
         if 1 <= number <= most:

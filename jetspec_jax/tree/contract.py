@@ -1,6 +1,6 @@
-"""What every algorithm promises, checked on values: of its plans, and of the trees that grow by them.
+"""Checks an algorithm's contract on values: on its plans, and on the trees that they give.
 
-These checks run on the host and outside of compiled programs, where a value can be looked at and named.
+The checks run on the host, outside of compiled programs, so that errors can show values.
 """
 
 from collections import Counter
@@ -14,17 +14,17 @@ from jetspec_jax.tree.planning import check_traceable, plan_of
 from jetspec_jax.tree.routing import Routing
 from jetspec_jax.tree.token_tree import NO_PARENT, ROOT_INDEX, TokenTree
 
-# Sums of another batch, or along another path, may be rounded otherwise.
+# Sums may be rounded differently in another batch or along another path.
 _TOLERANCE = 1e-4
 
 
 def check_plan(algorithm: Algorithm, candidates: Candidates, routing: Routing) -> None:
-    """Makes the plan for some candidates several times over, and looks at every value.
+    """Computes the plan for some candidates several times, and checks every value.
 
     Raises:
-        ValueError: The plan cannot be traced or is misshapen; a cap lies outside 0..W or a bonus is not
-            finite; the same candidates get another plan the second time; or a sequence gets another plan
-            alone than in its batch. All that is wrong is listed, after the algorithm's name.
+        ValueError: The plan is misshapen or cannot be traced, a cap is outside 0..W, a bonus is not finite,
+            the plan is not deterministic, or a sequence's plan depends on its batch. All problems are listed
+            after the algorithm's name.
     """
     _, depth, width = candidates.tokens.shape
     check_traceable(algorithm, depth=depth, width=width)
@@ -46,19 +46,19 @@ def check_plan(algorithm: Algorithm, candidates: Candidates, routing: Routing) -
 def check_tree(
     algorithm: Algorithm, tree: TokenTree, *, width: int, budget: int, depth: int | None = None
 ) -> None:
-    """Looks at every node of some trees.
+    """Checks every node of a batch of trees.
 
     Args:
-        algorithm: What they were built by, for its name.
+        algorithm: The algorithm that built the trees, for its name.
         tree: The trees.
         width: Most children of a node.
         budget: Most nodes of a tree, root included.
-        depth: Of the deepest node allowed; None is no limit.
+        depth: Largest depth of a node; None means no limit.
 
     Raises:
-        ValueError: A tree has too many nodes, or none; the root is none; a parent comes after its child; a
-            depth is not one more than the parent's, or too large; a node has too many children, or two with
-            one token; or a score is above the parent's. All that is wrong is listed.
+        ValueError: A tree has no nodes or too many; node 0 is not a root; a parent comes after its child; a
+            depth is not the parent's plus one, or too large; a node has too many children, or two with the
+            same token; or a score is above the parent's. All problems are listed.
     """
     wrong = []
     columns = (np.asarray(x) for x in (tree.tokens, tree.parents, tree.depths, tree.scores, tree.num_nodes))
@@ -67,7 +67,7 @@ def check_tree(
             wrong.append(f"the tree of sequence {b} has {count} nodes, with a budget of {budget}")
             continue
         found = _broken_nodes(tokens[:count], parents[:count], depths[:count], scores[:count], width, depth)
-        wrong += [f"in the tree of sequence {b}, {what}" for what in found]
+        wrong += [f"in the tree of sequence {b}, {problem}" for problem in found]
     _refuse(algorithm, wrong)
 
 
@@ -77,27 +77,28 @@ def _refuse(algorithm: Algorithm, wrong: list[str]) -> None:
 
 
 def _difference(plan: Plan, other: Plan, first: int = 0) -> str | None:
-    """How the other plan differs, if it does; ``first`` is the number of its first sequence."""
+    """The first difference between two plans, or None; ``first`` is the index of their first sequence."""
     if plan.weight != other.weight:
         return f"weight is {other.weight} and not {plan.weight}"
     if (plan.bonus is None) != (other.bonus is None):
         return f"bonus is {'None' if other.bonus is None else 'an array'}, unlike before"
-    for name, one, two in (("cap", plan.caps, other.caps), ("bonus", plan.bonus, other.bonus)):
-        one, two = np.asarray(one, np.float64), np.asarray(two, np.float64)
-        same = np.isclose(one, two, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
+    for name, expected, found in (("cap", plan.caps, other.caps), ("bonus", plan.bonus, other.bonus)):
+        expected, found = np.asarray(expected, np.float64), np.asarray(found, np.float64)
+        same = np.isclose(expected, found, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
         for b, d in np.argwhere(~same)[:1]:
-            return f"the {name} of sequence {first + b} at depth {d} is {two[b, d]:g} and not {one[b, d]:g}"
+            where = f"the {name} of sequence {first + b} at depth {d}"
+            return f"{where} is {found[b, d]:g} and not {expected[b, d]:g}"
     return None
 
 
 def _looks_across(algorithm: Algorithm, candidates: Candidates, routing: Routing, plan: Plan) -> str | None:
-    """The first sequence that gets another plan alone than in its batch, with the difference."""
+    """The first sequence whose plan depends on its batch, with the difference, or None."""
     for b in range(len(candidates.tokens)):
-        own, hints = jax.tree.map(lambda rows, b=b: rows[b : b + 1], (candidates, routing))
+        alone, hints = jax.tree.map(lambda rows, b=b: rows[b : b + 1], (candidates, routing))
         here = plan._replace(
             caps=plan.caps[b : b + 1], bonus=None if plan.bonus is None else plan.bonus[b : b + 1]
         )
-        if difference := _difference(here, plan_of(algorithm, own, hints), b):
+        if difference := _difference(here, plan_of(algorithm, alone, hints), b):
             return f"plan looks across sequences: without the others of its batch, {difference}"
     return None
 
@@ -110,7 +111,7 @@ def _broken_nodes(
     width: int,
     depth: int | None,
 ) -> list[str]:
-    """What is wrong with the nodes of one tree, the first of each kind; all arrays are [nodes]."""
+    """Problems of the nodes of one tree, the first of each kind; all arrays are [nodes]."""
     if parents[ROOT_INDEX] != NO_PARENT or depths[ROOT_INDEX] != 0:
         return [f"node {ROOT_INDEX} has parent {parents[ROOT_INDEX]} and depth {depths[ROOT_INDEX]}: no root"]
     nodes = np.arange(len(tokens))[1:]

@@ -1,4 +1,4 @@
-"""Ancestor masks, derived from parents: who sees whom inside a block."""
+"""Ancestor masks, derived from parents: which nodes of a block attend to which."""
 
 from collections.abc import Iterator
 
@@ -15,8 +15,8 @@ def ancestor_bits(
 ) -> UInt32[Array, "B N words"]:
     """Packed ancestor-or-self rows, ceil(N / 32) words each.
 
-    Bit j % 32 of word j // 32 of row n is set iff j is n or an ancestor of n. A node whose parent
-    is -1 sees itself alone, padding included. Parents may come in any order.
+    Bit j % 32 of word j // 32 of row n is set iff j is n or an ancestor of n. A node with parent -1,
+    such as padding, has only its own bit. Parents may come in any order.
 
         tree      parents            j = 0 1 2 3    word
           0       [-1, 0, 0, 1]   n=0    x . . .    0b0001
@@ -27,20 +27,20 @@ def ancestor_bits(
 
     Args:
         parents: index of each node's parent, -1 for none.
-        max_depth: a depth that no node exceeds, if one is known. It is static and saves work:
-            the steps are as many as it has binary digits. None trusts nothing: N - 1.
+        max_depth: static bound on the depths; None means N - 1. The number of steps is the number of
+            its binary digits.
     """
     parents = jnp.asarray(parents, jnp.int32)
     num_nodes = parents.shape[1]
     node = jnp.arange(num_nodes, dtype=jnp.int32)
     words = jnp.arange(-(-num_nodes // _WORD), dtype=jnp.int32)
-    own = jnp.where(
+    self_bits = jnp.where(
         words[None, :] == node[:, None] // _WORD,
         jnp.uint32(1) << (node % _WORD).astype(jnp.uint32)[:, None],
         jnp.uint32(0),
     )
-    bits = jnp.broadcast_to(own[None], (*parents.shape, words.size))
-    # Rows that know s generations, joined with the row s generations up, know 2s.
+    bits = jnp.broadcast_to(self_bits[None], (*parents.shape, words.size))
+    # A row with s generations, joined with the row s generations up, has 2s.
     for up in _generations(parents, num_nodes if max_depth is None else max_depth):
         above = jnp.take_along_axis(bits, up[:, :, None], axis=1, mode="fill", fill_value=0)
         bits = bits | above
@@ -55,9 +55,9 @@ def path_sums(
     For parents [-1, 0, 0, 1] and values [0, 1, 2, 3]: [0, 1, 2, 4].
 
     Args:
-        values: of the nodes.
+        values: the nodes' values.
         parents: index of each node's parent, -1 for none.
-        max_depth: a depth that no node exceeds; static.
+        max_depth: static bound on the depths.
     """
     for up in _generations(parents, max_depth):
         values = values + jnp.take_along_axis(values, up, axis=1, mode="fill", fill_value=0)
@@ -65,19 +65,19 @@ def path_sums(
 
 
 def ancestor_mask(tree: TokenTree) -> Bool[Array, "B N N"]:
-    """True at [b, n, j] where node j is n or an ancestor of n; False all over padding."""
+    """True at [b, n, j] iff node j is n or an ancestor of n; False for padding."""
     num_nodes = tree.parents.shape[1]
     column = jnp.arange(num_nodes, dtype=jnp.int32)
     words = ancestor_bits(tree.parents)[:, :, column // _WORD]
     bit = (words >> (column % _WORD).astype(jnp.uint32)[None, None, :]) & jnp.uint32(1)
-    # Padding is nobody's ancestor, so its columns are False once its rows are.
+    # Padding is no ancestor of other nodes, so clearing its rows clears its columns too.
     return (bit == 1) & tree.valid[:, :, None]
 
 
 def _generations(parents: Int[Array, "B N"], max_depth: int) -> Iterator[Array]:
-    """Each node's ancestor 1, 2, 4, ... generations up, until a depth is passed that no node exceeds.
+    """Each node's ancestor 1, 2, 4, ... generations up, until ``max_depth`` is passed.
 
-    N stands for "above the root": past the end, where a gather fills in nobody.
+    N means "above the root": an index past the end, for which gathers use a fill value.
     """
     num_nodes = parents.shape[1]
     up = jnp.where(parents < 0, num_nodes, parents)

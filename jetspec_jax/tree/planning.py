@@ -1,4 +1,4 @@
-"""An algorithm's plan, checked in all that is known without values, and so inside a compiled round too."""
+"""Computes an algorithm's plan and checks its shapes and types, also inside a compiled round."""
 
 import math
 from typing import Any, NamedTuple
@@ -12,17 +12,17 @@ from jetspec_jax.tree.algorithms import Algorithm, Plan, algorithm_of, name_of
 from jetspec_jax.tree.candidates import Candidates, top_candidates
 from jetspec_jax.tree.routing import Routing
 
-#: What JAX raises where Python asks a traced array for its value.
+#: JAX's errors for code that needs the value of a traced array.
 _UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.JAXIndexError)
 
 
 class Breadth(NamedTuple):
-    """How broad trees may be.
+    """The breadth of trees.
 
     Attributes:
         width: Most children of a node.
-        candidates: Tokens of a draft row that are looked at, no fewer. Where a row is the same for all nodes
-            of its depth, no child is other than one of the best ``width``; with a selector, any may be.
+        candidates: Number of candidates per draft row, at least ``width``. Without a selector only the best
+            ``width`` can become children; with a selector, any candidate can.
     """
 
     width: int
@@ -32,17 +32,19 @@ class Breadth(NamedTuple):
 def breadth_of(
     algorithm: str | Algorithm, width: int | None, candidates: int | None, selected: int | None = None
 ) -> Breadth:
-    """Width and candidates where either may be left open: then it is the other, or else the algorithm's own.
+    """Resolves the defaults of width and candidates.
+
+    If only one is given, the other equals it. If neither is, both are the algorithm's ``usual_candidates``.
 
     Args:
         algorithm: The algorithm.
-        width: Most children of a node; None leaves it open.
-        candidates: Tokens of a draft row that are looked at; None leaves them open.
-        selected: Among how many a selector chooses; None without one. Candidates that are left open are as
-            many, and a width that is left open too is at most the algorithm's own.
+        width: Most children of a node, or None.
+        candidates: Number of candidates per draft row, or None.
+        selected: Number of candidates of the head's selector; None without one. It is then the default of
+            ``candidates``, and the default width is at most the algorithm's ``usual_candidates``.
 
     Raises:
-        ValueError: The algorithm is none.
+        ValueError: The algorithm is unknown.
     """
     usual = algorithm_of(algorithm).usual_candidates
     if selected is not None and candidates is None:
@@ -53,7 +55,7 @@ def breadth_of(
 
 
 def check_breadth(breadth: Breadth, vocabulary: int) -> None:
-    """Raises ValueError naming what of the breadth lies outside 1..V, or a width above the candidates."""
+    """Raises ValueError if width or candidates are outside 1..V, or the width exceeds the candidates."""
     for name, number in breadth._asdict().items():
         if not 1 <= number <= vocabulary:
             raise ValueError(f"{name} must lie in 1..{vocabulary}, not {number}")
@@ -62,11 +64,11 @@ def check_breadth(breadth: Breadth, vocabulary: int) -> None:
 
 
 def plan_of(algorithm: Algorithm, candidates: Candidates, routing: Routing) -> Plan:
-    """The algorithm's plan for some candidates. Its checks are made while tracing and cost a program nothing.
+    """The algorithm's plan for some candidates. It is checked during tracing, at no cost at run time.
 
     Raises:
-        ValueError: The plan raised an error or cannot be traced, or it is no `Plan`, or a part of it has the
-            wrong shape or type; all that is wrong is listed, after the algorithm's name.
+        ValueError: `plan` raised an error, cannot be traced, does not return a `Plan`, or an array has the
+            wrong shape or type. All problems are listed after the algorithm's name.
     """
     try:
         plan = algorithm.plan(candidates, routing)
@@ -77,9 +79,9 @@ def plan_of(algorithm: Algorithm, candidates: Candidates, routing: Routing) -> P
             f"NumPy on values of arrays ({reason})"
         ) from error
     except Exception as error:
-        # Built-in algorithms say by a ValueError what does not fit; anything else is a fault of the plan's.
-        said = str(error) if type(error) is ValueError else f"plan raised {type(error).__name__}: {error}"
-        raise ValueError(f"tree algorithm {name_of(algorithm)!r}: {said}") from error
+        # Built-in algorithms report unsuitable options with a ValueError; other errors are bugs of the plan.
+        problem = str(error) if type(error) is ValueError else f"plan raised {type(error).__name__}: {error}"
+        raise ValueError(f"tree algorithm {name_of(algorithm)!r}: {problem}") from error
     if wrong := _defects(plan, candidates.log_probs.shape[:2]):
         raise ValueError(f"tree algorithm {name_of(algorithm)!r}: {'; '.join(wrong)}")
     return plan
@@ -94,20 +96,20 @@ def check_traceable(algorithm: str | Algorithm, *, depth: int, width: int) -> No
         width: W, most children of a node.
 
     Raises:
-        ValueError: As `plan_of`, or the options do not go with the depth.
+        ValueError: As for `plan_of`, or the options do not fit the depth.
     """
-    meant = algorithm_of(algorithm)
+    chosen = algorithm_of(algorithm)
 
     def arrays(logits: Float[Array, "B D V"]) -> tuple[Any, Any]:
-        plan = plan_of(meant, top_candidates(logits, width), Routing.unsaid(1))
+        plan = plan_of(chosen, top_candidates(logits, width), Routing.unsaid(1))
         return plan.caps, plan.bonus
 
-    # A vocabulary of the width is as good as any.
+    # The size of the vocabulary does not matter, so it is the width.
     jax.eval_shape(arrays, jax.ShapeDtypeStruct((1, depth, width), jnp.float32))
 
 
 def _defects(plan: Any, shape: tuple[int, ...]) -> list[str]:
-    """What is wrong with a plan whose values are unknown."""
+    """Problems of a plan that can be found without its values."""
     if not isinstance(plan, Plan):
         return [f"plan must return a Plan, not {type(plan).__name__}"]
     wrong = []

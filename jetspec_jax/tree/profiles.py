@@ -1,15 +1,15 @@
-"""Tables of measured acceptance, which some algorithms take their caps from.
+"""Tables of measured acceptance, from which some algorithms derive their caps.
 
-The JSON, of which one table may be absent where no algorithm reads it::
+The JSON format; a table that no algorithm reads may be absent::
 
     {"version": 1,
      "depth_rank_accept": [[0.6, 0.2, ...], ...],
      "per_class_histograms": {"decisive_task": [[...], ...], "balanced_task": [3, 2, 1], ...},
      "meta": {...}}
 
-``depth_rank_accept[d][r]`` is the probability that the target's pick at a node of depth d is the head's token
-of rank r. A class's histogram is such a table, or a flat list of caps. Files of the reference implementation
-carry no version and are read as well.
+``depth_rank_accept[d][r]`` is the probability that the target's choice at a node of depth d is the head's
+token of rank r. A class's histogram is such a table, or a flat list of caps. Files of the reference
+implementation, which have no version, are supported too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,9 +30,9 @@ class Profile:
     """A table of measured acceptance.
 
     Attributes:
-        depth_rank_accept: By depth and rank; empty without one.
-        class_caps: Caps by depth for each class that has a histogram, as pairs.
-        where: What errors call it, as the name of its file.
+        depth_rank_accept: Acceptance by depth and rank; empty if absent.
+        class_caps: Pairs of a class and its caps by depth, for each class with a histogram.
+        where: The profile's name in errors, such as its file.
     """
 
     depth_rank_accept: Table = ()
@@ -41,14 +41,14 @@ class Profile:
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str = "the profile") -> "Profile":
-        """Reads what the JSON holds.
+        """Reads a profile from parsed JSON.
 
         Args:
-            raw: The JSON.
-            where: What errors call it, as the name of its file.
+            raw: The parsed JSON.
+            where: The profile's name in errors, such as its file.
 
         Raises:
-            ValueError: It is of another version, has unknown keys or classes, or a table is misshapen.
+            ValueError: The version, a key or a class is unknown, or a table is misshapen.
         """
         if not isinstance(raw, Mapping):
             keys = ", ".join(_KEYS)
@@ -64,18 +64,18 @@ class Profile:
         check_classes(classes, f"per_class_histograms of {where}")
         return cls(
             _table(raw.get("depth_rank_accept", ()), f"{where}: depth_rank_accept"),
-            tuple((name, _caps(own, f"{of_class}[{name!r}]")) for name, own in classes.items()),
+            tuple((name, _caps(histogram, f"{of_class}[{name!r}]")) for name, histogram in classes.items()),
             where,
         )
 
     def has(self, table: str) -> bool:
-        """Whether it has anything in a table, by its name in the JSON."""
+        """Whether a table, by its key in the JSON, is present and not empty."""
         return bool(
             {"depth_rank_accept": self.depth_rank_accept, "per_class_histograms": self.class_caps}[table]
         )
 
 
-#: Nothing was measured.
+#: A profile without tables.
 NO_PROFILE = Profile()
 
 
@@ -89,7 +89,7 @@ def _table(rows: Any, where: str) -> Table:
 
 
 def _caps(histogram: Any, where: str) -> tuple[int, ...]:
-    """A class's caps: as they are, or of each row the last rank that was ever accepted."""
+    """A class's caps: the list itself, or for each row the number of ranks up to the last one accepted."""
     if _is_list(histogram) and histogram and all(_is_count(cap) for cap in histogram):
         return tuple(int(cap) for cap in histogram)
     if not _is_list(histogram) or not histogram or not all(map(_is_list, histogram)):

@@ -1,4 +1,4 @@
-"""The algorithms of the reference implementation and of the JetSpec paper, and the optimum beside them.
+"""The algorithms of the reference implementation and of the JetSpec paper, and the optimal `TopNodes`.
 
 Source: arXiv 2606.18394, and hao-ai-lab/JetSpec for names, options and defaults. Shapes: B sequences, D draft
 depth, W width.
@@ -18,10 +18,10 @@ from jetspec_jax.tree.candidates import Candidates
 from jetspec_jax.tree.profiles import NO_PROFILE, Profile
 from jetspec_jax.tree.routing import BALANCED, CLASSES, DECISIVE, UNCERTAIN, UNSAID, Routing, check_classes
 
-#: The algorithm of whoever names none.
+#: The default algorithm of decoding.
 DEFAULT_ALGORITHM = "top_nodes"
 
-#: Caps by depth; the last goes on for all depths below.
+#: Caps by depth; the last cap also applies to all greater depths.
 Template = tuple[int, ...]
 
 _DECISIVE, _BALANCED, _UNCERTAIN = (1,), (3, 2, 1), (7, 7, 1)
@@ -31,23 +31,24 @@ _REASONING, _OPEN_ENDED = (1,), (2, 2, 1)
 @register_algorithm("accum_logp")
 @dataclass(frozen=True)
 class AccumLogp(Algorithm):
-    """Every expanded node gets the full width: JetSpec's own, with 7 candidates."""
+    """JetSpec's algorithm: every expanded node gets the full width, 7 by default."""
 
     def plan(self, candidates: Candidates, routing: Routing) -> Plan:
-        """Full width at every depth."""
+        """The full width at every depth."""
         return Plan(_full(candidates))
 
 
 @register_algorithm("top2gap_fanout")
 @dataclass(frozen=True)
 class Top2GapFanout(Algorithm):
-    """The fewer children, the surer the row: ``round(W * sigmoid(-beta * (gap - g_0)))``, at least 1.
+    """Fewer children for more certain rows: ``round(W * sigmoid(-beta * (gap - g_0)))``, at least 1.
 
-    The gap is the row's best log-probability less its second best; a width of 1 is a chain.
+    The gap is the difference between the row's best and second-best log-probability. A width of 1 gives a
+    chain.
 
     Attributes:
-        beta: How sharply the caps fall.
-        g_0: The gap at which they are half the width.
+        beta: Slope of the caps.
+        g_0: The gap at which caps are half the width.
     """
 
     beta: float = 1.0
@@ -65,15 +66,15 @@ class Top2GapFanout(Algorithm):
 @register_algorithm("task_router")
 @dataclass(frozen=True)
 class TaskRouter(Algorithm):
-    """A template of caps by the class of the request: what the caller says, else how sure the draft is.
+    """A template of caps by the request's class: the caller's hint, or else inferred from the draft's gaps.
 
     Attributes:
         gap_high: A mean gap above this is decisive.
-        gap_low: One below this is uncertain.
-        templates: Caps by depth for each of `CLASSES`, as a mapping or its pairs; those left out stay as they
-            are. The last cap goes on below; more caps than the draft has rows are refused when a tree is
-            planned.
-        force_baseline: Do as `accum_logp`.
+        gap_low: A mean gap below this is uncertain.
+        templates: Caps by depth for some of `CLASSES`, as a mapping or pairs; other classes keep their
+            default. The last cap also applies to greater depths. Templates with more caps than the draft has
+            rows are refused when a tree is planned.
+        force_baseline: Behave like `accum_logp`.
     """
 
     gap_high: float = 2.0
@@ -85,8 +86,8 @@ class TaskRouter(Algorithm):
         """Makes the templates hashable.
 
         Raises:
-            ValueError: The gaps are the wrong way round, a class is unknown or named twice, or a template is
-                no list of caps.
+            ValueError: ``gap_low`` exceeds ``gap_high``, a class is unknown or occurs twice, or a template is
+                not a list of caps.
         """
         if not self.gap_low <= self.gap_high:
             raise ValueError(f"gap_low must be at most gap_high, {self.gap_high}, not {self.gap_low}")
@@ -104,8 +105,10 @@ class TaskRouter(Algorithm):
     def classes(self, candidates: Candidates, routing: Routing) -> Int[Array, "B"]:
         """The class of each sequence."""
         gap = jnp.mean(_gaps(candidates), axis=1)
-        felt = jnp.where(gap > self.gap_high, DECISIVE, jnp.where(gap < self.gap_low, UNCERTAIN, BALANCED))
-        return jnp.where(routing.task_class == UNSAID, felt, routing.task_class)
+        inferred = jnp.where(
+            gap > self.gap_high, DECISIVE, jnp.where(gap < self.gap_low, UNCERTAIN, BALANCED)
+        )
+        return jnp.where(routing.task_class == UNSAID, inferred, routing.task_class)
 
     def _class_templates(self, candidates: Candidates) -> dict[str, Template]:
         """The caps by depth of each class."""
@@ -118,12 +121,12 @@ class TaskRouter(Algorithm):
 @register_algorithm("reasoning_router")
 @dataclass(frozen=True)
 class ReasoningRouter(Algorithm):
-    """A chain for requests that reason, a few branches near the root for others.
+    """A chain for requests with reasoning, a few branches near the root for others.
 
     Attributes:
-        gap_threshold: A mean gap above this is reasoning, whatever is said.
-        open_ended_template: Caps by depth of the others, no more than the draft has rows.
-        force_baseline: Do as `accum_logp`.
+        gap_threshold: A mean gap above this counts as reasoning, whatever the hints say.
+        open_ended_template: Caps by depth for other requests, at most as many as the draft has rows.
+        force_baseline: Behave like `accum_logp`.
     """
 
     gap_threshold: float = 1.5
@@ -131,16 +134,16 @@ class ReasoningRouter(Algorithm):
     force_baseline: bool = False
 
     def __post_init__(self) -> None:
-        """Makes the template hashable; ValueError if it is no list of caps."""
+        """Makes the template hashable; raises ValueError if it is not a list of caps."""
         template = _template(self.open_ended_template, "open_ended_template")
         object.__setattr__(self, "open_ended_template", template)
 
     def plan(self, candidates: Candidates, routing: Routing) -> Plan:
-        """A chain or the template."""
+        """A chain or the template for each sequence."""
         if self.force_baseline:
             return Plan(_full(candidates))
-        felt = jnp.mean(_gaps(candidates), axis=1) > self.gap_threshold
-        reasons = routing.reasoning | felt
+        inferred = jnp.mean(_gaps(candidates), axis=1) > self.gap_threshold
+        reasons = routing.reasoning | inferred
         if self.open_ended_template != _OPEN_ENDED:
             _check_fits(self.open_ended_template, candidates, "open_ended_template")
         caps = [_extended(template, candidates) for template in (self.open_ended_template, _REASONING)]
@@ -150,12 +153,12 @@ class ReasoningRouter(Algorithm):
 @register_algorithm("class_histogram")
 @dataclass(frozen=True)
 class ClassHistogram(TaskRouter):
-    """`task_router` with caps that were measured for each class, where the profile has them.
+    """`task_router` with measured caps for the classes that the profile has.
 
-    A profile may reach deeper than the draft: what it says of depths that are not there is not needed.
+    The profile may have more depths than the draft; the surplus is ignored.
 
     Attributes:
-        profile: Its ``per_class_histograms``.
+        profile: A profile with ``per_class_histograms``.
     """
 
     table: ClassVar[str | None] = "per_class_histograms"
@@ -169,11 +172,13 @@ class ClassHistogram(TaskRouter):
 @register_algorithm("depth_rank_histogram")
 @dataclass(frozen=True)
 class DepthRankHistogram(Algorithm):
-    """As many children as ranks were accepted often enough at their depth; the full width without a row.
+    """The number of children is the number of ranks accepted often enough at the depth.
+
+    Depths that the profile lacks get the full width.
 
     Attributes:
-        tau: Least share of acceptances of a rank.
-        profile: Its ``depth_rank_accept``.
+        tau: The smallest acceptance of a rank that counts.
+        profile: A profile with ``depth_rank_accept``.
     """
 
     table: ClassVar[str | None] = "depth_rank_accept"
@@ -182,7 +187,7 @@ class DepthRankHistogram(Algorithm):
     profile: Profile = NO_PROFILE
 
     def plan(self, candidates: Candidates, routing: Routing) -> Plan:
-        """Caps from the table, the same for all sequences."""
+        """Caps from the table, equal for all sequences."""
         batch, depth, width = candidates.tokens.shape
         rows = self.profile.depth_rank_accept[:depth]
         caps = [min(max(sum(share >= self.tau for share in row), 1), width) for row in rows]
@@ -193,7 +198,7 @@ class DepthRankHistogram(Algorithm):
 @register_algorithm("hybrid")
 @dataclass(frozen=True)
 class Hybrid(Algorithm):
-    """Priority is the log-probability plus ``alpha`` times the entropy of every row on the path.
+    """The priority is the log-probability plus ``alpha`` times the sum of the path's row entropies.
 
     Attributes:
         alpha: Weight of the entropies, in nats.
@@ -207,24 +212,24 @@ class Hybrid(Algorithm):
             raise ValueError(f"alpha must be a number of at least 0, not {self.alpha}")
 
     def plan(self, candidates: Candidates, routing: Routing) -> Plan:
-        """Full width, the entropies a bonus."""
+        """The full width, with entropies as a bonus."""
         return Plan(_full(candidates), self.alpha * candidates.entropies)
 
 
 @register_algorithm("entropy")
 @dataclass(frozen=True)
 class Entropy(Algorithm):
-    """The entropies alone: what `hybrid` becomes for a large ``alpha``, ties by age."""
+    """The priority is the sum of entropies, the limit of `hybrid` for large ``alpha``; ties by age."""
 
     def plan(self, candidates: Candidates, routing: Routing) -> Plan:
-        """Full width, nothing but the bonus."""
+        """The full width, with entropies as the only priority."""
         return Plan(_full(candidates), candidates.entropies, weight=0.0)
 
 
 @register_algorithm("chain")
 @dataclass(frozen=True)
 class Chain(Algorithm):
-    """The head's own likeliest tokens, one below the other: a tree of width 1."""
+    """The most probable token of each row: a tree of width 1."""
 
     def plan(self, candidates: Candidates, routing: Routing) -> Plan:
         """One child at every depth."""
@@ -234,7 +239,7 @@ class Chain(Algorithm):
 @register_algorithm("top_nodes")
 @dataclass(frozen=True)
 class TopNodes(AccumLogp):
-    """The most probable nodes that the budget holds, child by child: the optimum for the given scores."""
+    """The most probable nodes within the budget, inserted one by one: optimal for the given scores."""
 
     one_by_one: ClassVar[bool] = True
     usual_candidates: ClassVar[int] = 32
@@ -246,13 +251,13 @@ def _full(candidates: Candidates) -> Int32[Array, "B D"]:
 
 
 def _gaps(candidates: Candidates) -> Float32[Array, "B D"]:
-    """How far the best of each row is above the second best; 0 where there is no second."""
+    """The difference between the best and second-best log-probability of each row; 0 without a second."""
     best = candidates.log_probs
     return best[:, :, 0] - best[:, :, min(1, best.shape[2] - 1)]
 
 
 def _check_fits(template: Sequence[int], candidates: Candidates, name: str) -> None:
-    """A template that was given for a deeper draft was not meant for this one; the usual ones fit any."""
+    """Refuses a caller's template with more caps than the draft has rows; it was made for another draft."""
     depth = candidates.tokens.shape[1]
     if len(template) > depth:
         raise ValueError(
@@ -262,16 +267,16 @@ def _check_fits(template: Sequence[int], candidates: Candidates, name: str) -> N
 
 
 def _extended(template: Sequence[int], candidates: Candidates) -> Int32[Array, "D"]:
-    """Caps for all depths, within 1..W."""
+    """Caps for all depths, clipped to 1..W."""
     _, depth, width = candidates.tokens.shape
     caps = [template[min(d, len(template) - 1)] for d in range(depth)]
     return jnp.asarray([min(max(cap, 1), width) for cap in caps], jnp.int32)
 
 
 def _templates(given: Any) -> tuple[tuple[str, Template], ...]:
-    """Templates as pairs in the order of their classes' names."""
+    """Templates as pairs sorted by class name."""
     pairs = tuple(given.items()) if isinstance(given, Mapping) else given
-    if not isinstance(pairs, tuple) or not all(isinstance(own, tuple) and len(own) == 2 for own in pairs):
+    if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ValueError(f"templates must map classes to lists of caps, not {given!r}")
     names = [name for name, _ in pairs]
     check_classes(names, "templates")

@@ -1,7 +1,6 @@
-"""What a tree, once it is verified, says about all smaller ones.
+"""The number of tokens that smaller budgets would have had accepted, from one verified tree.
 
-A tree grows best-first, and nothing but its end depends on the budget: the tree of a smaller budget is the
-first nodes of a larger one. So one round shows what each smaller budget would have had accepted.
+Trees grow best-first, so the tree of a smaller budget consists of the first nodes of a larger tree.
 """
 
 from collections.abc import Sequence
@@ -13,16 +12,16 @@ from jaxtyping import Array, Float32, Int
 
 from jetspec_jax.tree.token_tree import BUCKETS, ROOT_INDEX
 
-#: Smaller trees hardly cost less than this where few sequences decode together.
+#: With few sequences, smaller trees than this cost hardly less.
 USUAL_LEAST = 16
 
 
 class Reach(NamedTuple):
-    """Drafted tokens accepted with K budgets, as the head expects and as it was; the bonus is not counted.
+    """Accepted drafted tokens for K budgets, expected and actual, without the bonus token.
 
     Attributes:
-        expected: Sum of the probabilities that the head gives the nodes: each is accepted with its own.
-        accepted: Nodes of the accepted path among the first so many.
+        expected: Sum of the head's probabilities of the nodes within each budget.
+        accepted: Number of nodes of the accepted path within each budget.
     """
 
     expected: Float32[Array, "*rounds K"]
@@ -30,26 +29,26 @@ class Reach(NamedTuple):
 
 
 def tree_buckets(most: int, least: int = USUAL_LEAST) -> tuple[int, ...]:
-    """Buckets of drafted trees from ``least`` nodes to ``most``, a bucket; or that alone if it is less."""
+    """The buckets from ``least`` nodes to the bucket ``most``; only ``most`` if it is smaller."""
     return tuple(bucket for bucket in BUCKETS[1:] if min(least, most) <= bucket <= most)
 
 
 def reach_of(
     scores: Float32[Array, "*rounds N"], path: Int[Array, "*rounds D1"], budgets: Sequence[int]
 ) -> Reach:
-    """What trees of some budgets, none larger than these, would have had accepted.
+    """The tokens that smaller budgets would have had accepted.
 
-    Example: of nodes 0..5 with the path 0, 2, 5 a budget of 3 would have had 1 accepted, one of 6 has 2.
+    Example: for nodes 0..5 and the accepted path 0, 2, 5, a budget of 3 gives 1 token, a budget of 6 gives 2.
 
     Args:
-        scores: Of the nodes of trees in the order in which they were inserted; -inf is padding.
+        scores: Scores of the nodes in the order of insertion; -inf for padding.
         path: Nodes of the accepted path from the root on; -1 beyond.
-        budgets: K numbers of nodes, root included.
+        budgets: K budgets, root included, at most the tree's.
     """
     ends = jnp.asarray(budgets).reshape((1,) * scores.ndim + (-1,))
 
     def total(nodes: Int[Array, "*rounds M"], of: Float32[Array, "*rounds M"]) -> Float32[Array, "*rounds K"]:
-        """Of the nodes that each budget has, one by one; the root is not drafted."""
+        """The sum over the nodes within each budget, without the root."""
         inside = (nodes[..., None] > ROOT_INDEX) & (nodes[..., None] < ends)
         return jnp.where(inside, of[..., None], 0.0).sum(axis=-2)
 

@@ -1,4 +1,4 @@
-"""What a caller says of a request, for algorithms that route by it, as arrays of a batch."""
+"""Routing hints of requests, for algorithms that route by them, as arrays of a batch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-#: The classes of `TaskRouter`, in the order of their numbers, and the keys of templates and profiles.
+#: The classes of `TaskRouter`, in the order of their indices; also the keys of templates and profiles.
 CLASSES = ("decisive_task", "balanced_task", "uncertain_task")
 DECISIVE, BALANCED, UNCERTAIN = range(3)
-#: Nobody said anything: the draft rows decide.
+#: No hint: the class is inferred from the draft rows.
 UNSAID = -1
 
 _CLASS_OF_TASK: Mapping[str, int] = {
@@ -26,16 +26,16 @@ _REASONING_TEXT = ("<think>", "step 1", "let me think", "let's think", "first,",
 KEYS = ("task", "mode", "text")
 _MEANT = f"a mapping with any of {', '.join(KEYS)}, as {{'task': 'math'}}"
 
-#: What is known of one request: any of `KEYS`.
+#: The hints of one request, with any of `KEYS`.
 Hints = Mapping[str, str]
 
 
 class Routing(NamedTuple):
-    """What callers said of the sequences of a batch.
+    """The routing hints of a batch.
 
     Attributes:
         task_class: Index into `CLASSES`, or `UNSAID`.
-        reasoning: Whether somebody said that the request reasons.
+        reasoning: Whether the hints say that the request needs reasoning.
     """
 
     task_class: Int32[Array, "B"]
@@ -43,68 +43,68 @@ class Routing(NamedTuple):
 
     @classmethod
     def unsaid(cls, batch: int) -> "Routing":
-        """Nothing was said of any sequence."""
+        """A batch without hints."""
         return cls(jnp.full((batch,), UNSAID, jnp.int32), jnp.zeros((batch,), bool))
 
     @classmethod
     def of_one(cls, hints: Hints | None) -> "Routing":
-        """What was said of one sequence, as NumPy values without the batch axis.
+        """The hints of one sequence as NumPy values without the batch axis.
 
         Raises:
-            TypeError: It is no mapping, or a value no string.
+            TypeError: The hints are not a mapping, or a value is not a string.
             ValueError: A key is unknown.
         """
         given = _checked(hints)
         task, mode, text = (given.get(key, "").lower() for key in KEYS)
-        # An unknown task is balanced.
-        own = _CLASS_OF_TASK.get(task, BALANCED) if "task" in given else UNSAID
+        # Unknown tasks are balanced.
+        task_class = _CLASS_OF_TASK.get(task, BALANCED) if "task" in given else UNSAID
         reasons = (
             task in _REASONING_TASKS
             or mode in _REASONING_MODES
             or any(mark in text for mark in _REASONING_TEXT)
         )
-        values: Any = np.int32(own), np.bool_(reasons)
+        values: Any = np.int32(task_class), np.bool_(reasons)
         return cls(*values)
 
     @classmethod
     def of(cls, hints: Hints | Sequence[Hints | None] | None, batch: int) -> "Routing":
-        """Hints for all sequences, or for each of them.
+        """The hints of a batch: one mapping for all sequences, or one for each.
 
         Raises:
-            TypeError: As `hints_of_each`.
-            ValueError: Likewise.
+            TypeError: As for `hints_of_each`.
+            ValueError: As for `hints_of_each`.
         """
-        each = [cls.of_one(own) for own in hints_of_each(hints, batch, "sequences")]
+        each = [cls.of_one(hint) for hint in hints_of_each(hints, batch, "sequences")]
         return cls(
-            jnp.asarray([own.task_class for own in each], jnp.int32),
-            jnp.asarray([own.reasoning for own in each], bool),
+            jnp.asarray([routing.task_class for routing in each], jnp.int32),
+            jnp.asarray([routing.reasoning for routing in each], bool),
         )
 
 
 def hints_of_each(
     hints: Hints | Sequence[Hints | None] | None, count: int, things: str
 ) -> list[Hints | None]:
-    """What is known of each of ``count`` things: the same, or what a sequence says of it.
+    """The hints of each of ``count`` things, from one mapping for all or a sequence of mappings.
 
     Raises:
-        TypeError: One is no mapping of strings.
-        ValueError: There are not as many as things, or one has an unknown key.
+        TypeError: A hint is not a mapping of strings.
+        ValueError: The sequence has another length, or a key is unknown.
     """
     if hints is None or isinstance(hints, Mapping):
-        own = [hints] * count
+        each = [hints] * count
     elif isinstance(hints, Sequence) and not isinstance(hints, str):
-        own = list(hints)
+        each = list(hints)
     else:
         raise TypeError(f"routing is {_MEANT}, for all {things}, or a sequence of these, not {hints!r}")
-    if len(own) != count:
-        raise ValueError(f"{len(own)} routing hints for {count} {things}")
-    for hint in own:
+    if len(each) != count:
+        raise ValueError(f"{len(each)} routing hints for {count} {things}")
+    for hint in each:
         _checked(hint)
-    return own
+    return each
 
 
 def check_classes(names: Iterable[Any], where: str) -> None:
-    """Raises ValueError for names that are none of `CLASSES`; ``where`` they were found."""
+    """Raises ValueError for names that are not in `CLASSES`; ``where`` is for the message."""
     if unknown := sorted((name for name in names if name not in CLASSES), key=str):
         raise ValueError(f"unknown classes {unknown} in {where}; there are {', '.join(CLASSES)}")
 

@@ -1,4 +1,4 @@
-"""The token tree as arrays, and the static sizes it is padded to."""
+"""The token tree as arrays, and the static sizes to which it is padded."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float32, Int, Int32
 ROOT_INDEX = 0
 NO_PARENT = -1
 
-# Static node counts, root included. One program is compiled per bucket; a budget is traced.
+# Static numbers of nodes, root included. One program is compiled per bucket; the budget is traced.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -26,7 +26,7 @@ class TokenTree:
         tokens: the token of each node; the root's is the anchor, the last committed token.
         parents: index of each node's parent.
         depths: distance from the root.
-        scores: cumulative draft log-probability from the root, whose own is 0.
+        scores: cumulative draft log-probability from the root, whose score is 0.
         num_nodes: valid nodes of each sequence, root included.
     """
 
@@ -44,7 +44,7 @@ class TokenTree:
 
 
 def bucket_for(budget: int) -> int:
-    """The first of `BUCKETS` that holds `budget` nodes, root included.
+    """The smallest of `BUCKETS` with at least `budget` nodes, root included.
 
     Raises:
         ValueError: the budget is not in 1..256.
@@ -55,7 +55,7 @@ def bucket_for(budget: int) -> int:
 
 
 def root_tree(root_tokens: Int[Array, " B"], num_nodes: int) -> TokenTree:
-    """Trees of the root alone, in `num_nodes` slots: where growing starts, and all of plain decoding."""
+    """Trees with only a root, padded to `num_nodes`, as used for plain decoding."""
     batch = root_tokens.shape[0]
     index = jnp.arange(num_nodes, dtype=jnp.int32)[None, :]
     is_root = jnp.broadcast_to(index == ROOT_INDEX, (batch, num_nodes))

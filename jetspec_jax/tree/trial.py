@@ -1,4 +1,4 @@
-"""A trial of an algorithm: trees out of drafts of every kind, each built in the checked mode."""
+"""Tests an algorithm's contract on trees of many kinds of drafts, built in the checked mode."""
 
 import numpy as np
 
@@ -6,34 +6,34 @@ from jetspec_jax.tree.algorithms import Algorithm, algorithm_of
 from jetspec_jax.tree.building import build_tree
 from jetspec_jax.tree.routing import Hints
 
-#: The sequences of a trial, by the kind of their draft rows: drawn at random; one token nearly certain; all
-#: tokens alike; many alike; one token alone possible, as a filter may leave it; and all of these in turn.
+#: The sequences of a trial, by the kind of their draft rows: random; one token nearly certain; all tokens
+#: equal; many ties; only one token possible, as after a filter; and all of these in turn.
 DRAFTS = ("random", "sure", "flat", "ties", "filtered", "mixed")
 _HINTS: tuple[Hints | None, ...] = (
     None, {"task": "math"}, {"task": "balanced"}, {"task": "chat"}, {"mode": "cot"}, {"text": "First, …"}
 )  # fmt: skip
-# Budgets of one bucket, so that they share a program.
+# Budgets of the same bucket, so that they share a program.
 _LARGE, _SMALL = 64, 33
 
 
 def check_algorithm_contract(
     algorithm: str | Algorithm, *, depth: int = 15, width: int = 7, seed: int = 0
 ) -> None:
-    """Tries an algorithm on drafts of every kind; for tests of one's own algorithms.
+    """Tests an algorithm on drafts of many kinds; meant for tests of custom algorithms.
 
-    Trees are built with ``build_tree(checked=True)`` of a batch with a sequence for each of `DRAFTS`, once
-    with nothing said of them and once with a routing hint for each.
+    Trees are built with ``build_tree(checked=True)`` for a batch with one sequence for each of `DRAFTS`, once
+    without routing hints and once with a hint for each sequence.
 
     Args:
         algorithm: A name, or an algorithm with its options.
         depth: D, rows of a draft.
         width: W, most children of a node.
-        seed: Of the random rows.
+        seed: Seed of the random rows.
 
     Raises:
-        ValueError: The algorithm breaks its contract: see `build_tree`. A note names the kinds of sequences.
+        ValueError: The algorithm breaks its contract, see `build_tree`. A note lists the kinds of sequences.
     """
-    meant = algorithm_of(algorithm)
+    chosen = algorithm_of(algorithm)
     logits = sample_logits(depth, width, seed)
     roots = np.arange(len(DRAFTS))
     try:
@@ -44,7 +44,7 @@ def check_algorithm_contract(
                     roots,
                     width=width,
                     budget=budget,
-                    algorithm=meant,
+                    algorithm=chosen,
                     depth=limit,
                     routing=routing,
                     checked=True,

@@ -55,7 +55,7 @@ def test_safetensors_beside_it_are_refused(capsys, pair):
     code, _, err = run(capsys, "info", str(pair / "target"))
     surplus.unlink()
     assert code == 2
-    assert "take away those that are not meant" in err
+    assert "remove the files of one of the two formats" in err
 
 
 def test_without_orbax_the_extra_is_named(capsys, pair, monkeypatch):

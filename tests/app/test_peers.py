@@ -28,11 +28,11 @@ def mesh(*devices):
 
 @pytest.fixture
 def said(caplog):
-    """What is logged of devices; a process says it once."""
-    peers._say.cache_clear()
+    """The logged warnings about devices, which a process logs once."""
+    peers._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "jetspec_jax"):
         yield lambda: [line for line in caplog.messages if "reach each other" in line]
-    peers._say.cache_clear()
+    peers._warn_once.cache_clear()
 
 
 def bridged(first, second):

@@ -191,9 +191,9 @@ class TestTrouble:
         ("name", "row", "said"),
         [
             ("gsm8k", {"problem": "x"}, "gsm8k row 0 has no 'question'; its columns are problem"),
-            ("mt-bench", {"prompt": [], "category": "math"}, "mt-bench row 0 asks nothing"),
-            ("mt-bench", {"prompt": "x", "category": "math"}, "mt-bench row 0 asks nothing"),
-            ("mbpp", {"prompt": None}, "mbpp row 0 asks nothing, or something that is no text"),
+            ("mt-bench", {"prompt": [], "category": "math"}, "mt-bench row 0 has no question"),
+            ("mt-bench", {"prompt": "x", "category": "math"}, "mt-bench row 0 has no question"),
+            ("mbpp", {"prompt": None}, "mbpp row 0 has no question, or a question that is not a text"),
         ],
     )
     def test_a_row_of_another_form_is_named(self, hub, name, row, said):

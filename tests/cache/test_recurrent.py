@@ -232,7 +232,7 @@ def test_what_a_layer_is_told():
         alone = attend_over(None, None, block).history(0)
         assert (alone.rows, alone.state, alone.parents) == (None, None, history.parents)
     full = Block.chain(jnp.zeros((SLOTS, ROWS), jnp.int32), "full")
-    with pytest.raises(ValueError, match="takes in a chain or a tree"):
+    with pytest.raises(ValueError, match="needs a chain or a tree"):
         attend_over([store], slots, full).history(0)
 
 

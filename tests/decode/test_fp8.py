@@ -96,14 +96,14 @@ class TestPairs:
     def test_a_target_that_the_head_was_not_trained_with_is_named(self, tmp_path, caplog):
         said = self.said(tmp_path / "head", caplog, target_in(BLOCKS))
         assert (
-            "the target is FP8 in blocks of 16 x 24, and the draft head was trained with one that is not"
+            "the target is FP8 in blocks of 16 x 24, and the draft head was trained with a target that is not"
             in said
         )
 
     def test_one_that_it_was_trained_with_is_not(self, tmp_path, caplog):
         assert not self.said(tmp_path / "head", caplog, target_in(BLOCKS), target_format=BLOCKS.format)
         said = self.said(tmp_path / "other", caplog, target_in(None), target_format=BLOCKS.format)
-        assert "the target is not quantised, and the draft head was trained with one that is FP8" in said
+        assert "the target is not quantised, and the draft head was trained with a target that is FP8" in said
 
     def test_mxfp4_is_how_its_targets_are_published(self, tmp_path, caplog):
         target = Target(dataclasses.replace(TINY, quantization=PACKED), {})

@@ -331,7 +331,7 @@ class TestTensors:
         folder = write(tmp_path / "differs", TIED, tensors, head)
         message = (
             rf"{folder}: lm_head\.weight is not model\.embed_tokens\.weight, and the config ties them; .*"
-            "config.json has to say so with tie_word_embeddings: false"
+            "set tie_word_embeddings: false in config.json"
         )
         with pytest.raises(ValueError, match=message):
             load_target(folder)

@@ -435,7 +435,10 @@ class TestFit:
             (with_dflash(mask_token_id=19), "mask_token_id 19 lies outside the target's vocabulary of 19"),
             (with_dflash(target_layer_ids=[0, 3]), r"tap layers \[3\] lie outside the target's layers 0..2"),
             (with_dflash(target_layer_ids=[-1, 0]), r"tap layers \[-1\] lie outside"),
-            (with_dflash(capped_logits=True), r"the target's cap \(capped_logits\), and the target has none"),
+            (
+                with_dflash(capped_logits=True),
+                r"needs the target's logit cap \(capped_logits\), and the target has none",
+            ),
         ],
     )
     def test_one_misfit(self, head, complaint):

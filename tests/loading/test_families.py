@@ -266,7 +266,7 @@ REFUSED = [
                 "quantization_config": {"quant_method": "mxfp4", "group_size": 16}
             },
             "unsupported rope type 'llama3'": {"rope_scaling": {"rope_type": "llama3"}},
-            "rope_scaling: of mscale and mscale_all_dim one is there without the other": {
+            "rope_scaling: mscale and mscale_all_dim must be given together": {
                 "rope_scaling": {**gpt_oss.GPT_OSS_20B["rope_scaling"], "mscale": 1.0}
             },
             r"unknown keys \['gating'\]": {"gating": True},

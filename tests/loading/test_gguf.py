@@ -188,7 +188,7 @@ class TestRefused:
         ("metadata", "extra", "complaint"),
         [
             ({"general.type": "adapter"}, {}, "it is a LoRA adapter"),
-            ({"general.type": "mmproj"}, {}, "it is the projector of a model of several modalities"),
+            ({"general.type": "mmproj"}, {}, "it is the projector of a multimodal model"),
             ({"general.type": "imatrix"}, {}, "general.type is 'imatrix'"),
             ({"split.count": 3}, {}, "it is one of 3 files that make up a model"),
             (broken(expert_count=8), {}, "expert_count=8 changes the model .*Mixtral"),

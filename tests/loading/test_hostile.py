@@ -48,7 +48,10 @@ class TestJson:
         [
             (DEEP, "nested too deeply"),
             ("\xff", "is not valid JSON"),
-            ('{"model_type": "qwen3", "model_type": "gemma3"}', "'model_type' is there twice"),
+            (
+                '{"model_type": "qwen3", "model_type": "gemma3"}',
+                "key 'model_type' occurs twice with different values",
+            ),
             ('{"a": ' + "9" * 5000 + "}", "is not valid JSON"),
             ("null", "must hold a JSON object"),
         ],

@@ -287,7 +287,7 @@ class TestRefused:
     def test_another_head_than_the_tied_one(self, tmp_path, monkeypatch):
         """Each process compares its own rows, of which 0 to 10 are the first device's."""
         tensors = random_tensors(target_shapes(TIED))
-        own_parts = Placement.own_parts
+        local_parts = Placement.local_parts
         for row in (0, 10, 11, 20):
             head = tensors["model.embed_tokens.weight"].copy()
             head[row] += 1
@@ -296,7 +296,9 @@ class TestRefused:
             with pytest.raises(ValueError, match=r"lm_head\.weight is not model\.embed_tokens\.weight"):
                 load()
             with monkeypatch.context() as patch:
-                patch.setattr(Placement, "own_parts", lambda self, parameter: own_parts(self, parameter)[:1])
+                patch.setattr(
+                    Placement, "local_parts", lambda self, parameter: local_parts(self, parameter)[:1]
+                )
                 patch.setattr(Placement, "put", lambda *_: None)
                 if row <= 10:
                     with pytest.raises(ValueError, match=r"lm_head\.weight is not"):

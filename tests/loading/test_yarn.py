@@ -82,8 +82,8 @@ def test_attention_factor(said, expected):
         ({"beta_fast": 2, "beta_slow": 3}, r"beta_fast must be at least beta_slow, which is 3\.0, not 2\.0"),
         ({"truncate": "false"}, "truncate must be true or false, not 'false'"),
         ({"attention_factor": -1.0}, "attention_factor must be a positive number"),
-        ({"mscale": 1.0}, "of mscale and mscale_all_dim one is there without the other"),
-        ({"mscale_all_dim": 1.0}, "of mscale and mscale_all_dim one is there without the other"),
+        ({"mscale": 1.0}, "mscale and mscale_all_dim must be given together"),
+        ({"mscale_all_dim": 1.0}, "mscale and mscale_all_dim must be given together"),
         (
             {"mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.1},
             r"attention_factor is 1\.1, and mscale 1\.0 and mscale_all_dim 1\.0 make it 1$",

@@ -99,12 +99,12 @@ def test_bodies(http, raw, kind, status, words):
         ({"prompt": "a", "min_tokens": 17}, 400, "min_tokens", ["at most max_tokens"]),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options", ["stream=true"]),
         ({"prompt": "a", "return_rounds": True}, 400, "return_rounds", ["stream=true"]),
-        ({"prompt": "a", "stream": True, "prompt_logprobs": 0}, 400, "prompt_logprobs", ["leave stream out"]),
+        ({"prompt": "a", "stream": True, "prompt_logprobs": 0}, 400, "prompt_logprobs", ["leave out stream"]),
         (
             {"prompt": "a", "stream": True, "stream_options": {"x": 1}},
             400,
             "stream_options.x",
-            ["no parameter", "leave it out"],
+            ["not a parameter", "leave it out"],
         ),
         (
             {"prompt": "a", "stream": True, "stream_options": {"include_usge": True}},
@@ -143,7 +143,7 @@ def test_bodies(http, raw, kind, status, words):
             ["leave prompt_logprobs out"],
         ),
         ({"prompt": "a", "echo": True, "max_tokens": -1}, 400, "max_tokens", ["at least 1"]),
-        ({"prompt": "a", "temperature": -1, "what": 1}, 400, "what", ["no parameter"]),
+        ({"prompt": "a", "temperature": -1, "what": 1}, 400, "what", ["not a parameter"]),
     ],
 )
 def test_completions(http, llm, body, status, param, words):
@@ -173,7 +173,7 @@ def test_completions(http, llm, body, status, param, words):
             "messages",
             ["input_audio"],
         ),
-        ({"messages": USER, "modalities": ["audio"]}, "modalities", ["text alone"]),
+        ({"messages": USER, "modalities": ["audio"]}, "modalities", ["only text"]),
         ({"messages": USER, "top_logprobs": 2}, "top_logprobs", ["logprobs=true"]),
         ({"messages": USER, "max_tokens": 1, "max_completion_tokens": 1}, "max_tokens", ["two names"]),
         ({"messages": USER, "tool_choice": "auto"}, "tool_choice", ["needs tools"]),
@@ -227,7 +227,7 @@ def test_completions(http, llm, body, status, param, words):
             "response_format",
             ["response_format and structured_outputs"],
         ),
-        ({"messages": USER, "Chosen": 1}, "Chosen", ["Chosen is no parameter"]),
+        ({"messages": USER, "Chosen": 1}, "Chosen", ["Chosen is not a parameter"]),
         ({"messages": USER, "verbose": "low"}, "verbose", ["did you mean verbosity?"]),
         (
             {"messages": USER, "prompt_cache_keys": "a"},
@@ -242,7 +242,7 @@ def test_completions(http, llm, body, status, param, words):
         (
             {"messages": USER, "tool_choice": {"type": "function", "functions": {}}},
             "tool_choice",
-            ["tool_choice.functions is no parameter", "did you mean function?"],
+            ["tool_choice.functions is not a parameter", "did you mean function?"],
         ),
     ],
 )

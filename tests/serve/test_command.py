@@ -138,9 +138,9 @@ def test_a_second_signal_ends_at_once(folder, hold):
 
 
 def test_how_long_the_server_drains_is_said(capsys, monkeypatch):
-    assert draining_notice(0, 30.0) == "jetspec-jax: the server ends; no requests run"
+    assert draining_notice(0, 30.0) == "jetspec-jax: the server is shutting down; no requests are running"
     for count, who in ((1, "1 running request has"), (3, "3 running requests have")):
-        assert f" any more, and {who} 30 s to end; a second Ctrl-C " in draining_notice(count, 30.0)
+        assert f" no more requests, and {who} 30 s to end; a second Ctrl-C " in draining_notice(count, 30.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert draining_notice(0, 1.5).startswith("\njetspec-jax: ")
 

@@ -11,7 +11,7 @@ from jetspec_jax import Completion, SamplingParams, logits
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.prompts import EncodedPrompt
 from jetspec_jax.serve.completions import CompletionRequest, CompletionWriter
-from jetspec_jax.serve.service import Asked
+from jetspec_jax.serve.service import GenerationRequest
 from tests.vocabularies import EOS, byte_level
 
 PROMPT = "def read_lines(path):"
@@ -218,8 +218,10 @@ def test_where_tokens_of_an_echoed_prompt_begin(given):
         llm=SimpleNamespace(llm=SimpleNamespace(target=SimpleNamespace(tokenizer=tokenizer)))
     )
     body = CompletionRequest(prompt="", echo=True, logprobs=0)
-    asked = Asked([EncodedPrompt(np.array(ids, np.int32), text)], SamplingParams(), (), "prompt")
-    writer = CompletionWriter("a", MODEL, body, asked, service)
+    generation = GenerationRequest(
+        [EncodedPrompt(np.array(ids, np.int32), text)], SamplingParams(), (), "prompt"
+    )
+    writer = CompletionWriter("a", MODEL, body, generation, service)
     after = [ord("b") + 1, ord("c") + 1]
     rows = [{token: Logprob(-2.0, 1)} for token in after]
     own = Completion("bc", after, "length", [2], [2], ids, text, logprobs=rows, prompt_logprobs=told)

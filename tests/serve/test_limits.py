@@ -241,7 +241,7 @@ def test_an_error_before_and_amid_a_text(target):
                 list(stream)
 
 
-@pytest.mark.parametrize("chunks", ["take", "end"])
+@pytest.mark.parametrize("chunks", ["feed", "end"])
 def test_an_error_in_the_writing_of_a_stream_is_told(target, monkeypatch, chunks):
     def broken(*_):
         raise KeyError("secret")
@@ -349,7 +349,7 @@ def test_a_server_that_ends_lets_streams_end_and_takes_no_more(target):
         own.stop(15)
         until(lambda: http.get("/health").status_code == 503)
         got = http.post(COMPLETION, json={"prompt": "a"})
-        assert refused(got, 503, None, "takes no more")["code"] == "draining"
+        assert refused(got, 503, None, "accepts no more")["code"] == "draining"
         gate.release(8 * len("abcdefgh"))
         join(*threads)
         own.join()

@@ -233,7 +233,7 @@ def test_few_are_watched_at_a_time_and_who_leaves_makes_room(http, llm, gate):
         refused = http.post("/playground/rounds", json=ASKED)
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) > 0
-        assert "2 requests are watched already" in refused.json()["error"]["message"]
+        assert "2 requests are traced already" in refused.json()["error"]["message"]
         # Others are served meanwhile, by the engine that they had.
         assert http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4}).status_code == 200
         gate.release(10_000)

@@ -410,7 +410,9 @@ class TestProfiles:
         raw = {"depth_rank_accept": [[0.5, 0.2]]}
         auto = get_algorithm("auto", {"tree": "depth_rank_histogram"}, raw)
         assert auto.shape == get_algorithm("depth_rank_histogram", profile=raw)
-        with pytest.raises(ValueError, match=r"'auto' takes no profile itself; name one .* as its tree"):
+        with pytest.raises(
+            ValueError, match=r"'auto' takes no profile itself; choose an algorithm .* as its tree"
+        ):
             get_algorithm("auto", profile=raw)
         with pytest.raises(ValueError, match=r"'hybrid' takes no profile$"):
             get_algorithm("auto", {"tree": "hybrid"}, raw)
@@ -434,7 +436,7 @@ class TestRegistry:
         logits = random_logits(1, 3, 20)
         assert build(logits, "first_two").num_nodes.tolist() == [1 + 2 * 3]
         assert build(logits, "first_two", levels=2).num_nodes.tolist() == [1 + 2 + 4 + 4]
-        with pytest.raises(ValueError, match=r"'first_two' is .*FirstTwo; name another"):
+        with pytest.raises(ValueError, match=r"'first_two' is .*FirstTwo; choose another name"):
             register_algorithm("first_two")(FirstTwo)
 
     def test_what_is_no_algorithm(self):
@@ -473,7 +475,7 @@ def _plan_arrays(algorithm, candidates):
     return plan.caps, plan.bonus
 
 
-ALGORITHM = "a tree algorithm is its name, or an Algorithm with its options, not "
+ALGORITHM = "a tree algorithm is a name, or an Algorithm with its options, not "
 ROUTING = "routing is a mapping with any of task, mode, text, as {'task': 'math'}"
 
 

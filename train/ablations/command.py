@@ -76,7 +76,7 @@ VARIANTS: Mapping[str, Variant] = {
 
 
 def add_command(commands: Any) -> None:
-    """Adds the command line."""
+    """Adds the command ``ablations``."""
     parser = commands.add_parser("ablations", help="compare ways to train a head", description=__doc__)
     parser.set_defaults(run=run)
     parser.add_argument("--work", type=Path, required=True, help="folder for everything made")
@@ -87,13 +87,15 @@ def add_command(commands: Any) -> None:
         "--text-temperatures",
         type=float,
         nargs="+",
-        # At the target's own distribution hard labels and forward KL have the same optimum.
+        # On text sampled from the target, hard labels and forward KL have the same optimum.
         default=[1.0],
         help="each regenerated document is written at one of these (default: 1)",
     )
     parser.add_argument("--prompts", type=int, default=64, help="held-out prompts decoded (default: 64)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--minutes", type=float, help="stop cleanly after this; run again to go on")
+    parser.add_argument(
+        "--minutes", type=float, help="stop cleanly after so many minutes; run again to resume"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -119,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Ablations:
-    """The stages, and what they share, which is loaded on first use."""
+    """The stages and their shared state, which is loaded on first use."""
 
     def __init__(
         self,
@@ -196,7 +198,7 @@ class Ablations:
 
     @cached_property
     def _cuts(self) -> SplitCuts:
-        """Beginnings of documents, the same for both kinds of text."""
+        """The prompts of documents, the same for both kinds of text."""
         settings, repeats = self.demo.regeneration, self.demo.library_repeats
         train, held = (
             encode_split(self._tokenizer, self._sources, split, library_repeats=repeats)

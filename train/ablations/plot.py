@@ -71,8 +71,8 @@ def plot_ablations(results: Mapping[str, Any], picture: Path) -> None:
 def _check(results: Mapping[str, Any]) -> None:
     missing = [key for key in ("variants", "budgets", "device") if not results.get(key)]
     for name, variant in results.get("variants", {}).items():
-        wanted = ("label", "tau", "accepted_length", "accuracy_by_depth")
-        missing += [f"{name}: {key}" for key in wanted if key not in variant]
+        keys = ("label", "tau", "accepted_length", "accuracy_by_depth")
+        missing += [f"{name}: {key}" for key in keys if key not in variant]
         taus = variant.get("tau", {})
         missing += [f"{name}: tau of {b}" for b in results.get("budgets", ()) if str(b) not in taus]
     if missing:

@@ -50,8 +50,8 @@ def judge(taus: Taus) -> list[Verdict]:
         for claim, better, worse, factor in pairs
         if better in taus and worse in taus
     ]
-    for name, own in taus.items():
-        values = list(own.values())
+    for name, by_budget in taus.items():
+        values = list(by_budget.values())
         rising = all(a < b for a, b in itertools.pairwise(values))
         figures = " < ".join(f"{value:.2f}" for value in values)
         verdicts.append(Verdict(f"tau rises with the budget ({name})", figures, rising))
@@ -60,22 +60,22 @@ def judge(taus: Taus) -> list[Verdict]:
 
 def table(results: Mapping[str, Any]) -> str:
     """The variants in Markdown, the best first."""
-    variants = sorted(results["variants"].values(), key=lambda own: -list(own["tau"].values())[-1])
+    variants = sorted(results["variants"].values(), key=lambda variant: -list(variant["tau"].values())[-1])
     first = variants[0]
     titles = [f"budget {b}" for b in first["tau"]] + [f"T = 1, budget {b}" for b in first["tau_sampled"]]
     lines = [
         "| τ | " + " | ".join([*titles, "accepted of a greedy chain"]) + " |",
         "|---" * (len(titles) + 2) + "|",
     ]
-    for own in variants:
-        values = [*own["tau"].values(), *own["tau_sampled"].values(), own["accepted_length"]]
-        lines.append(f"| {own['label']} | " + " | ".join(f"{value:.2f}" for value in values) + " |")
+    for variant in variants:
+        values = [*variant["tau"].values(), *variant["tau_sampled"].values(), variant["accepted_length"]]
+        lines.append(f"| {variant['label']} | " + " | ".join(f"{value:.2f}" for value in values) + " |")
     return "\n".join(lines)
 
 
 def write_report(folder: Path, results: Mapping[str, Any]) -> list[Verdict]:
     """Writes ``ablations.json``, ``ablations.png`` and ``README.md``, and returns the verdicts."""
-    verdicts = judge({name: own["tau"] for name, own in results["variants"].items()})
+    verdicts = judge({name: variant["tau"] for name, variant in results["variants"].items()})
     record = {**results, "verdicts": [verdict._asdict() for verdict in verdicts]}
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "ablations.json", record)

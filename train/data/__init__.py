@@ -1,1 +1,1 @@
-"""Documents that draft heads learn from: how they are made, stored and read."""
+"""Training documents for draft heads: how they are made, stored and read."""

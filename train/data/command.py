@@ -27,17 +27,19 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--shard-documents", type=int, default=256, help="written at a time (default: 256)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
     MODELS.add(parser, PARALLEL[:-1])
-    parser.add_argument("--minutes", type=float, help="begin no shard after this; run again to go on")
+    parser.add_argument(
+        "--minutes", type=float, help="start no shard after so many minutes; run again to resume"
+    )
 
 
 def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of all commands that make documents of prompts."""
+    """Adds the arguments shared by the commands that make documents from prompts."""
     parser.add_argument(
         "--prompts",
         required=True,
         action="append",
         help='JSONL with "messages", "text" or "prompt" in each line, a log of requests, ShareGPT, or a data '
-        'set: "owner/name:split"; several times for several of them',
+        'set: "owner/name:split"; repeatable',
     )
     parser.add_argument(
         "--weights",
@@ -66,8 +68,8 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget",
         type=int,
-        help="nodes of the head's trees; 1 does without the head (default: 64, and 1 on a CPU, where that is "
-        "faster)",
+        help="nodes of the head's trees; 1 decodes without the head (default: 64, and 1 on a CPU, where that "
+        "is faster)",
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     parser.add_argument("--top-p", type=float, help="keep the likeliest tokens up to this probability")
@@ -89,8 +91,10 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
         help="documents generated at a time (default: 32)",
     )
     accept_formerly(parser, slots, "--slots")
-    parser.add_argument("--limit", type=int, help="take only the first so many prompts")
-    parser.add_argument("--skip-too-long", action="store_true", help="drop what does not fit the context")
+    parser.add_argument("--limit", type=int, help="number of prompts to read, from the first (default: all)")
+    parser.add_argument(
+        "--skip-too-long", action="store_true", help="drop prompts that do not fit the context"
+    )
     parser.add_argument("--template-arguments", metavar="JSON", help="object passed to the chat template")
 
 
@@ -167,7 +171,7 @@ def weights(text: str) -> list[float]:
     """The numbers of a list such as ``2,1``.
 
     Raises:
-        argparse.ArgumentTypeError: It is no such list.
+        argparse.ArgumentTypeError: The text is not a list of numbers.
     """
     try:
         return [float(number) for number in text.split(",")]

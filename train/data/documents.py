@@ -1,8 +1,8 @@
-"""Folders of documents: their shards are written whole or not at all.
+"""Folders of documents in shards, which are written atomically.
 
 A folder holds ``documents.json`` (see `train.data.manifest`) and ArrayRecord files such as
 ``train-00000.array_record``, whose records `train.data.records` describes. Each has a ``train-00000.json``
-with the lengths of its documents and their tokens to learn, so no shard is read before a document is needed.
+with the lengths of its documents and their tokens to learn, so shards are read only when a document is.
 """
 
 import threading
@@ -47,18 +47,19 @@ class Writer:
         held: Sequence[int] | None = None,
         sources: Sequence[str] | None = None,
     ):
-        """Begins a folder, or resumes one that was begun with the same settings.
+        """Begins a folder, or resumes a folder with the same settings.
 
-        Lost or damaged shards count as missing again, and a line is printed.
+        Lost or damaged shards are made again, and a line is printed.
 
         Args:
             folder: The folder.
             settings: The settings of its documents.
-            held: Indices of the held-out documents; None for evenly spaced ones, where none are equal.
-            sources: The name of each document's source; None is one source for all, that of the settings.
+            held: Indices of the held-out documents; None chooses evenly spaced documents. Set it if documents
+                may be equal.
+            sources: The name of each document's source; None is the settings' source for all.
 
         Raises:
-            ValueError: It was begun with other settings, which are listed; its manifest is missing or
+            ValueError: The folder was begun with other settings, which are listed; its manifest is missing or
                 damaged; or ``held`` or ``sources`` do not fit the settings.
         """
         manifest = DocumentsManifest.of(settings, held, sources)
@@ -79,7 +80,7 @@ class Writer:
             try:
                 shard = Shard.read(self.folder, planned)
             except ValueError:
-                # Otherwise it would pass for the description of the new shard.
+                # Otherwise the old description would be read as that of the new shard.
                 description(self.folder, planned.file).unlink()
                 lost.append(planned.file)
             else:
@@ -92,7 +93,7 @@ class Writer:
 
     @property
     def shards(self) -> list[Shard]:
-        """The finished shards in the order of `planned`, not in that of writing."""
+        """The finished shards in the order of `planned`."""
         return [self._done[planned.file] for planned in self.planned if planned.file in self._done]
 
     @property
@@ -106,12 +107,12 @@ class Writer:
         return f"{self.folder}: {len(self._done)} of {len(self.planned)} shards are written"
 
     def write(self, planned: PlannedShard, documents: Sequence[Document], ended: int | None) -> None:
-        """Writes a shard, whole or not at all, and then its description.
+        """Writes a shard atomically, and then its description.
 
         Args:
             planned: The shard.
-            documents: The documents of its indices, in order.
-            ended: How many end with an end-of-sequence token; None where nothing was generated.
+            documents: Its documents, in order.
+            ended: How many of them end with an end-of-sequence token; None if nothing was generated.
 
         Raises:
             ValueError: A token id is outside the target's vocabulary.
@@ -144,20 +145,20 @@ class Writer:
 
 
 class Documents:
-    """The documents of one split of a finished folder, by index; several threads may read.
+    """The documents of one split of a finished folder, by index. Thread-safe.
 
     Attributes:
         folder: The folder.
-        settings: The settings that they were made with.
+        settings: The settings of its documents.
         split: "train" or "heldout".
         numbers: Index of each document among all documents of the folder.
         sources: The name of each document's source.
         lengths: Tokens of each document.
-        spans: The runs of tokens to be learnt, each as document, start, stop.
+        spans: The runs of tokens to learn, each as document, start, stop.
     """
 
     def __init__(self, folder: Path, manifest: DocumentsManifest, shards: Sequence[Shard], split: str):
-        """Takes the shards of a folder; `open` reads their descriptions first."""
+        """Private: `open` reads the manifest and the shards' descriptions."""
         self.folder, self.settings, self.split = folder, manifest.settings, split
         self._shards = [shard for shard in shards if shard.split == split]
         self._starts = np.cumsum([0, *(shard.documents for shard in self._shards)])
@@ -166,7 +167,7 @@ class Documents:
         self.sources = [names[number] for number in self.numbers]
         self._index = [document for shard in self._shards for document in shard.index]
         self.lengths = np.array([length for length, _ in self._index], np.int64)
-        spans = [(i, *span) for i, (_, own) in enumerate(self._index) for span in own]
+        spans = [(i, *span) for i, (_, runs) in enumerate(self._index) for span in runs]
         self.spans = np.array(spans, np.int64).reshape(-1, 3)
         self._readers: dict[int, Any] = {}
         self._lock = threading.Lock()
@@ -191,7 +192,7 @@ class Documents:
         return cls(folder, manifest, finished, split)
 
     def __len__(self) -> int:
-        """How many documents there are."""
+        """The number of documents."""
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> Document:

@@ -1,4 +1,4 @@
-"""Encodes entries, and drops those that cannot be used."""
+"""Encodes entries, and drops unusable entries."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -47,7 +47,7 @@ def encode_prompts(
     *,
     every: bool,
 ) -> tuple[Prompts, list[Origin], int]:
-    """The prompts with their sampling settings, their origins, and how many were too long."""
+    """The encoded prompts with sampling settings, their origins, and the number of too long prompts."""
 
     def encode(entry: Entry) -> tuple[list[Int32[np.ndarray, "T"]], Origin]:
         return encoder.prompts(entry, every=every), Origin(encoder.root(entry), entry.source)
@@ -74,7 +74,7 @@ def encode_prompts(
 def encode_documents(
     encoder: Encoder, entries: list[Entry], config: ModelConfig, skip: bool, dropped: Dropped
 ) -> tuple[list[Found], int]:
-    """The texts as they are, and how many were too long."""
+    """The encoded texts with their origins, and the number of skipped long texts."""
 
     def encode(entry: Entry) -> tuple[list[Document], Origin]:
         return encoder.documents(entry), Origin(encoder.root(entry), entry.source)
@@ -97,10 +97,10 @@ def encode_documents(
 def _encoded(
     encode: Callable[[Entry], T], entries: list[Entry], dropped: Dropped
 ) -> Iterator[tuple[Entry, T]]:
-    """The entries that can be encoded, with what they become.
+    """Pairs of each usable entry and its encoding.
 
     Raises:
-        ValueError: There are none; at the end.
+        ValueError: No entry is usable; raised at the end.
     """
     usable = 0
     for entry in Progress(entries, desc="prompts", unit=" prompts", delay=1, leave=False):

@@ -1,4 +1,4 @@
-"""Folders of documents that exist already, which no target has to write."""
+"""Folders of existing documents, without generation by a target."""
 
 import hashlib
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ def write_given(
 
     Args:
         folder: The folder.
-        documents: All documents, the held-out ones included.
-        target: The name of the target whose tokens they are.
+        documents: All documents, including held-out documents.
+        target: The name of the target whose tokenizer made the tokens.
         vocab_size: The target's vocabulary size.
-        source: Their origin, for the manifest.
+        source: The documents' origin, for the manifest.
         held: Indices of the held-out documents, in order.
         sources: The name of each document's source; None is ``source`` for all.
-        shard_documents: Most documents of a shard.
-        deadline: Checked before a shard is begun.
+        shard_documents: Most documents per shard.
+        deadline: Checked before each shard.
 
     Raises:
         OutOfTime: The deadline passed; call again to resume.

@@ -13,17 +13,17 @@ def default_heldout(count: int) -> int:
 
 
 def hold_out(keys: Sequence[Hashable], heldout: int) -> list[int]:
-    """Chooses evenly spaced documents, and with each one all documents of the same key.
+    """Chooses evenly spaced documents, and all other documents with their keys.
 
-    Where keys recur, somewhat fewer than ``heldout`` may be chosen, or all documents of one key if every key
-    has more. Choosing 2 of 6::
+    If keys repeat, the result may have fewer than ``heldout`` documents; if every key has more documents than
+    that, it is all documents of one key. Choosing 2 of 6::
 
         a b c d e f    a b a b c d
         . h . . h .    h . h . . .
 
     Args:
         keys: A key per document; documents with equal keys go to the same split.
-        heldout: About how many documents to choose.
+        heldout: The approximate number of documents to choose.
 
     Raises:
         ValueError: There are too few documents, or all keys are equal.
@@ -66,6 +66,6 @@ def evenly_spaced(count: int, heldout: int) -> list[int]:
 
 
 def check_heldout(count: int, heldout: int) -> None:
-    """Raises ValueError unless so many documents can be held out and at least one is left."""
+    """Raises ValueError unless ``heldout`` documents can be held out and at least one remains."""
     if not 0 <= heldout < max(count, 1):
         raise ValueError(f"{heldout} of {count} documents cannot be held out: 0..{max(count, 1) - 1} can")

@@ -8,16 +8,16 @@ from jaxtyping import Int
 
 from train.data.windows import Window
 
-# Threads that read whole batches, and how many batches they read ahead unless told otherwise.
+# Reader threads, and the default number of batches that they read ahead.
 THREADS, AHEAD = 4, 8
 
 
 @runtime_checkable
 class WindowSource(Protocol):
-    """Windows by their indices."""
+    """Windows by index."""
 
     def __len__(self) -> int:
-        """How many windows there are."""
+        """The number of windows."""
         ...
 
     def __getitem__(self, index: int) -> Window:
@@ -45,8 +45,8 @@ def batches(
         batch: Windows per batch of this process.
         seed: Seed of the order.
         process_index: The index of this process.
-        process_count: How many processes read.
-        ahead: Batches that are read ahead; they change no batch.
+        process_count: The number of processes.
+        ahead: Batches to read ahead; does not affect their contents.
 
     Raises:
         ValueError: A setting is out of its range.
@@ -57,10 +57,10 @@ def batches(
         raise ValueError(f"the seed of the order must lie in 0..2**32 - 1, not {seed}")
     if not 0 <= process_index < process_count:
         raise ValueError(f"process {process_index} is none of {process_count}: 0..{process_count - 1} are")
-    mine = slice(process_index * batch, (process_index + 1) * batch)
+    local = slice(process_index * batch, (process_index + 1) * batch)
 
     def read(indices: Int[np.ndarray, "G"]) -> Window:
-        rows = [windows[int(index)] for index in indices[mine]]
+        rows = [windows[int(index)] for index in indices[local]]
         batch: Any = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
         return batch
 

@@ -35,9 +35,9 @@ T = TypeVar("T")
 
 #: Which turns of a conversation the target answers.
 LAST, EVERY = TURNS = ("last", "every")
-#: Most tokens of a continuation, where nobody says.
+#: Default limit on the tokens of a continuation.
 MAX_TOKENS = 1024
-#: The file that lists all rows that cannot be used.
+#: The file that lists all unusable rows.
 REFUSED = "refused.json"
 
 
@@ -47,15 +47,15 @@ class Made:
 
     Attributes:
         folder: The folder.
-        documents: Number of documents, the held-out ones included.
+        documents: Number of documents, including held-out documents.
         heldout: Number of held-out documents.
-        duplicates: Documents that repeat the prompt, or in mode corpus the text, of an earlier one; with
-            ``deduplicate`` they are left out.
+        duplicates: Documents that repeat an earlier document's prompt, or in mode corpus its text;
+            ``deduplicate`` omits them.
         tokens: Tokens of all documents.
-        learn_tokens: Tokens to be learnt.
-        ended: Documents that end with an end-of-sequence token; None where nothing was generated.
+        learn_tokens: Tokens to learn.
+        ended: Documents that end with an end-of-sequence token; None if nothing was generated.
         skipped: Prompts that were dropped because they are too long.
-        unusable: Rows that were dropped because they are no prompts, or nothing can be learnt of them.
+        unusable: Rows that were dropped because they are not prompts or have no tokens to learn.
         was_finished: Whether the folder was complete before.
     """
 
@@ -99,10 +99,10 @@ def make_data(
     deadline: Deadline | None = None,
     mesh: Mesh | None = None,
 ) -> Made:
-    """Makes or completes a folder of documents; a finished one is left alone.
+    """Makes or completes a folder of documents; a finished folder is not changed.
 
-    All prompts are read and checked before the target's weights are loaded. Rows that cannot be used are
-    dropped: the first of them are named in the log, and all in ``refused.json`` of the folder.
+    All prompts are read and checked before the target's weights are loaded. Unusable rows are dropped: the
+    log lists the first of them, and the folder's ``refused.json`` all.
 
     Args:
         target: A folder, a hub id, or the name of a pair, as "demo".
@@ -110,32 +110,33 @@ def make_data(
         out: The folder of documents.
         mode: "regenerate" lets the target continue each prompt; "corpus" keeps the texts as they are, and
             teaches every turn of a conversation.
-        turns: Of a conversation that is regenerated: "last" lets the target answer its end, "every" each of
-            the assistant's turns, after the history that is given.
-        weights: The share of each source in the documents; None takes all of each.
+        turns: Which turns of a conversation the target regenerates: "last" the last, "every" each assistant
+            turn after its given history.
+        weights: The weight of each source in the mix; None uses all entries.
         deduplicate: One of `DEDUPLICATIONS`: "exact" learns an answer to the same history once, "prompt" one
-            answer to each history. In mode "regenerate" both ask the target each prompt once.
-        draft_head: A folder, a hub id, or the name of a pair; regeneration is faster with it, and the same.
-        budget: Nodes of the draft head's trees; 1 does without the head. None is 64, and 1 on a CPU, where
-            that is faster.
+            answer to each history. In mode "regenerate" the target answers each prompt once with either.
+        draft_head: A folder, a hub id, or the name of a pair. It makes regeneration faster; documents stay
+            the same.
+        budget: Nodes of the draft head's trees; 1 decodes without the head. None is 1 on a CPU, where that is
+            faster, else 64.
         temperature: Sampling temperature; 0 is greedy.
-        top_p: Probability that the sampled tokens share; None is no limit.
-        top_k: How many likeliest tokens are sampled from; None is no limit.
-        max_tokens: Most tokens of a continuation; fewer where the target's context ends.
-        seed: Seed of the sampling, from which each document's own seed follows.
-        heldout: About how many documents are kept for validation; those of one conversation, which begin with
-            the same prompt, go together. None is an eighth, at most 64.
-        need_heldout: Whether to refuse prompts of which none would be held out.
-        shard_documents: Most documents of a shard.
+        top_p: Nucleus sampling; None is no limit.
+        top_k: Top-k sampling; None is no limit.
+        max_tokens: Most tokens of a continuation, which also ends at the end of the target's context.
+        seed: Seed of the sampling; each document's seed is derived from it.
+        heldout: The approximate number of held-out documents; all documents of a conversation, which have the
+            same first prompt, are in one split. None is an eighth, at most 64.
+        need_heldout: Whether to raise if no document would be held out.
+        shard_documents: Most documents per shard.
         slots: Documents generated at a time.
         dtype: The target's dtype.
-        limit: How many prompts to take; None is all.
-        skip_too_long: Drop prompts that do not fit the target's context instead of refusing them.
+        limit: The number of prompts to read; None is all.
+        skip_too_long: Drop prompts that do not fit the target's context instead of raising.
         template_arguments: Passed to the chat template.
-        ignore_config_keys: Unknown keys of either ``config.json`` that the caller vouches for.
-        deadline: No shard is begun after it.
-        mesh: The devices that share the target and the head, as `jetspec_jax.device.mesh.make_mesh` makes it;
-            None is one. The documents are the same.
+        ignore_config_keys: Unknown keys of either ``config.json`` to ignore.
+        deadline: Checked before each shard.
+        mesh: The devices that shard the target and the head, from `jetspec_jax.device.mesh.make_mesh`; None
+            is one device. It does not change the documents.
 
     Raises:
         OutOfTime: The deadline passed; the same call resumes.
@@ -184,8 +185,8 @@ def make_data(
     names = source_names(sources)
     entries = mix(
         [
-            [replace(entry, source=name) for entry in read_entries(own, limit, dropped=dropped)]
-            for own, name in zip(sources, names, strict=True)
+            [replace(entry, source=name) for entry in read_entries(path, limit, dropped=dropped)]
+            for path, name in zip(sources, names, strict=True)
         ],
         weights,
     )
@@ -193,15 +194,15 @@ def make_data(
 
     if mode == CORPUS:
         found, skipped = encode_documents(encoder, entries, config, skip_too_long, dropped)
-        repeats = len(found) - len({own.document.tokens.tobytes() for own in found})
-        kept = zip(distinct_turns([own.document for own in found], deduplicate), found, strict=True)
-        taught = [Found(document, own.origin) for document, own in kept if document is not None]
+        repeats = len(found) - len({example.document.tokens.tobytes() for example in found})
+        kept = zip(distinct_turns([example.document for example in found], deduplicate), found, strict=True)
+        taught = [Found(document, example.origin) for document, example in kept if document is not None]
         finished = not write_given(
             out,
-            [own.document for own in taught],
+            [example.document for example in taught],
             **common,
-            held=_held([own.origin.root for own in taught], heldout, need_heldout),
-            sources=[own.origin.source for own in taught],
+            held=_held([example.origin.root for example in taught], heldout, need_heldout),
+            sources=[example.origin.source for example in taught],
             shard_documents=shard_documents,
             deadline=deadline,
         )
@@ -216,7 +217,7 @@ def make_data(
             kept = distinct(keys)
             requests = Prompts([requests.tokens[i] for i in kept], [requests.params[i] for i in kept])
             origins = [origins[i] for i in kept]
-        held = _held([own.root for own in origins], heldout, need_heldout)
+        held = _held([origin.root for origin in origins], heldout, need_heldout)
         settings = regeneration_settings(
             requests,
             **common,
@@ -225,7 +226,7 @@ def make_data(
             heldout=len(held),
             shard_documents=shard_documents,
         )
-        writer = Writer(out, settings, held, [own.source for own in origins])
+        writer = Writer(out, settings, held, [origin.source for origin in origins])
         _report(out, dropped)
         finished = not writer.missing
         if not finished:
@@ -255,8 +256,8 @@ def name_of(target: str | Path) -> str:
 
 
 def source_names(sources: Sequence[str | Path]) -> list[str]:
-    """Names of the sources in a manifest: a file's without its folders, numbered where names recur."""
-    plain = [Path(own).name if Path(own).is_file() else str(own) for own in sources]
+    """The sources' names in a manifest: a file's name without its folders, numbered if it repeats."""
+    plain = [Path(source).name if Path(source).is_file() else str(source) for source in sources]
     return [
         name if name not in plain[:index] else f"{name} ({plain[:index].count(name) + 1})"
         for index, name in enumerate(plain)
@@ -264,7 +265,7 @@ def source_names(sources: Sequence[str | Path]) -> list[str]:
 
 
 def _encoder(source: Source, template_arguments: Mapping[str, Any]) -> Encoder:
-    # Of a hub id no weights are fetched before the prompts are checked.
+    # The weights of a hub id are fetched only after the prompts are checked.
     folder = resolve(source.path_or_id, SMALL_PATTERNS)
     tokenizer = load_tokenizer(folder)
     end_ids = read_eos_token_ids(folder, tokenizer, source.target_config.vocab_size)
@@ -272,7 +273,7 @@ def _encoder(source: Source, template_arguments: Mapping[str, Any]) -> Encoder:
 
 
 def _report(folder: Path, dropped: Dropped) -> None:
-    """Writes why each of the rows that cannot be used is refused, without their text."""
+    """Writes the reason for each unusable row, without its text."""
     if dropped.reasons:
         write_json(folder / REFUSED, {"refused": dropped.reasons})
 

@@ -1,7 +1,7 @@
 """The manifest of a folder of documents: its settings, its held-out documents, and its shards.
 
 ``documents.json`` holds the settings, the held-out documents and the sources. Each shard has a JSON file
-beside it, which is written after the shard: its presence says that the shard is finished.
+beside it, which is written after the shard: it marks the shard as finished.
 """
 
 import json
@@ -29,9 +29,9 @@ class DocumentsSettings:
 
     Attributes:
         mode: "regenerate" or "corpus".
-        target: The target's name; its folder's name where it is local.
+        target: The target's hub id, or its folder's name.
         vocab_size: The target's vocabulary size; all token ids are below it.
-        dtype: The target's dtype; None where it generated nothing.
+        dtype: The target's dtype; None if it generated nothing.
         temperatures: All sampling temperatures that occur.
         sampling: The values of the other sampling settings that occur.
         seed: Seed of the sampling.
@@ -39,7 +39,7 @@ class DocumentsSettings:
         sha256: Hash of all prompts with their sampling settings, or of all documents.
         count: Number of documents.
         heldout: Number of held-out documents.
-        shard_documents: Most documents of a shard.
+        shard_documents: Most documents per shard.
     """
 
     mode: str
@@ -82,13 +82,13 @@ class Shard:
 
     Attributes:
         split: "train" or "heldout".
-        file: Its file's name.
-        bytes: Its size.
+        file: The file's name.
+        bytes: The file's size.
         documents: Number of documents.
         tokens: Tokens of all documents.
-        learn_tokens: Tokens to be learnt.
-        ended: Documents that end with an end-of-sequence token; None where nothing was generated.
-        index: For each document its length and the ``[start, stop]`` runs of tokens to be learnt.
+        learn_tokens: Tokens to learn.
+        ended: Documents that end with an end-of-sequence token; None if nothing was generated.
+        index: For each document its length and the ``[start, stop]`` runs of tokens to learn.
     """
 
     split: str
@@ -142,8 +142,8 @@ class DocumentsManifest:
     Attributes:
         settings: The settings of the documents.
         held: Indices of the held-out documents, in order.
-        sources: Runs of documents of one source, in order: the source's name and the number of documents. A
-            name may recur.
+        sources: Runs of consecutive documents of one source: its name and the number of documents. Names may
+            repeat.
     """
 
     settings: DocumentsSettings
@@ -170,8 +170,8 @@ class DocumentsManifest:
 
         Args:
             settings: The settings of its documents.
-            held: As attribute; None holds out evenly spaced documents.
-            sources: The source of each document; None is the settings' one source for all.
+            held: As the attribute; None holds out evenly spaced documents.
+            sources: The source of each document; None is the settings' source for all.
         """
         if held is None:
             held = evenly_spaced(settings.count, settings.heldout)
@@ -185,8 +185,8 @@ class DocumentsManifest:
         """Reads a folder's manifest.
 
         Raises:
-            FileNotFoundError: The folder has none.
-            ValueError: It has another version or is damaged.
+            FileNotFoundError: The folder has no manifest.
+            ValueError: The manifest has another version or is damaged.
         """
         path = folder / MANIFEST
         if not path.is_file():
@@ -211,7 +211,7 @@ class DocumentsManifest:
             raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
     def write(self, folder: Path) -> None:
-        """Writes it into a folder."""
+        """Writes the manifest into a folder."""
         head = {"format": FORMAT, "version": VERSION, "settings": self.settings.plain()}
         more = {"held": self.held, "sources": self.sources}
         write_text(folder / MANIFEST, json.dumps({**head, **more}) + "\n")
@@ -234,14 +234,14 @@ class DocumentsManifest:
                 planned.append(PlannedShard(split, f"{split}-{number:05d}.array_record", part))
         return planned
 
-    def refuse_other(self, folder: Path, mine: "DocumentsManifest") -> None:
-        """Raises ValueError that lists the settings in which this folder's manifest differs from ``mine``."""
-        theirs, ours = self.settings.plain(), mine.settings.plain()
+    def refuse_other(self, folder: Path, other: "DocumentsManifest") -> None:
+        """Raises ValueError that lists the settings that differ between this manifest and ``other``."""
+        theirs, ours = self.settings.plain(), other.settings.plain()
         differing = [f"{n}: {theirs[n]} there, {ours[n]} here" for n in ours if ours[n] != theirs[n]]
-        if not differing and self.held != mine.held:
+        if not differing and self.held != other.held:
             differing = ["other documents are held out"]
         # A folder of an earlier version lists one source, and can be resumed.
-        if not differing and self.sources not in (mine.sources, _undivided(self.settings)):
+        if not differing and self.sources not in (other.sources, _undivided(self.settings)):
             differing = ["its documents come from other sources"]
         if differing:
             listed = "; ".join(differing)
@@ -249,5 +249,5 @@ class DocumentsManifest:
 
 
 def _undivided(settings: DocumentsSettings) -> tuple[tuple[str, int], ...]:
-    """All documents as those of one source."""
+    """The runs of documents with a single source for all."""
     return ((settings.source, settings.count),)

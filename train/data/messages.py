@@ -1,4 +1,4 @@
-"""Messages of a conversation, checked and in one form. Errors never hold text of a message."""
+"""Checks messages of a conversation and normalises their form. Errors never contain a message's text."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from jetspec_jax.arguments import shown
 from jetspec_jax.checkpoint.chat_template import read_arguments, read_chats
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-#: The names under which servers and templates keep an assistant's thoughts; the first is kept here.
+#: The keys under which servers and templates keep an assistant's reasoning; the first is the normal form.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 # Strings that are structure and may be shown.
 _STRUCTURE = ("role", "type")
@@ -20,15 +20,16 @@ _DEEPEST_SHOWN = 8
 def read_messages(where: str, messages: Any) -> list[dict[str, Any]]:
     """A conversation in the form that chat templates read.
 
-    Contents stay texts, lists of text parts, or null beside calls. Arguments of calls become mappings.
-    Thoughts are kept under the first name of `REASONING`. Keys that are null are left out, except a content.
+    Contents stay strings, lists of text parts, or null beside calls. Arguments of calls become mappings.
+    Reasoning is kept under the first key of `REASONING`. Null keys are dropped, except "content".
 
     Args:
         where: File and line, for error messages.
         messages: The list of messages.
 
     Raises:
-        ValueError: It is no such list; a role is unknown; a content is no text, such as an image.
+        ValueError: The value is not a list of messages; a role is unknown; a content is not text, but for
+            example an image.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError(f'{where}: "messages" must be a list that is not empty, not {masked(messages)}')
@@ -44,7 +45,7 @@ def read_messages(where: str, messages: Any) -> list[dict[str, Any]]:
         if message["role"] not in ROLES:
             role, known = masked(message["role"], "role"), ", ".join(ROLES)
             raise ValueError(f"{where}: message {number} has the role {role}, not one of {known}")
-    # A data set gives every message the keys of all; content alone may be null and mean something.
+    # A data set gives every message the keys of all messages. Null is meaningful only for "content".
     return [
         {key: value for key, value in message.items() if value is not None or key == "content"}
         for message in (_with_thoughts(where, number, message) for number, message in enumerate(chat))
@@ -52,10 +53,10 @@ def read_messages(where: str, messages: Any) -> list[dict[str, Any]]:
 
 
 def read_tools(where: str, tools: Any) -> list[dict[str, Any]] | None:
-    """The tools of a conversation, a list or the JSON text of one; None without any.
+    """The tools of a conversation, given as a list or as its JSON text; None without tools.
 
     Raises:
-        ValueError: It is no list of objects.
+        ValueError: The value is not a list of objects.
     """
     if isinstance(tools, str):
         try:
@@ -70,7 +71,7 @@ def read_tools(where: str, tools: Any) -> list[dict[str, Any]] | None:
 
 
 def masked(value: Any, key: str = "") -> str:
-    """What an error shows of a value: its structure, with an ellipsis for every text in it."""
+    """A value's structure for an error message, with an ellipsis for every text."""
     return shown(_masked(value, key))
 
 
@@ -78,16 +79,16 @@ def _masked(value: Any, key: str = "", depth: int = 0) -> Any:
     if depth > _DEEPEST_SHOWN:
         return "…"
     if isinstance(value, Mapping):
-        return {name: _masked(own, name, depth + 1) for name, own in value.items()}
+        return {name: _masked(nested, name, depth + 1) for name, nested in value.items()}
     if isinstance(value, list | tuple):
-        return [_masked(own, key, depth + 1) for own in value]
+        return [_masked(nested, key, depth + 1) for nested in value]
     if isinstance(value, str) and not (key in _STRUCTURE and len(value) <= _LONGEST_SHOWN):
         return "…"
     return value
 
 
 def _what_is_wrong(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What `read_chats` says of messages that it refuses, without their texts."""
+    """The error of `read_chats` for refused messages, without their texts."""
     try:
         read_chats([_masked(message) for message in messages])
     except (TypeError, ValueError) as error:
@@ -96,7 +97,7 @@ def _what_is_wrong(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _with_calls(where: str, number: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose calls are ``tool_calls``, also where it was a ``function_call``, with mappings."""
+    """A message with ``tool_calls`` (also for a ``function_call``) whose arguments are mappings."""
     read = dict(message)
     if (old := read.pop("function_call", None)) is not None and not read.get("tool_calls"):
         read["tool_calls"] = [{"type": "function", "function": old}]
@@ -131,7 +132,7 @@ def _call(where: str, number: int, call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_thoughts(where: str, number: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose thoughts have one name."""
+    """A message with its reasoning under one key."""
     found = {name: message[name] for name in REASONING if message.get(name)}
     if wrong := [name for name, value in found.items() if not isinstance(value, str)]:
         raise ValueError(f'{where}: "{wrong[0]}" of message {number} must be a text')

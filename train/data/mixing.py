@@ -1,4 +1,4 @@
-"""Chooses what is learnt of several sources: their shares, and what repeats."""
+"""Mixes several sources of documents by weight, and removes repetitions."""
 
 import hashlib
 import math
@@ -17,16 +17,16 @@ T = TypeVar("T")
 
 
 def mix(sources: Sequence[Sequence[T]], weights: Sequence[float] | None) -> list[T]:
-    """The largest mix in which the sources have their shares and nothing is repeated.
+    """The largest mix of the sources by weight without repeated entries.
 
-    What is taken of a source is spread evenly over it. Sources of 6 and 4 entries, mixed 1 to 1::
+    The chosen entries are spread evenly over their source. Sources of 6 and 4 entries, mixed 1 to 1::
 
         a b c d e f    g h i j
         x . x x . x    x x x x
 
     Args:
         sources: The entries of each source.
-        weights: The share of each, positive; None takes everything.
+        weights: A positive weight for each source; None returns all entries.
 
     Raises:
         ValueError: There are not as many weights as sources, one is not positive, or a source would be left
@@ -54,14 +54,14 @@ def mix(sources: Sequence[Sequence[T]], weights: Sequence[float] | None) -> list
 
 
 def distinct_turns(documents: Sequence[Document], by: str) -> list[Document | None]:
-    """The documents with every turn to be learnt only once; None where a document has no other.
+    """The documents with every turn learnt only once; None for a document with no turn left.
 
-    A turn is the run of tokens to be learnt, and its history is all before it. A log that holds each request
-    of a conversation holds its turns many times; the longest document keeps them.
+    A turn is a run of tokens to learn; its history is all tokens before it. A log with every request of a
+    conversation repeats its turns; the longest document keeps them.
 
     Args:
         documents: The documents.
-        by: One of `DEDUPLICATIONS`. The history of a text, of which all is learnt, is the text.
+        by: One of `DEDUPLICATIONS`. All of a plain text is learnt, and its history is the text itself.
     """
     if by == NONE:
         return list(documents)

@@ -1,7 +1,6 @@
-"""Packing: which documents share a window.
+"""Packs documents into windows.
 
-It is a function of lengths, window and seed alone, so every process and every resumed run makes the same
-plan.
+The plan depends only on lengths, window and seed, so all processes and resumed runs make the same plan.
 """
 
 from typing import NamedTuple
@@ -15,7 +14,7 @@ class Packed(NamedTuple):
 
     Attributes:
         pieces: Indices of all pieces, window after window.
-        first: Where in ``pieces`` each window begins, and at the end their number.
+        first: Where each window begins in ``pieces``, then the length of ``pieces``.
     """
 
     pieces: Int[np.ndarray, "n"]
@@ -23,9 +22,9 @@ class Packed(NamedTuple):
 
 
 def pack(lengths: Int[np.ndarray, "n"], window: int, seed: int) -> Packed:
-    """Puts pieces into windows so that few tokens of the windows are left.
+    """Packs pieces into windows with little padding.
 
-    Best fit decreasing: the longest piece comes first, and each goes where the least room is left after it.
+    Best fit decreasing: pieces are placed from the longest, each in the window with the least room that fits.
     Pieces of lengths 3, 2, 6, 5, 4 in windows of 8; the third has 4 tokens of padding::
 
         2 2 2 2 2 2 1 1 | 3 3 3 3 3 0 0 0 | 4 4 4 4 . . . .
@@ -45,7 +44,7 @@ def pack(lengths: Int[np.ndarray, "n"], window: int, seed: int) -> Packed:
     # The raw output of a bit generator is the same in all versions of NumPy.
     order = np.lexsort((np.random.Philox(key=seed).random_raw(len(lengths)), -lengths))
     owner = np.zeros(len(lengths), np.int64)
-    # Windows by the tokens that they have left, and bit r for whether some window has r left.
+    # Windows by their free tokens; bit r of ``rooms`` is set if some window has r free.
     open_windows: list[list[int]] = [[] for _ in range(window)]
     rooms, count = 0, 0
     for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):

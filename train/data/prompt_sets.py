@@ -1,11 +1,11 @@
-"""The prompt sets of the published evaluations, and the form in which each puts its questions.
+"""The prompt sets of the published evaluations, with their prompt formats.
 
 JetSpec's evaluation (hao-ai-lab/JetSpec, ``bench/reference/benchmark.py``) follows DFlash's (z-lab/dflash),
-from which the forms are. Both send a prompt as a user's message through the target's chat template, without
+the source of the formats. Both send a prompt as a user message through the target's chat template, without
 thinking. A part of a set is the beginning of its rows as ``datasets`` shuffles them with seed 0.
 
-A set is read from the hub, or from a JSONL file with its rows, and some sets can be asked plainly too,
-without an instruction.
+A set is read from the hub, or from a JSONL file of its rows. Some sets also have a plain form, without an
+instruction.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from train.data.prompts import load_rows, read_rows
 
 Row = Mapping[str, Any]
 SEED = 0
-#: How questions are put: as the published evaluations do, or plainly.
+#: The prompt formats: that of the published evaluations, and the plain form.
 PUBLISHED, PLAIN = FORMS = ("published", "plain")
 
 _BOXED = "{question}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
@@ -38,23 +38,23 @@ _LIVECODEBENCH = (
 )
 _COMPLETE = "Complete this Python function.\n```python\n{prompt}\n```"
 _LCB_FILES = "hf://datasets/livecodebench/code_generation_lite/test{}.jsonl"
-# What MT-Bench calls its categories, where that is a task; all others are chat.
+# MT-Bench's categories that are a task of ours; all others are chat.
 _MT_BENCH_TASKS = {"math": "math", "coding": "code"}
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Where a set lies, and what is asked of a row.
+    """Where a set is stored, and how its rows become prompts.
 
     Attributes:
-        path: On the Hugging Face hub, or "json" for ``files``.
-        split: Of the data set.
-        turns: What the user says, turn by turn.
-        task: "math", "code" or "chat"; or what says so of a row.
-        plain: The turns of the plain form, if the set has one: a question alone, a function to complete, or
-            the first turn of several.
-        config: Of the data set.
-        files: Files on the hub, for a set that no current version of the library loads by its name.
+        path: The data set's name on the Hugging Face hub, or "json" for ``files``.
+        split: The data set's split.
+        turns: Maps a row to the user's turns.
+        task: "math", "code" or "chat"; or a function from a row to one of these.
+        plain: Maps a row to the turns of the plain form, if the set has it: only the question, a function to
+            complete, or the first of several turns.
+        config: The data set's configuration.
+        files: Files on the hub, for a set that current versions of ``datasets`` cannot load by name.
     """
 
     path: str
@@ -71,7 +71,7 @@ def _boxed(column: str) -> Callable[[Row], Sequence[str]]:
 
 
 def _livecodebench(row: Row) -> Sequence[str]:
-    """With the starter code where there is one (LeetCode), else for standard input and output."""
+    """The prompt with the starter code if the row has it (LeetCode), else for standard input and output."""
     starter = row["starter_code"]
     form = "Use the following code structure:" if starter else "Write your code in the following format:"
     code = starter or "# YOUR CODE HERE"
@@ -79,7 +79,7 @@ def _livecodebench(row: Row) -> Sequence[str]:
 
 
 def mt_bench_turns(row: Row) -> Sequence[str]:
-    """What MT-Bench's user says: "turns" as LMSYS published them, "prompt" on the hub."""
+    """The user's turns of MT-Bench: under "turns" in LMSYS's file, under "prompt" on the hub."""
     return row["turns" if "turns" in row else "prompt"]
 
 
@@ -125,11 +125,11 @@ PROMPT_SETS: Mapping[str, PromptSet] = {
 
 @dataclass(frozen=True)
 class Question:
-    """A row of a set in its published form.
+    """A row of a set as a prompt.
 
     Attributes:
-        number: Of the row.
-        turns: What the user says, at least one turn.
+        number: The row's number.
+        turns: The user's turns, at least one.
         task: "math", "code" or "chat".
     """
 
@@ -140,12 +140,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Part:
-    """Which prompts of a set are taken.
+    """A range of a set's prompts.
 
     Attributes:
-        skip: So many are left out, the first ones.
-        count: So many follow; None is all.
-        fewer: Whether a set that holds fewer will do.
+        skip: The number of prompts to skip.
+        count: The number of prompts after these; None is all.
+        fewer: Whether a set with fewer prompts is accepted.
     """
 
     skip: int = 0
@@ -154,7 +154,7 @@ class Part:
 
     @property
     def end(self) -> int | None:
-        """How many prompts the skipped and the taken ones are; None is all."""
+        """The end of the range; None is the end of the set."""
         return None if self.count is None else self.skip + self.count
 
     def check(self, name: str, held: int) -> None:
@@ -171,18 +171,20 @@ def set_rows(name: str, path: str | Path | None = None, *, split: str | None = N
 
     Args:
         name: One of `PROMPT_SETS`.
-        path: A JSONL file that holds them, as they are on the hub or were first published; None fetches them
-            from the hub.
-        split: On the hub; None is the one that is evaluated.
+        path: A JSONL file of the rows, as they are on the hub or were first published; None fetches them from
+            the hub.
+        split: The split on the hub; None is the split of the published evaluations.
 
     Raises:
-        FileNotFoundError: They cannot be loaded, or there is no such file.
+        FileNotFoundError: The rows cannot be loaded, or there is no such file.
         ValueError: The library is not installed, or a line of the file is no JSON object.
     """
     if path is not None:
         return read_rows(Path(path))
-    own = PROMPT_SETS[name]
-    return load_rows(own.path, own.config, split=split or own.split, files=own.files)
+    prompt_set = PROMPT_SETS[name]
+    return load_rows(
+        prompt_set.path, prompt_set.config, split=split or prompt_set.split, files=prompt_set.files
+    )
 
 
 def read_set(
@@ -192,18 +194,18 @@ def read_set(
 
     Args:
         name: One of `PROMPT_SETS`.
-        part: Which of them. From the hub, in the order of seed 0's shuffle, as the published evaluations take
-            a part; from a file, in its own order.
+        part: Which of them: from the hub, in the order of the published evaluations, which shuffle with seed
+            0; from a file, in the file's order.
         path: As for `set_rows`.
         form: "published" or "plain".
 
     Raises:
         FileNotFoundError: The set cannot be loaded, or there is no such file.
-        ValueError: The library is not installed, a row is not what it should be, there are too few, or the
-            set has no such form.
+        ValueError: The library ``datasets`` is not installed, a row is invalid, the set has too few rows, or
+            it has no such form.
     """
-    own = PROMPT_SETS[name]
-    if form not in FORMS or (form == PLAIN and own.plain is None):
+    prompt_set = PROMPT_SETS[name]
+    if form not in FORMS or (form == PLAIN and prompt_set.plain is None):
         plain = ", ".join(other for other, its in PROMPT_SETS.items() if its.plain is not None)
         raise ValueError(
             f"{name} has no form {form!r}: all sets have {PUBLISHED!r}, and {plain} have {PLAIN!r} too"
@@ -215,8 +217,8 @@ def read_set(
         # As `Dataset.shuffle(seed)` does. Two parts that do not overlap share no question.
         order = order if path is not None else np.random.default_rng(SEED).permutation(len(rows))
         order = order[part.skip : part.end]
-    turns = own.turns if form == PUBLISHED or own.plain is None else own.plain
-    return [_question(name, int(number), rows[int(number)], turns, own.task) for number in order]
+    turns = prompt_set.turns if form == PUBLISHED or prompt_set.plain is None else prompt_set.plain
+    return [_question(name, int(number), rows[int(number)], turns, prompt_set.task) for number in order]
 
 
 def _question(
@@ -232,7 +234,7 @@ def _question(
         task = task_of if isinstance(task_of, str) else task_of(row)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{where} has no {error}; its columns are {', '.join(sorted(row))}") from error
-    # A text would be taken for a list of its letters.
+    # A string would be read as a list of its characters.
     if isinstance(turns, str) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-        raise ValueError(f"{where} asks nothing, or something that is no text")
+        raise ValueError(f"{where} has no question, or a question that is not a text")
     return Question(number, tuple(turns), task)

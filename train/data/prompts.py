@@ -3,15 +3,15 @@
 A row is read from the first of these keys that it has:
 
 * ``messages``: a conversation, a list of objects with ``role`` and ``content``, in all forms that the server
-  takes: content in parts or, beside calls of tools, null; arguments of calls as texts; the role "developer".
-  ``tools`` beside it are the conversation's;
+  accepts: content in parts or, beside tool calls, null; arguments of calls as texts; the role "developer".
+  ``tools`` holds its tools;
 * ``conversations``: a conversation as ShareGPT has it;
 * ``text``: a text;
 * ``prompt``: the beginning of a text.
 
-Other rows are those of logs, which `train.data.traffic` describes: they have a ``request``, a ``custom_id``,
-or the ``object`` of a response. Further keys are ignored, and a byte-order mark at the beginning of a file is
-skipped. Errors name file and line, and show no text of a row.
+Other rows are rows of request logs (see `train.data.traffic`): they have a ``request``, a ``custom_id``, or
+the ``object`` of a response. Other keys are ignored, and a byte-order mark at the beginning of a file is
+skipped. Errors give file and line, and never a row's text.
 """
 
 import codecs
@@ -40,7 +40,7 @@ _log = logging.getLogger("jetspec_jax.train")
 
 MESSAGES, TEXT, PROMPT = KINDS = ("messages", "text", "prompt")
 CONVERSATIONS = "conversations"
-#: How many dropped rows are named.
+#: The number of dropped rows that the log lists.
 MOST_NAMED = 20
 # "owner/name", "owner/name:split" or "owner/name/config:split".
 DATASET_NAME = re.compile(r"(?P<path>[\w.-]+(/[\w.-]+)?)(/(?P<config>[\w.-]+))?(:(?P<split>[\w.\[\]%:+-]+))?")
@@ -57,8 +57,8 @@ class Entry:
         tools: The tools of a conversation.
         template_arguments: Arguments of the chat template that the conversation sets.
         answer: How a log continued a "prompt".
-        cut: Whether the last answer ended because it was long enough, so that no end mark belongs to it.
-        source: The name of its source, by which a head is evaluated.
+        cut: Whether the last answer ended by its token limit, and so has no end-of-turn token.
+        source: The name of its source; evaluations report tau by source.
     """
 
     where: str
@@ -73,24 +73,24 @@ class Entry:
 
 @dataclass
 class Dropped:
-    """Rows that cannot be used: counted, and the first of them named in the log.
+    """Counts unusable rows and logs the first of them.
 
     Attributes:
-        reasons: Why each cannot be used; begins with file and line, or data set and row.
+        reasons: The reason for each row; begins with file and line, or data set and row.
     """
 
     reasons: list[str] = field(default_factory=list)
 
     def add(self, error: ValueError) -> None:
-        """Adds a row by the error that names it."""
+        """Adds a row by its error."""
         self.reasons.append(str(error))
         if len(self.reasons) <= MOST_NAMED:
             _log.warning("dropped: %s", error)
         elif len(self.reasons) == MOST_NAMED + 1:
-            _log.warning("more rows are dropped, which are counted and not named")
+            _log.warning("further dropped rows are counted, not listed")
 
     def check_rest(self, rest: int) -> None:
-        """Raises ValueError if rows were dropped and none is left."""
+        """Raises ValueError if all rows were dropped."""
         if self.reasons and not rest:
             raise ValueError(f"none of {len(self.reasons)} rows can be used; the first: {self.reasons[0]}")
 
@@ -102,13 +102,13 @@ def read_entries(
 
     Args:
         source: A file, or a data set as "owner/name", "owner/name:split" or "owner/name/config:split"; the
-            split is "train" unless another is named.
-        limit: How many entries to read; None is all.
-        dropped: Takes the rows that are no entries; None raises for all of them at once.
+            split is "train" by default.
+        limit: The number of entries to read; None is all.
+        dropped: Collects unusable rows; None raises one error for all of them.
 
     Raises:
         FileNotFoundError: There is no such file or data set.
-        ValueError: A line is not an entry, which the message explains with file and line, or there are none.
+        ValueError: A line is not an entry (the message gives file, line and reason), or there are none.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"the limit must be at least 1 entry, not {limit}")
@@ -126,11 +126,11 @@ def read_entries(
 
 
 def read_rows(path: Path) -> list[Mapping[str, Any]]:
-    """All objects of a JSONL file, whatever their keys are.
+    """All objects of a JSONL file, with any keys.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: A line is no JSON object, which the message names; or there are none.
+        ValueError: A line is not a JSON object (the message gives the line), or there are none.
     """
     rows = [_parsed(where, line) for where, line in _lines(path)]
     for number, row in enumerate(rows, start=1):
@@ -146,21 +146,21 @@ def load_rows(path: str, config: str | None = None, *, split: str, files: Sequen
 
     Args:
         path: "owner/name" on the Hugging Face hub, or a format such as "json" for ``files``.
-        config: The configuration of the data set, where it has several.
-        split: The part of it.
-        files: The split's files, where ``path`` is a format.
+        config: The configuration of the data set, if it has several.
+        split: The split.
+        files: The split's files, if ``path`` is a format.
 
     Raises:
-        FileNotFoundError: They cannot be loaded.
+        FileNotFoundError: The rows cannot be loaded.
         ValueError: The library is not installed.
     """
     try:
         import datasets  # pyright: ignore[reportMissingImports] (an extra)
     except ImportError as error:
         raise ValueError('to read a data set: pip install "jetspec-jax[datasets]"') from error
-    named = {"data_files": {split: list(files)}} if files else {}
+    options = {"data_files": {split: list(files)}} if files else {}
     try:
-        return datasets.load_dataset(path, config, split=split, streaming=False, **named)
+        return datasets.load_dataset(path, config, split=split, streaming=False, **options)
     except Exception as error:  # the library raises errors of many others
         reason = " ".join(str(error).split())
         raise FileNotFoundError(
@@ -169,7 +169,7 @@ def load_rows(path: str, config: str | None = None, *, split: str, files: Sequen
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    # Split as bytes: JSON strings may hold characters that end a line of text.
+    # Split as bytes: JSON strings may contain characters that end a line of text.
     lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
     if lines[-1] == b"":
         lines.pop()
@@ -190,7 +190,7 @@ def _rows(name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _entries(rows: Iterator[tuple[str, Any]], refuse: Callable[[ValueError], None]) -> Iterator[Entry]:
-    """The entries of rows, in the order in which they are complete; errors go to ``refuse``."""
+    """The entries of rows, in the order of their completion; errors are passed to ``refuse``."""
     pairing = Pairing()
     for where, row in rows:
         complete: list[Exchange] = []
@@ -201,7 +201,7 @@ def _entries(rows: Iterator[tuple[str, Any]], refuse: Callable[[ValueError], Non
             else:
                 complete = [*pairing.flush(), Exchange(where, parsed)]
         except ValueError as error:
-            # The row may have been a chunk: a stream that lacks it has no end, and is refused.
+            # The row may have been a chunk; its stream is then incomplete, and refused.
             yield from _made(pairing.flush(), refuse)
             refuse(error)
         else:
@@ -222,12 +222,12 @@ def _made(exchanges: Sequence[Exchange], refuse: Callable[[ValueError], None]) -
 
 
 def _may_be_answered(row: Mapping[str, Any]) -> bool:
-    """Whether a row may be the body of a request, whose response is the next row."""
+    """Whether a row may be a request's body, with its response in the next row."""
     return "messages" in row or ("prompt" in row and TEXT not in row)
 
 
 def _entries_of(exchange: Exchange) -> list[Entry]:
-    """An entry for each answer; one without any."""
+    """An entry for each answer; one entry if there is no answer."""
     where, body = exchange.where, exchange.body
     if isinstance(body, Mapping):
         check_body(where, body)
@@ -237,15 +237,15 @@ def _entries_of(exchange: Exchange) -> list[Entry]:
     if MESSAGES in body:
         tools, arguments = template_settings(where, body)
         return [
-            Entry(where, MESSAGES, conversation(where, body, own), tools, arguments, cut=own.cut)
-            for own in answers
+            Entry(where, MESSAGES, conversation(where, body, answer), tools, arguments, cut=answer.cut)
+            for answer in answers
         ]
     entry = _entry(where, body)
     if entry.kind != PROMPT:
         raise ValueError(f'{where}: a request has "messages" or "prompt", and this one has neither')
-    for own in answers:
-        _check_text(where, "the answer", own.message.get("content"))
-    return [replace(entry, answer=own.message["content"], cut=own.cut) for own in answers]
+    for answer in answers:
+        _check_text(where, "the answer", answer.message.get("content"))
+    return [replace(entry, answer=answer.message["content"], cut=answer.cut) for answer in answers]
 
 
 def _parsed(where: str, line: bytes) -> Any:

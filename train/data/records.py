@@ -5,7 +5,7 @@ The encoding, version 1, little-endian::
     uint32  version of the encoding, 1
     uint32  n, the number of tokens
     int32   n token ids
-    uint8   ceil(n / 8) bytes with a bit per token, the lowest bit first: whether it is to be learnt
+    uint8   ceil(n / 8) bytes with a bit per token, the lowest bit first: whether to learn the token
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Document(NamedTuple):
 
     Attributes:
         tokens: The token ids.
-        learn: Which tokens are to be learnt: those that the assistant or the target wrote.
+        learn: Whether to learn each token: those written by the assistant or the target.
     """
 
     tokens: Int32[np.ndarray, "n"]

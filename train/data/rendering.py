@@ -18,7 +18,7 @@ from train.data.messages import REASONING
 from train.data.prompts import MESSAGES, PROMPT, Entry
 from train.data.records import Document
 
-# Marks that some templates put around the assistant's text.
+# Tags that some templates put around the assistant's text.
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -37,7 +37,7 @@ class Encoder:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises ValueError if there is no tokenizer, or an argument is not one of the template."""
+        """Raises ValueError if there is no tokenizer, or the template does not have an argument."""
         if self.tokenizer is None:
             raise ValueError("the target has no tokenizer, so it cannot read prompts")
         check_template_arguments(self.template_arguments)
@@ -45,10 +45,10 @@ class Encoder:
     def prompt(self, entry: Entry) -> Int32[np.ndarray, "T"]:
         """The tokens that the target continues.
 
-        A conversation loses its last message if that is the assistant's. A text or prompt is kept as it is.
+        If a conversation ends with an assistant message, that message is dropped. A text or prompt is kept.
 
         Raises:
-            ValueError: No message is left to answer, or the chat template refuses the conversation.
+            ValueError: No message remains to answer, or the chat template refuses the conversation.
         """
         if entry.kind != MESSAGES:
             return self._text(entry)
@@ -65,12 +65,12 @@ class Encoder:
         return np.asarray(ids, np.int32)
 
     def prompts(self, entry: Entry, *, every: bool = False) -> list[Int32[np.ndarray, "T"]]:
-        """The tokens that the target continues: those of `prompt`, or for every turn of the assistant.
+        """The prompts of an entry: that of `prompt`, or one for every assistant turn.
 
         Args:
             entry: The prompt, text or conversation.
-            every: Whether a conversation gives a prompt for each of its assistant's turns and for what
-                follows the last of them, each with its own history.
+            every: Whether a conversation gives a prompt for each assistant turn, and one for its end, each
+                with the history before it.
 
         Raises:
             ValueError: As for `prompt`.
@@ -84,10 +84,10 @@ class Encoder:
         return [self.prompt(replace(entry, value=messages[:end])) for end in ends]
 
     def root(self, entry: Entry) -> bytes:
-        """What entries of one conversation have in common: its text up to the assistant's first turn.
+        """A key shared by all entries of a conversation: its text up to the first assistant turn.
 
         Raises:
-            ValueError: The chat template refuses it, or the tokenizer makes no tokens of it.
+            ValueError: The chat template refuses the conversation, or the text has no tokens.
         """
         if entry.kind != MESSAGES:
             return self._text(entry).tobytes()
@@ -98,12 +98,13 @@ class Encoder:
     def document(self, entry: Entry) -> Document:
         """The whole text, with the tokens to learn marked.
 
-        In a conversation those are the answers and the tokens that end their turns; in a text, all tokens but
-        the first.
+        In a conversation these are the answers and their end-of-turn tokens; in a text, all tokens but the
+        first.
 
         Raises:
-            ValueError: No token would be marked; the chat template does not show which ones to mark; or it
-                writes earlier turns otherwise once others follow, so that `documents` are several.
+            ValueError: No token would be marked; the answers' tokens cannot be found in the chat template's
+                output; or the template renders earlier turns differently in longer conversations, so that
+                `documents` returns several.
         """
         documents = self.documents(entry)
         if entry.kind != MESSAGES:
@@ -115,7 +116,7 @@ class Encoder:
             whole = self._ids(self._render(entry, entry.value))
         if len(documents) > 1 or not _begins(whole, found):
             raise ValueError(
-                f"{entry.where}: the chat template writes message {answers[0]} otherwise once others "
+                f"{entry.where}: the chat template writes message {answers[0]} differently once others "
                 "follow, so one document cannot teach all turns; some templates drop the thoughts of earlier "
                 "turns"
             )
@@ -124,15 +125,14 @@ class Encoder:
         return Document(whole, learn)
 
     def documents(self, entry: Entry) -> list[Document]:
-        """The texts in which every turn of the assistant stands behind its own history, marked to be learnt.
+        """Documents that teach every assistant turn after the history that the target saw.
 
-        Turns share a document as long as the chat template writes them as it did before others followed. A
-        template that drops earlier thoughts gives several documents, each with the history that the target
-        saw.
+        Turns share a document as long as the chat template renders them the same in the longer conversation.
+        A template that drops earlier reasoning gives several documents.
 
         Raises:
-            ValueError: No token would be marked; the chat template does not show which ones to mark; or it
-                leaves out something of an answer: thoughts, calls or content.
+            ValueError: No token would be marked; the answers' tokens cannot be found in the chat template's
+                output; or the template omits a part of an answer: reasoning, calls or content.
         """
         if entry.kind == PROMPT and entry.answer is None:
             raise ValueError(
@@ -156,7 +156,7 @@ class Encoder:
                     turn.learn[:end] = before.learn[:end]
                     documents.pop()
                 documents.append(turn)
-        documents = [own for own in documents if own.learn.any()]
+        documents = [document for document in documents if document.learn.any()]
         if not documents:
             raise ValueError(f"{entry.where}: a document without assistant tokens; it needs at least one")
         return documents
@@ -176,11 +176,11 @@ class Encoder:
         return tokens
 
     def _turn(self, entry: Entry, number: int) -> Document:
-        """The conversation up to a message of the assistant, with that message marked."""
+        """The conversation up to an assistant message, with the tokens of that message marked."""
         marks = GENERATION_MARK.search(self._template(entry))
         if number == 0 and not marks:
             raise ValueError(
-                f"{entry.where}: the conversation begins with the assistant, so nobody can tell what "
+                f"{entry.where}: the conversation begins with the assistant, so it is unknown what "
                 "the chat template puts before its words; begin with the user or the system"
             )
         messages = entry.value[: number + 1]
@@ -188,9 +188,9 @@ class Encoder:
         after = self._render(entry, messages)
         if not after.startswith(before):
             raise ValueError(
-                f"{entry.where}: the chat template begins message {number} otherwise than it asks for an "
-                "answer, so what the assistant wrote cannot be told. Change the template's arguments, or let "
-                "the target write the answers (--mode regenerate)"
+                f"{entry.where}: the chat template begins message {number} differently from a prompt for "
+                "an answer, so the assistant's text cannot be located. Change the template's arguments, or "
+                "let the target write the answers (--mode regenerate)"
             )
         self._check_written(entry, number, after[len(before) :])
         if marks:
@@ -206,25 +206,25 @@ class Encoder:
             learn = np.zeros(len(tokens), bool)
             learn[begin : self._turn_end(tokens, begin, len(tokens))] = True
         if entry.cut and number == len(entry.value) - 1 and learn.any():
-            # The end mark is the template's: the target had not come to the end.
+            # The end-of-turn token is the template's; the target's answer was cut off before it.
             end = int(np.flatnonzero(learn)[-1])
             end += int(tokens[end]) not in self._ends()
             tokens, learn = tokens[:end], learn[:end]
         return Document(tokens, learn)
 
     def _check_written(self, entry: Entry, number: int, written: str) -> None:
-        """Checks that the chat template has written all of an answer that a target would have to learn."""
+        """Checks that the chat template wrote all of an answer: its thoughts, its content and its calls."""
         message = entry.value[number]
         content = message.get("content") or ""
         texts = [part["text"] for part in content] if isinstance(content, list) else [content]
         calls = message.get("tool_calls") or []
-        wanted = {
+        expected = {
             "thoughts": [message.get(REASONING[0], "")],
-            # Templates take thoughts inside a content apart.
+            # Templates separate thoughts inside a content from it.
             "content": [text.rpartition("</think>")[2] for text in texts],
             "calls": [call["function"]["name"] for call in calls],
         }
-        for what, pieces in wanted.items():
+        for what, pieces in expected.items():
             if not all(piece.strip() in written for piece in pieces):
                 raise ValueError(
                     f"{entry.where}: the chat template does not write the {what} of message {number}, so a "
@@ -232,17 +232,17 @@ class Encoder:
                 )
 
     def _prefix(self, entry: Entry, number: int, part: str, tokens: Int32[np.ndarray, "T"]) -> int:
-        """How many of the tokens its rendered beginning ``part`` has."""
+        """The number of tokens of ``part``, the rendered beginning of ``tokens``."""
         ids = self._ids(part)
         if not np.array_equal(ids, tokens[: len(ids)]):
             raise ValueError(
-                f"{entry.where}: where message {number} begins or ends, a token spans both sides, so what "
-                "the assistant wrote cannot be told token by token; it may begin or end with white space"
+                f"{entry.where}: where message {number} begins or ends, a token spans both sides, so the "
+                "assistant's tokens cannot be located; the text may begin or end with white space"
             )
         return len(ids)
 
     def _ends(self) -> set[int]:
-        """Tokens that may end a turn."""
+        """Ids of tokens that may end a turn."""
         added = self.tokenizer.added_tokens_decoder
         return {*self.end_ids, *(token for token, entry in added.items() if entry.special)}
 
@@ -282,32 +282,32 @@ class Encoder:
         try:
             return render_chat(self.tokenizer, chat, arguments, where=entry.where, **settings)
         except ValueError as error:
-            said = str(error).removeprefix(f"{entry.where}: ")
-            if _repeats(said.partition("conversation: ")[2], messages):
-                said = "the chat template refuses the conversation, for a reason that repeats text of it"
-                raise ValueError(f"{entry.where}: {said}") from None
+            reason = str(error).removeprefix(f"{entry.where}: ")
+            if _repeats(reason.partition("conversation: ")[2], messages):
+                reason = "the chat template refuses the conversation, for a reason that repeats text of it"
+                raise ValueError(f"{entry.where}: {reason}") from None
             raise
 
     def _ids(self, text: str) -> Int32[np.ndarray, "T"]:
-        """Token ids of a rendered text, which already has its special tokens."""
+        """Token ids of a rendered text, which already contains its special tokens."""
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
 
 
 def _repeats(message: str, messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether an error's message holds a word of at least six characters of the conversation."""
+    """Whether an error's message contains a word of the conversation of at least six characters."""
     try:
-        text = json.dumps([{**own, "role": ""} for own in messages], ensure_ascii=False, default=str)
+        text = json.dumps([{**message, "role": ""} for message in messages], ensure_ascii=False, default=str)
     except RecursionError:
         return True
     return any(len(word) > 5 and word in text for word in re.findall(r"\w+", message))
 
 
 def _learnt(document: Document) -> int:
-    """Where the last token to learn ends."""
+    """The index after the last token to learn."""
     return int(np.flatnonzero(document.learn)[-1]) + 1 if document.learn.any() else 0
 
 
 def _begins(tokens: Int32[np.ndarray, "T"], document: Document) -> bool:
-    """Whether tokens begin as a document does, up to the end of what is learnt of it."""
+    """Whether tokens begin with those of a document up to its last token to learn."""
     end = _learnt(document)
     return np.array_equal(tokens[:end], document.tokens[:end])

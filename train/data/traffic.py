@@ -3,10 +3,10 @@
 A request and its response are paired in one of these ways:
 
 * one row has both: ``{"request": {…}, "response": {…}}``;
-* two rows have one ``custom_id``, as the files of OpenAI's batches do: ``{"custom_id": …, "body": {…}}`` and
+* two rows share a ``custom_id``, as in files of OpenAI's batch API: ``{"custom_id": …, "body": {…}}`` and
   ``{"custom_id": …, "response": {"body": {…}}}``;
-* the response follows its request: a row that is the body of a request, then one that is the body of its
-  response, or several that are the chunks of a stream.
+* the response follows its request: a row with a request's body, then a row with its response's body, or
+  several rows with the chunks of a stream.
 
 A response may be the list of its chunks, or the text of its event stream. A request without a response is a
 prompt.
@@ -21,9 +21,9 @@ from jetspec_jax.config.fields import is_int
 from train.data.messages import REASONING, masked, read_messages, read_tools
 
 CHAT, CHUNK, COMPLETION = "chat.completion", "chat.completion.chunk", "text_completion"
-#: The most choices of a response, and calls of a message.
+#: Limit on the choices of a response and on the calls of a message.
 MOST_PIECES = 1024
-#: The roles of ShareGPT under the names of OpenAI.
+#: ShareGPT's roles to OpenAI's.
 SHAREGPT_ROLES: Mapping[str, str] = {
     "human": "user",
     "user": "user",
@@ -42,8 +42,8 @@ class Answer:
     """An answer of a response.
 
     Attributes:
-        message: The assistant's message, or of a completion ``{"content": text}``.
-        cut: Whether the answer ended because it was long enough, so that no end mark was written.
+        message: The assistant's message; for a completion ``{"content": text}``.
+        cut: Whether the answer ended by its token limit, and so has no end-of-turn token.
     """
 
     message: dict[str, Any]
@@ -52,12 +52,12 @@ class Answer:
 
 @dataclass
 class Exchange:
-    """A request, and what is known of its response.
+    """A request and, once it is read, its response.
 
     Attributes:
         where: File and line of the request.
-        body: The request's body; or a row that is no object, which is refused later.
-        response: The response's body, or its chunks; None as long as there is none.
+        body: The request's body; or a row that is not an object, which is refused later.
+        response: The response's body, or its chunks; None until it is read.
     """
 
     where: str
@@ -70,12 +70,12 @@ class Pairing:
     """Pairs requests with responses, row by row.
 
     Attributes:
-        last: The request that the next row may answer, or whose stream goes on.
+        last: The request that the next row may answer, or whose stream may continue.
         named: Requests by their ``custom_id`` that have no response yet.
         early: Responses by their ``custom_id`` that have no request yet, each with its file and line.
-        several: Whether the request before the last one has no response either: the next may be of either.
+        several: Whether the request before the last one has no response either, so a response is ambiguous.
         owed: Whether one of two such requests may still get a response.
-        streams: The streams that have begun: a later chunk of one belongs to no request that came in between.
+        streams: Keys of the streams that have begun. Their later chunks never answer a newer request.
     """
 
     last: Exchange | None = None
@@ -86,10 +86,10 @@ class Pairing:
     early: dict[str, tuple[str, Any]] = field(default_factory=dict)
 
     def add(self, where: str, row: Mapping[str, Any]) -> list[Exchange]:
-        """Takes a row of a log; returns the exchanges that are complete now.
+        """Adds a row of a log; returns the exchanges that are now complete.
 
         Raises:
-            ValueError: The row is a response without its request, or none of the forms.
+            ValueError: The row is a response without its request, or has none of the forms.
         """
         if row.get("object") in (CHAT, CHUNK, COMPLETION):
             self._answer(where, row)
@@ -106,7 +106,7 @@ class Pairing:
         return complete
 
     def flush(self) -> list[Exchange]:
-        """The request that waits for the next row, if there is one: no response follows it."""
+        """Returns and clears the request that waits for the next row, if any."""
         last, self.last = self.last, None
         return [] if last is None else [last]
 
@@ -117,14 +117,14 @@ class Pairing:
         return found
 
     def orphans(self) -> list[str]:
-        """What is wrong with each response of a ``custom_id`` that no request has."""
+        """Errors about responses whose ``custom_id`` no request has."""
         return [
             f"{where}: no row has the request of this response's custom_id"
             for where, _ in self.early.values()
         ]
 
     def _answer(self, where: str, row: Mapping[str, Any]) -> None:
-        """Gives a bare response, or the next chunk of one, to the request before it."""
+        """Assigns a bare response, or its next chunk, to the request before it."""
         last, owed = self.last, self.owed
         self.owed = False
         chunk = row["object"] == CHUNK or _is_chunk(row)
@@ -136,8 +136,8 @@ class Pairing:
         if last.response is None and (self.several or owed):
             self.owed = not owed
             raise ValueError(
-                f"{where}: two requests waited for a response, and nothing says whose this is; put request "
-                "and response into one row, or give both a custom_id"
+                f"{where}: two requests waited for a response, and the response could be to either; put "
+                "request and response into one row, or give both a custom_id"
             )
         if last.response is None and began:
             raise ValueError(
@@ -177,7 +177,7 @@ class Pairing:
 
 
 def is_log(row: Mapping[str, Any]) -> bool:
-    """Whether a row is one of a log that is not simply a conversation or a text."""
+    """Whether a row is from a request log, and not a plain conversation or text."""
     if row.get("object") in (CHAT, CHUNK, COMPLETION):
         return True
     return ("request" in row or "custom_id" in row) and not {"messages", "text", "prompt"} & row.keys()
@@ -188,11 +188,11 @@ def answers_of(where: str, response: Any) -> list[Answer]:
 
     Args:
         where: File and line, for error messages.
-        response: The body of a chat completion or of a completion, that below ``body``; its chunks; or the
-            text of either: JSON, or an event stream.
+        response: The body of a chat completion or completion, possibly under ``body``; its chunks; or the
+            text of either, as JSON or as an event stream.
 
     Raises:
-        ValueError: It is none of these, it failed, or it has no answer.
+        ValueError: The value is none of these, the response failed, or it has no answer.
     """
     if isinstance(response, Mapping) and "body" in response:
         if response.get("status_code", 200) != 200:
@@ -203,16 +203,20 @@ def answers_of(where: str, response: Any) -> list[Answer]:
     if isinstance(response, Sequence) and not isinstance(response, str):
         response = join_chunks(where, response)
     choices = response.get("choices") if isinstance(response, Mapping) else None
-    if not isinstance(choices, list) or not choices or not all(isinstance(own, Mapping) for own in choices):
+    if (
+        not isinstance(choices, list)
+        or not choices
+        or not all(isinstance(choice, Mapping) for choice in choices)
+    ):
         raise ValueError(f'{where}: the response has no "choices"')
     return [_answer(where, choice) for choice in choices]
 
 
 def join_chunks(where: str, chunks: Sequence[Any]) -> dict[str, Any]:
-    """The body that the chunks of one stream are pieces of.
+    """The response body assembled from the chunks of a stream.
 
     Raises:
-        ValueError: One is no chunk, or the stream ended early.
+        ValueError: An item is not a chunk, or the stream ended early.
     """
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
@@ -234,10 +238,10 @@ def join_chunks(where: str, chunks: Sequence[Any]) -> dict[str, Any]:
 
 
 def sharegpt(where: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a row of ShareGPT, unchecked but for its own keys.
+    """The messages of a ShareGPT row; only ShareGPT's keys are checked.
 
     Raises:
-        ValueError: It has no turns, or a turn of an unknown role or without a text.
+        ValueError: The row has no turns, or a turn has an unknown role or no text.
     """
     turns = row["conversations"]
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
@@ -271,16 +275,18 @@ def conversation(where: str, body: Mapping[str, Any], answer: Answer | None) -> 
     messages = body.get("messages")
     if answer is not None and isinstance(messages, Sequence) and not isinstance(messages, str):
         if messages and _speaks(messages[-1], "assistant"):
-            raise ValueError(f"{where}: the response goes on with the request's last message, an assistant's")
+            raise ValueError(
+                f"{where}: the response continues the request's last message, which is an assistant's"
+            )
         messages = [*messages, answer.message]
     return read_messages(where, messages)
 
 
 def check_body(where: str, body: Mapping[str, Any]) -> None:
-    """Refuses a request whose answer is not what follows its prompt.
+    """Refuses a request whose answer is not a plain continuation of its prompt.
 
     Raises:
-        ValueError: It has a setting that makes the answer a part of something else.
+        ValueError: The request has such a setting.
     """
     for key in ("continue_final_message", "echo", "suffix"):
         if body.get(key):
@@ -290,10 +296,10 @@ def check_body(where: str, body: Mapping[str, Any]) -> None:
 def template_settings(
     where: str, body: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]] | None, dict[str, Any]]:
-    """The tools of a request, and the arguments of the chat template that it sets.
+    """The tools of a request, and its chat template arguments.
 
     Raises:
-        ValueError: One of them is of another type.
+        ValueError: Either has a wrong type.
     """
     arguments = body.get("chat_template_kwargs") or {}
     if not isinstance(arguments, Mapping):
@@ -313,7 +319,7 @@ def _body(where: str, request: Any) -> Mapping[str, Any]:
 
 
 def _awaits(body: Mapping[str, Any]) -> bool:
-    """Whether a body is a request, and not a conversation that has its answer."""
+    """Whether a body is a request, and not a conversation with its answer."""
     messages = body.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages else None
     return "prompt" in body or (isinstance(last, Mapping) and not _speaks(last, "assistant"))
@@ -324,19 +330,19 @@ def _speaks(message: Any, role: str) -> bool:
 
 
 def _is_chunk(row: Mapping[str, Any]) -> bool:
-    """Whether the body of a completion is a chunk: all but the last say null for why they ended."""
+    """Whether a completion's body is a chunk: the finish reason of all chunks but the last is null."""
     choices = row.get("choices")
     first = choices[0] if isinstance(choices, list) and choices else None
     return isinstance(first, Mapping) and first.get("finish_reason") is None
 
 
 def _stream(chunk: Mapping[str, Any]) -> tuple[Any, str]:
-    """What the chunks of one stream have in common."""
+    """A key shared by the chunks of a stream."""
     return chunk["object"], str(chunk.get("id"))
 
 
 def _parsed(where: str, text: str) -> Any:
-    """The body whose JSON a text is, or an event stream's chunks: what follows ``data:`` in each line."""
+    """The body in a JSON text, or the chunks in an event stream: the text after ``data:`` of each line."""
     lines = [line.removeprefix("data:").strip() for line in text.splitlines() if line.startswith("data:")]
     if not lines:
         try:
@@ -369,12 +375,12 @@ def _extend(where: str, message: dict[str, Any], delta: Mapping[str, Any]) -> No
         index = _index(where, piece, max(len(calls) - 1, 0))
         while len(calls) <= index:
             calls.append({"type": "function", "function": {"name": "", "arguments": ""}})
-        call, own = calls[index], piece.get("function")
+        call, function = calls[index], piece.get("function")
         if piece.get("id"):
             call["id"] = piece["id"]
         for name in ("name", "arguments"):
-            if isinstance(own, Mapping) and isinstance(own.get(name), str):
-                call["function"][name] += own[name]
+            if isinstance(function, Mapping) and isinstance(function.get(name), str):
+                call["function"][name] += function[name]
 
 
 def _answer(where: str, choice: Mapping[str, Any]) -> Answer:
@@ -392,7 +398,7 @@ def _answer(where: str, choice: Mapping[str, Any]) -> Answer:
 
 
 def _calls(where: str, number: int, text: Any) -> list[dict[str, Any]]:
-    """The calls of ShareGPT's ``function_call``: the JSON text of one, or of several."""
+    """The calls of ShareGPT's ``function_call``, the JSON text of one call or of several."""
     try:
         calls = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError):

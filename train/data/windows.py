@@ -1,4 +1,4 @@
-"""Windows of documents: a document in each, or packed. Shapes: B windows of T tokens."""
+"""Windows of documents, with one document each or packed. Shapes: B windows of T tokens."""
 
 from typing import NamedTuple, NotRequired, TypedDict
 
@@ -10,15 +10,15 @@ from train.data.packing import pack
 
 
 class Window(TypedDict):
-    """A window, or with a leading axis a batch of them.
+    """A window, or with a leading axis a batch of windows.
 
     Attributes:
-        tokens: Token ids; 0 after the last document's end.
-        learn: Which of them are to be learnt; none after the last document's end.
-        real: How many of the tokens are real; padding follows them.
-        starts: In packed windows, for each token the index of its document's first token. The padding is a
-            document of its own.
-        states: Where they are kept, the target's last hidden states and its taps, side by side.
+        tokens: Token ids; 0 in the padding.
+        learn: Whether to learn each token; false in the padding.
+        real: The number of tokens before the padding.
+        starts: In packed windows, for each token the index of its document's first token. The padding counts
+            as a document.
+        states: With cached target states, the target's last hidden states and its taps, concatenated.
     """
 
     tokens: Int32[np.ndarray, "*B T"]
@@ -29,13 +29,13 @@ class Window(TypedDict):
 
 
 class Contents(NamedTuple):
-    """What the windows of an epoch hold.
+    """Counts of an epoch's windows.
 
     Attributes:
         windows: Number of windows.
         window: Tokens of each.
         documents: Documents in them.
-        unlearnable: Documents that are left out, because nothing can be learnt of them.
+        unlearnable: Omitted documents without a token to learn.
         tokens: Real tokens in them.
     """
 
@@ -62,8 +62,8 @@ class Windows:
 
         a b c d | e f g h | i j . .
 
-    A window's first token cannot be predicted in it, so a window with no token to be learnt after its first
-    is left out.
+    A window's first token cannot be predicted in it, so a window without a token to learn after its first is
+    omitted.
 
     Attributes:
         documents: The documents.
@@ -106,10 +106,10 @@ class Windows:
 
 
 class PackedWindows:
-    """Windows that whole documents share, as a source for grain; only longer documents are cut.
+    """Packed windows, as a source for grain; only documents longer than a window are cut.
 
-    The pieces are the windows of `Windows`, without their padding: each has something to learn, and begins
-    anew at position 0. Documents of 3, 2 and 6 tokens in windows of 8, and their ``starts``::
+    The pieces are the windows of `Windows` without padding. Each has a token to learn, and its positions
+    begin at 0. Documents of 3, 2 and 6 tokens in windows of 8, and their ``starts``::
 
         c c c c c c b b | a a a . . . . .
         0 0 0 0 0 0 6 6 | 0 0 0 3 3 3 3 3
@@ -120,7 +120,7 @@ class PackedWindows:
     """
 
     def __init__(self, documents: Documents, window: int, seed: int):
-        """Plans the windows; documents, window and seed alone decide.
+        """Plans the windows; the plan depends only on documents, window and seed.
 
         Raises:
             ValueError: As for `Windows`.
@@ -207,11 +207,11 @@ def _check_index(windows: Windows | PackedWindows, index: int) -> None:
 def index_windows(
     lengths: Int[np.ndarray, "n"], spans: Int[np.ndarray, "m 3"], window: int
 ) -> tuple[Int[np.ndarray, "w"], Int[np.ndarray, "w"]]:
-    """The windows that have something to learn: their documents, and their first tokens in those."""
+    """The windows with a token to learn: their documents, and their first tokens in these."""
     counts = -(-lengths // window)
     first = np.cumsum(counts) - counts
     document, start, stop = spans.T
-    # A span reaches into the windows from that of its first token to that of its last.
+    # A span covers the windows from that of its first token to that of its last.
     reach = (stop - 1) // window - start // window + 1
     nth = np.arange(reach.sum()) - np.repeat(np.cumsum(reach) - reach, reach)
     number = np.repeat(start // window, reach) + nth
@@ -226,7 +226,7 @@ def index_windows(
 
 
 def check_enough(windows: Windows | PackedWindows, batch: int) -> None:
-    """Raises ValueError if packing leaves fewer windows than a batch of all processes has."""
+    """Raises ValueError if there are fewer packed windows than a batch of all processes."""
     if isinstance(windows, PackedWindows) and len(windows) < batch:
         raise ValueError(
             f"packing leaves {len(windows)} windows of {windows.window} tokens, fewer than a batch of "

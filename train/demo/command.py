@@ -50,7 +50,7 @@ def add_command(commands: Any) -> None:
     demo.add_argument("--work", type=Path, required=True, help="folder for everything made")
     demo.add_argument("--corpus", type=Path, help=f"Lib folder of CPython {VERSION}; default: this Python's")
     add_target_option(demo, "keep this finished target and make only its head", type=Path)
-    demo.add_argument("--minutes", type=float, help="stop cleanly after this; run again to go on")
+    demo.add_argument("--minutes", type=float, help="stop cleanly after so many minutes; run again to resume")
     manifest = commands.add_parser("manifest", help="list a corpus, with hashes and splits")
     manifest.set_defaults(run=_manifest)
     manifest.add_argument("--corpus", type=Path, required=True)
@@ -110,7 +110,7 @@ def make_pair(
 
 
 class _Pair:
-    """The stages, and what they share, which is loaded on first use."""
+    """The stages and their shared state, which is loaded on first use."""
 
     def __init__(
         self, recipe: PairRecipe, work: Path, corpus: Path, deadline: Deadline, finished_target: Path | None

@@ -16,12 +16,12 @@ from train.data.regenerate import Prompts, regenerate, regeneration_settings
 from train.demo.tokens import Stream, line_starts
 from train.loop.stages import Deadline
 
-# Prompts drawn for each held-out document: those that a training document has too are dropped.
+# Prompts drawn for each held-out document; prompts of training documents are dropped.
 DRAWS = 4
 
 
 class Cuts(NamedTuple):
-    """Beginnings of documents in a corpus, lengths of their prompts, and temperatures of their continuations.
+    """Documents cut from a corpus: where they begin, their prompts' lengths and sampling temperatures.
 
     Attributes:
         stream: The corpus.
@@ -142,8 +142,8 @@ def cut_splits(
         ValueError: A stream has no line with room for a prompt, or the second has too few other prompts.
     """
     cut = partial(cut_corpus, newline_ids=newline_ids, prompt=prompt, temperatures=temperatures)
-    own = cut(train, count=count - heldout, seed=seed)
-    known = {tokens.tobytes() for tokens in own.prompt_tokens()}
+    training = cut(train, count=count - heldout, seed=seed)
+    known = {tokens.tobytes() for tokens in training.prompt_tokens()}
     drawn = cut(held, count=DRAWS * heldout, seed=(*seed, 1))
     new = [i for i, tokens in enumerate(drawn.prompt_tokens()) if tokens.tobytes() not in known][:heldout]
     if len(new) < heldout:
@@ -151,7 +151,7 @@ def cut_splits(
             f"of {DRAWS * heldout} prompts for {heldout} held-out documents only {len(new)} are none of the "
             "training documents': make prompts longer, or hold out fewer"
         )
-    return SplitCuts(own, Cuts(held, drawn.begin[new], drawn.prompt[new], drawn.temperature[new]))
+    return SplitCuts(training, Cuts(held, drawn.begin[new], drawn.prompt[new], drawn.temperature[new]))
 
 
 def continue_corpus(
@@ -166,7 +166,7 @@ def continue_corpus(
     slots: int,
     deadline: Deadline,
 ) -> None:
-    """Lets a target continue prompts of its corpus into a folder of documents; a finished one is left alone.
+    """Makes a folder of documents that a target generates from prompts; a finished folder is not changed.
 
     Args:
         folder: The folder.
@@ -197,7 +197,7 @@ def continue_corpus(
 
 
 def read_rows(folder: Path) -> tuple[Int32[np.ndarray, "N T"], Bool[np.ndarray, "N T"]]:
-    """Tokens of all training documents, which have one length, and marks on those that the target wrote.
+    """Tokens of all training documents, which have equal lengths, and whether the target wrote each.
 
     Raises:
         ValueError: The folder is unfinished or damaged, or documents differ in length.

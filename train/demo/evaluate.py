@@ -43,7 +43,7 @@ BATCH = 8
 
 
 class Results:
-    """A JSON file that grows by parts; a part that it holds is not measured again."""
+    """A JSON file of measured parts; a part in the file is not measured again."""
 
     def __init__(self, path: Path, deadline: Deadline):
         """Opens a file or begins a new one."""
@@ -122,8 +122,8 @@ def evaluate(
 def target_bits(target: Target, tokenizer: Tokenizer, texts: list[str], *, window: int, stride: int) -> float:
     """Total bits of some texts under a target, each text after an end-of-text token.
 
-    Windows advance by ``stride``: a token sees at least ``window - stride`` tokens before it, where its text
-    has as many.
+    Windows advance by ``stride``: each token has at least ``window - stride`` tokens of context, or all
+    earlier tokens of its text.
     """
     end = tokenizer.id_of(END_OF_TEXT)
     rows, masks = [], []
@@ -167,7 +167,7 @@ def heldout_prompts(
 
 
 def prompt_texts(recipe: PairRecipe, tokenizer: Tokenizer, sources: Mapping[CorpusFile, str]) -> list[str]:
-    """The texts of `heldout_prompts` and, up to ``kept_prompts``, more of the same kind, none twice."""
+    """The texts of `heldout_prompts`, and more distinct texts of the same kind up to ``kept_prompts``."""
     settings = recipe.evaluation
     measured, _ = heldout_prompts(recipe, tokenizer, sources)
     texts = [tokenizer.decode(prompt) for prompt in measured]
@@ -175,7 +175,7 @@ def prompt_texts(recipe: PairRecipe, tokenizer: Tokenizer, sources: Mapping[Corp
     for start in np.random.default_rng([recipe.seed, 8]).permutation(starts).tolist():
         if len(texts) >= settings.kept_prompts:
             break
-        # Library code is in the stream more than once, so texts recur.
+        # Library code is in the stream more than once, so texts repeat.
         text = tokenizer.decode(rows(start)[: settings.prompt_tokens])
         if text not in texts:
             texts.append(text)

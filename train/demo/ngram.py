@@ -57,8 +57,8 @@ class NGram:
             totals, known = _look_up(order.contexts, keys // self.vocab_size, order.totals)
             kinds, _ = _look_up(order.contexts, keys // self.vocab_size, order.kinds)
             lower = probability[n - 1 :]
-            own = np.maximum(counts - order.discount, 0) + order.discount * kinds * lower
-            probability[n - 1 :] = np.where(known, own / np.maximum(totals, 1), lower)
+            discounted = np.maximum(counts - order.discount, 0) + order.discount * kinds * lower
+            probability[n - 1 :] = np.where(known, discounted / np.maximum(totals, 1), lower)
         return -np.log2(probability)
 
 
@@ -78,7 +78,7 @@ def _keys(stream: np.ndarray, n: int, vocab_size: int) -> Int[np.ndarray, "grams
     return keys
 
 
-def _look_up(keys: np.ndarray, wanted: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    found = keys[place] == wanted
+def _look_up(keys: np.ndarray, queries: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    place = np.minimum(np.searchsorted(keys, queries), len(keys) - 1)
+    found = keys[place] == queries
     return np.where(found, values[place], 0), found

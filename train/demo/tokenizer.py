@@ -1,6 +1,6 @@
 """A byte-level BPE tokenizer for Python source, trained on the corpus.
 
-Newlines and indentation are pieces of their own, so text that is cut at a line has the same tokens as in its
+Newlines and indentation are separate tokens, so text that is cut at a line has the same tokens as in its
 document, and a prompt never ends in tokens that the model has not seen.
 """
 
@@ -43,7 +43,7 @@ class Tokenizer:
         """Trains a vocabulary of exactly ``vocab_size`` entries, the special tokens included.
 
         Raises:
-            ValueError: The text is too little for a vocabulary of that size.
+            ValueError: The text is too short for a vocabulary of that size.
         """
         inner = tokenizers.Tokenizer(models.BPE())
         inner.pre_tokenizer = pre_tokenizers.Sequence(

@@ -27,12 +27,12 @@ from train.loop.mesh import make_mesh
 from train.loop.stages import Deadline
 from train.trackers.opening import PROJECT, TRACKERS, Tracking
 
-#: The exit code of a finished run whose head is no better than the one that it began as, which is kept.
+#: The exit code of a finished run whose head did not improve; its initial weights are kept.
 NOT_IMPROVED = 3
 
 
 def add_command(commands: Any) -> None:
-    """Adds the three command lines."""
+    """Adds the three commands."""
     known = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.toml")))
     head = commands.add_parser("head", help="train a draft head on documents", description=_head.__doc__)
     head.set_defaults(run=_head)
@@ -50,12 +50,14 @@ def add_command(commands: Any) -> None:
         dest="engine",
         choices=list(ENGINES),
         default="jetspec",
-        help="the engine that loads it (default: jetspec, whose folder vllm and sglang read too)",
+        help="the engine that loads the head (default: jetspec; vllm and sglang read its format too)",
     )
     export.add_argument(
-        "--without-selector", action="store_true", help="leaves out the selector, for engines that know none"
+        "--without-selector",
+        action="store_true",
+        help="omits the selector, for engines without support for it",
     )
-    add_target_option(export, "the head's target, for configs that name it or hold its number of layers")
+    add_target_option(export, "the head's target, for configs with its name or its number of layers")
     tune = commands.add_parser(
         "finetune", help="documents from prompts, then a draft head on them", description=_finetune.__doc__
     )
@@ -68,24 +70,26 @@ def add_command(commands: Any) -> None:
         add_target_option(parser, f"folder or hub id, or a pair: {PAIR_NAMES}", required=True)
         parser.add_argument(
             "--draft-head",
-            help="what a head begins as, where the recipe says so: folder, hub id or a pair's name",
+            help="the initial head, for recipes that start from one: folder, hub id or a pair's name",
         )
         parser.add_argument("--work", type=Path, required=True, help="folder for everything made")
         add_set_option(parser, "the")
-        parser.add_argument("--minutes", type=float, help="stop cleanly after this; run again to go on")
+        parser.add_argument(
+            "--minutes", type=float, help="stop cleanly after so many minutes; run again to resume"
+        )
         parser.add_argument(
             "--cache-target-states",
             dest="states_gib",
             type=float,
             metavar="GIB",
-            help="computes the target's states once and keeps them in the work folder, at most so many GiB",
+            help="computes the target's states once and keeps them in the work folder, at most GIB GiB",
         )
         parser.add_argument(
             "--track",
             action="append",
             default=[],
             choices=TRACKERS,
-            help="shows the run in a tracker beside TensorBoard; needs the extra of its name; may recur",
+            help="also logs the run to this tracker; needs the extra of that name; repeatable",
         )
         parser.add_argument(
             "--track-project",
@@ -98,7 +102,7 @@ def add_command(commands: Any) -> None:
 def _export(arguments: argparse.Namespace) -> int:
     """Writes a draft head as an engine reads it, in Hugging Face layout.
 
-    The head is the best one so far of a run, finished or not, or one that is there already.
+    The head is an existing head, or the best head so far of a run, finished or not.
     """
     out, engine = arguments.out, arguments.engine
     more = {
@@ -108,18 +112,18 @@ def _export(arguments: argparse.Namespace) -> int:
     }
     if arguments.head is not None:
         export_head(arguments.head, out, engine, **more)
-        said = "the head"
+        written = "the head"
     else:
-        said = f"the head of step {export_best(arguments.work, out, engine, **more)}"
-    print(f"{said} is in {out}, for {engine}")
+        written = f"the head of step {export_best(arguments.work, out, engine, **more)}"
+    print(f"{written} is in {out}, for {engine}")
     return 0
 
 
 def _head(arguments: argparse.Namespace) -> int:
     """Trains a draft head, or resumes a run; the finished head is in the work folder.
 
-    The last line says whether the head became better than the one that it began as; if not, that one is kept
-    and the exit code is 3.
+    The last line says whether the head improved on its initial weights. If it did not, the initial weights
+    are kept and the exit code is 3.
     """
     recipe = read_head_recipe(arguments.recipe, arguments.set)
     _check(arguments)
@@ -127,10 +131,10 @@ def _head(arguments: argparse.Namespace) -> int:
 
 
 def _finetune(arguments: argparse.Namespace) -> int:
-    """Makes documents of prompts or conversations and trains a head on them; each part is done once.
+    """Makes documents from prompts or conversations and trains a head on them; each part is done once.
 
-    The last line says whether the head became better than the one that it began as; if not, that one is kept
-    and the exit code is 3.
+    The last line says whether the head improved on its initial weights. If it did not, the initial weights
+    are kept and the exit code is 3.
     """
     recipe, deadline = read_head_recipe(arguments.recipe, arguments.set), Deadline(arguments.minutes)
     _check(arguments)
@@ -159,14 +163,14 @@ def _tracking(arguments: argparse.Namespace) -> Tracking:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuses options before anything is loaded or made."""
+    """Checks options before anything is loaded or made."""
     _tracking(arguments).check()
     if arguments.states_gib is not None:
         check_bound(arguments.states_gib)
 
 
 def _checkpoint(arguments: argparse.Namespace) -> Source | None:
-    """The head that the trained one begins as."""
+    """The initial head, if the options name one."""
     if arguments.draft_head is None:
         return None
     return Source(draft_head_at(arguments.draft_head), ignore_config_keys=arguments.ignore_config_key)
@@ -192,7 +196,7 @@ def _train(
         print(f"the head is in {folder}, curves of its training in {work / 'training.png'}")
         options = "".join(f" {IGNORE_OPTION} {key}" for key in ignored)
         pair = f"--model {arguments.target} --draft-head {folder}{options}"
-        # Without a budget a CPU decodes plainly, and the head would have no part in it.
+        # Without --budget, a CPU decodes without the head.
         budget = max(recipe.evaluation.budgets, default=DEFAULT_BUDGET)
         print(f"to use it: jetspec-jax generate {pair} --budget {budget} PROMPT")
         print(result.message)

@@ -46,11 +46,11 @@ def head_json(target: Target, settings: HeadSettings) -> dict[str, Any]:
 
 
 def trained_with(target: Target, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A head's ``config.json`` that says what the target it is trained with was rounded to, if it was."""
+    """A head's ``config.json`` with the format to which its target's weights were rounded, if any."""
     dflash = {key: value for key, value in raw["dflash_config"].items() if key != "target_format"}
     rounding = target.config.rounding
-    said = {"target_format": rounding} if rounding else {}
-    return {**raw, "dflash_config": {**dflash, **said}}
+    formats = {"target_format": rounding} if rounding else {}
+    return {**raw, "dflash_config": {**dflash, **formats}}
 
 
 def with_selector(raw: Mapping[str, Any], selector: SelectorConfig | None) -> dict[str, Any]:
@@ -66,21 +66,23 @@ def with_selector(raw: Mapping[str, Any], selector: SelectorConfig | None) -> di
 def decoder_json(config: ModelConfig, layers: int, intermediate_size: int) -> dict[str, Any]:
     """The keys of a Qwen3-style decoder with the heads of a target's first layer of attention.
 
-    They are of the older dialect. The rotary base is that of the target's full attention; its scaling is not
-    copied.
+    The keys are those of Transformers 4. The rotary base is that of the target's full attention; its scaling
+    is not copied.
 
     Raises:
         ValueError: The target has no attention.
     """
-    own = next((layer for layer in config.layers if layer.recurrence is None), None)
-    if own is None:
-        raise ValueError("the target has no layer of attention, whose heads a draft head copies")
-    # The head's attention has no window, so it takes the rotary base of a layer without one.
-    full = next((layer for layer in config.layers if layer.window is None), own)
+    layer = next((layer for layer in config.layers if layer.recurrence is None), None)
+    if layer is None:
+        raise ValueError(
+            "the target has no attention layer; a draft head copies the number and size of its heads"
+        )
+    # The head's attention has no window, so its rotary base is that of a layer without a window.
+    full = next((layer for layer in config.layers if layer.window is None), layer)
     return {
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "head_dim": own.head_dim,
+        "head_dim": layer.head_dim,
         "hidden_act": "silu",
         "hidden_size": config.hidden_size,
         "initializer_range": 0.02,
@@ -88,9 +90,9 @@ def decoder_json(config: ModelConfig, layers: int, intermediate_size: int) -> di
         "max_position_embeddings": config.max_position_embeddings,
         "max_window_layers": layers,
         "model_type": "qwen3",
-        "num_attention_heads": own.num_heads,
+        "num_attention_heads": layer.num_heads,
         "num_hidden_layers": layers,
-        "num_key_value_heads": own.num_kv_heads,
+        "num_key_value_heads": layer.num_kv_heads,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_scaling": None,
         "rope_theta": full.rope.theta,
@@ -106,14 +108,14 @@ def mask_token_id(target: Target, token: str | int | None) -> int:
     """The id of the token that fills the slots after the anchor.
 
     Raises:
-        ValueError: The target has no such token, or none was named and the tokenizer has no mask token.
+        ValueError: The target has no such token, or ``token`` is None and the tokenizer has no mask token.
     """
     found = token if isinstance(token, int) else _id_of(target.tokenizer, token)
     if found is None:
-        wanted = "mask token" if token is None else f"token {token!r}"
+        missing = "mask token" if token is None else f"token {token!r}"
         raise ValueError(
-            f"the tokenizer has no {wanted}; set head.mask_token to the id of a token that text never holds, "
-            f"below {target.config.vocab_size}"
+            f"the tokenizer has no {missing}; set head.mask_token to the id of a token that text never "
+            f"holds, below {target.config.vocab_size}"
         )
     if not 0 <= found < target.config.vocab_size:
         raise ValueError(
@@ -123,7 +125,7 @@ def mask_token_id(target: Target, token: str | int | None) -> int:
 
 
 def _id_of(tokenizer: Any, token: str | None) -> int | None:
-    """The id of a named token; None is the tokenizer's mask token."""
+    """The id of a token; of None, the tokenizer's mask token."""
     if tokenizer is None:
         return None
     return tokenizer.get_vocab().get(tokenizer.mask_token if token is None else token)

@@ -7,8 +7,8 @@
 | sglang | ``is_causal``, if ``layer_types`` is there | SGLang 0.5.23, ``models/dflash.py`` |
 | speculators | ``sliding_window_non_causal`` | vLLM 0.33, ``configs/speculators/algos.py`` |
 
-The first three read one file, which has all of their keys. A missing key is no error there: the head attends
-bidirectionally, and few of its tokens are accepted.
+The first three read the same file, which has all of their keys. If its key is missing, an engine raises no
+error: the head attends bidirectionally, and few of its tokens are accepted.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from jetspec_jax.config import DraftHeadConfig, dialect_of
 from jetspec_jax.config.head_dialects import DFLASH, SPECULATORS
 
-#: The keys of the published layout that are not the decoder's.
+#: The keys of the published layout besides those of the decoder.
 _HEAD_KEYS = (
     *("architectures", "block_size", "dflash_config", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids"),
     *("is_causal", "mask_token_id", "num_target_layers", "sample_from_anchor", "target_hidden_size"),
@@ -29,15 +29,15 @@ class Verifier(NamedTuple):
     """The target that a head is exported with.
 
     Attributes:
-        name: Its folder or hub id; None if nobody named it.
-        architectures: Those that its ``config.json`` lists.
+        name: The target's folder or hub id; None if unknown.
+        architectures: The "architectures" of its ``config.json``.
     """
 
     name: str | None = None
     architectures: tuple[str, ...] = ()
 
 
-#: A target that nobody named.
+#: An unknown target.
 UNNAMED = Verifier()
 
 
@@ -45,11 +45,12 @@ class Engine(NamedTuple):
     """One row of the table.
 
     Attributes:
-        write: Makes the engine's ``config.json`` of one in the published layout, the config, and the target.
-        own_flags: Whether it reads ``scaled_embeddings``, ``capped_logits``, and a selector without
+        write: Makes the engine's ``config.json`` from one in the published layout, the config, and the
+            target.
+        own_flags: Whether the engine reads ``scaled_embeddings``, ``capped_logits``, and a selector without
             convolutions.
-        names_target: Whether its config names the target, which the engine loads by that name.
-        needs_depth: Whether its config holds the target's number of layers.
+        names_target: Whether its config has the target's name, from which the engine loads the target.
+        needs_depth: Whether its config has the target's number of layers.
     """
 
     write: Callable[[dict[str, Any], DraftHeadConfig, Verifier], dict[str, Any]]
@@ -62,8 +63,8 @@ def published_json(raw: Mapping[str, Any], config: DraftHeadConfig) -> dict[str,
     """A head's ``config.json`` in the published layout, with every key by which an engine reads causality.
 
     Args:
-        raw: The head's ``config.json`` in either dialect; other keys are kept.
-        config: What it says. If it has no ``num_target_layers``, neither has the result.
+        raw: The head's ``config.json`` in either format; other keys are kept.
+        config: The parsed ``raw``. If ``num_target_layers`` is None, the result has no such key.
     """
     if dialect_of(raw) == SPECULATORS:
         raw = {"architectures": ["DFlashDraftModel"], **raw["transformer_layer_config"]}
@@ -90,8 +91,8 @@ def speculators_json(
     """A head's ``config.json`` in the format of the library speculators.
 
     Args:
-        published: What `published_json` makes.
-        config: What it says.
+        published: The result of `published_json`.
+        config: The parsed config.
         verifier: The target.
     """
     return {
@@ -110,7 +111,7 @@ def speculators_json(
         # vLLM counts the outputs of layers from 1: 0 is the embedding.
         "aux_hidden_state_layer_ids": [tap + 1 for tap in config.tap_layers],
         "mask_token_id": config.mask_token_id,
-        # In vLLM the key decides for all layers, sliding or not.
+        # In vLLM the key applies to all layers, sliding or not.
         "sliding_window_non_causal": not config.causal,
         "sample_from_anchor": False,
         "tie_word_embeddings": False,
@@ -121,7 +122,7 @@ def _published(published: dict[str, Any], _config: DraftHeadConfig, _verifier: V
     return published
 
 
-#: The engines by the names that ``--for`` takes.
+#: The engines by their values of ``--for``.
 ENGINES: Mapping[str, Engine] = {
     "jetspec": Engine(_published, own_flags=True),
     "vllm": Engine(_published),
@@ -137,8 +138,8 @@ def engine_json(
 
     Args:
         engine: One of `ENGINES`.
-        raw: The head's ``config.json`` in either dialect.
-        config: What it says, with ``num_target_layers`` if the engine needs it.
+        raw: The head's ``config.json`` in either format.
+        config: The parsed ``raw``, with ``num_target_layers`` if the engine needs it.
         verifier: The target.
 
     Raises:
@@ -174,6 +175,6 @@ def engine_json(
 
 
 def _verifier_of(raw: Mapping[str, Any]) -> Verifier:
-    """The target that a config of the dialect speculators names; `UNNAMED` of others."""
-    own = (raw.get("speculators_config") or {}).get("verifier") or {}
-    return Verifier(own.get("name_or_path"), tuple(own.get("architectures") or ()))
+    """The target named by a config in the speculators format; `UNNAMED` for other configs."""
+    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
+    return Verifier(verifier.get("name_or_path"), tuple(verifier.get("architectures") or ()))

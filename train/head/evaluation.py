@@ -1,4 +1,4 @@
-"""Evaluates a draft head on held-out documents while it is trained: its loss, and tau in decoding."""
+"""Evaluates a draft head during training, on held-out documents: its loss, and its tau in decoding."""
 
 from dataclasses import replace
 from functools import partial
@@ -28,8 +28,8 @@ from train.loop.trainer import Evaluated, mean_of
 from train.loss.objectives import Loss
 from train.loss.precision import as_shipped
 
-#: Of the trees of evaluations: the reference implementation's, so that their figures can be compared; and the
-#: one for heads with a selector, whose trees must grow best first.
+#: Tree algorithms of evaluations: that of the reference implementation, so that figures are comparable; and
+#: best-first for heads with a selector, which need it.
 ALGORITHM, SELECTOR_ALGORITHM = "accum_logp", "top_nodes"
 
 
@@ -38,7 +38,7 @@ class HeldOut(NamedTuple):
 
     Attributes:
         tokens: Windows for the validation loss.
-        learn: Which of their tokens are to be learnt.
+        learn: Whether to learn each of their tokens.
         prompts: Prompts for tau.
         sources: The name of each prompt's source.
     """
@@ -54,11 +54,11 @@ class HeldOut(NamedTuple):
 
         Args:
             documents: The held-out documents.
-            recipe: Says how many windows and prompts, and how long.
-            limit: Most tokens of a prompt and its completion together.
+            recipe: The recipe, with the numbers and lengths of windows and prompts.
+            limit: Limit on the tokens of a prompt and its completion.
 
         Raises:
-            ValueError: There are no documents, or no prompt leaves room for a completion.
+            ValueError: There are no documents, or no prompt is short enough for a completion.
         """
         settings, windows = recipe.evaluation, Windows(documents, recipe.window)
         chosen = [windows[i] for i in _spread(len(windows), settings.windows)]
@@ -81,7 +81,7 @@ class HeldOut(NamedTuple):
 
 
 class HeadEvaluator:
-    """Evaluates a head's weights as they are saved: rounded, most often to bfloat16."""
+    """Evaluates a head's weights rounded to their stored dtype, usually bfloat16."""
 
     def __init__(
         self,
@@ -103,17 +103,17 @@ class HeadEvaluator:
 
         Args:
             config: The head's config.
-            target: The target as it decodes: whole on one device, or on some devices of this process.
+            target: The target for decoding, on one device or on some devices of this process.
             frozen: The target's weights on the mesh.
-            loss: The training loss; its anchors are fixed here.
-            settings: What to measure.
-            held: The data.
-            batch: Windows at a time.
+            loss: The training loss, evaluated at fixed anchors.
+            settings: The settings of evaluations.
+            held: The held-out data.
+            batch: Windows per batch.
             dtype: Dtype of both forward passes.
             mesh: The devices.
             seed: Seed of the anchors and of sampled completions.
-            stored: The type that weights are saved in.
-            fixed: Whether only the head's selector differs between evaluations.
+            stored: The dtype of saved weights.
+            fixed: Whether only the head's selector changes between evaluations.
         """
         self.config, self.target, self.frozen = config, target, frozen
         self.settings, self.held = settings, held
@@ -151,8 +151,8 @@ class HeadEvaluator:
     def decode(self, head: Head) -> Decoded:
         """Completions of the held-out prompts at every temperature and budget; none without prompts.
 
-        Each prompt has a seed of its own, the same in all evaluations. Without its selector a head decodes by
-        the same trees.
+        Each prompt has its own seed, the same in all evaluations. A head decodes with the same trees with and
+        without its selector.
         """
         if not self.held.prompts:
             return {}
@@ -175,12 +175,12 @@ class HeadEvaluator:
                     self.held.prompts,
                     self._sampling(temperature),
                     budget=budget,
-                    width=own.width,
-                    algorithm=own.algorithm,
-                    candidates=own.candidates,
+                    width=settings.width,
+                    algorithm=settings.algorithm,
+                    candidates=settings.candidates,
                     max_slots=len(self.held.prompts),
                 )
-                for budget, own in trees.items()
+                for budget, settings in trees.items()
             }
             for temperature in self.settings.temperatures
         }
@@ -196,20 +196,20 @@ class HeadEvaluator:
         ]
 
     def _batches(self) -> Any:
-        """Batches of one shape; the last is padded with windows that have nothing to learn."""
+        """Batches of one shape; the last is padded with windows without tokens to learn."""
         count, processes = len(self.held.tokens), jax.process_count()
         for i in range(0, count, self.batch):
             parts = {}
             for name in ("tokens", "learn"):
                 part = getattr(self.held, name)[i : i + self.batch]
                 part = np.pad(part, ((0, self.batch - len(part)), (0, 0)))
-                own = np.split(part, processes)[jax.process_index()]
-                parts[name] = put_batch(own, self.mesh, axis=0)
+                rows = np.split(part, processes)[jax.process_index()]
+                parts[name] = put_batch(rows, self.mesh, axis=0)
             yield parts, jax.random.fold_in(self.key, i)
 
 
 def evaluation_trees(config: DraftHeadConfig, settings: HeadEvaluation, budget: int) -> TreeSettings:
-    """The trees of a budget; a selector's have as many children as it has candidates."""
+    """The tree settings of a budget; with a selector the width is its number of candidates."""
     if config.selected is None:
         return TreeSettings(budget, settings.width, None, ALGORITHM)
     return TreeSettings(budget, config.selected, None, SELECTOR_ALGORITHM, config.selected)
@@ -217,12 +217,12 @@ def evaluation_trees(config: DraftHeadConfig, settings: HeadEvaluation, budget: 
 
 def without_selector(head: Head) -> Head:
     """The head without its selector."""
-    weights = {name: own for name, own in head.weights.items() if name != "selector"}
+    weights = {name: value for name, value in head.weights.items() if name != "selector"}
     return replace(head, config=replace(head.config, selector=None), weights=weights)
 
 
 def prompt_of(document: Document, prompt_tokens: int) -> list[int]:
-    """The tokens before a document's first token to learn, or its first tokens where there are none."""
+    """The tokens before a document's first token to learn; if there are none, its first tokens."""
     first = int(np.argmax(document.learn))
     if first < 2:
         first = min(prompt_tokens, len(document.tokens) - 1)

@@ -31,27 +31,27 @@ def export_head(
     without_selector: bool = False,
     ignore_config_keys: Collection[str] = (),
 ) -> None:
-    """Writes a copy of a draft head for an engine; each parameter keeps its type and bits.
+    """Writes a copy of a draft head for an engine; each parameter keeps its dtype and bits.
 
     Args:
-        head: A folder of either layout or dialect, a hub id, or the name of a pair.
+        head: A folder in any supported layout, a hub id, or the name of a pair.
         out: The folder to write; it must not exist.
         engine: One of `ENGINES`.
-        target: The head's target. Its name goes into a config that has a key for it, and its number of layers
-            into one whose source does not say.
-        without_selector: Whether the head's selector, which it must have, is left out.
-        ignore_config_keys: Unknown keys of either ``config.json`` that the caller vouches for.
+        target: The head's target: the source of its name in configs that have it, and of its number of layers
+            if the head's config lacks it.
+        without_selector: Whether to drop the head's selector, which it must have.
+        ignore_config_keys: Unknown keys of either ``config.json`` to ignore.
 
     Raises:
         FileExistsError: ``out`` exists.
         FileNotFoundError: The head or the target cannot be found or fetched.
-        ValueError: It is no draft head or does not fit the target, the engine cannot express it, or there is
-            no selector to leave out.
+        ValueError: The source is not a draft head or does not fit the target, the engine does not support it,
+            or there is no selector to drop.
     """
     refuse_existing(out)
     found = locate(draft_head_at(head), ignore_config_keys=ignore_config_keys)
     if not isinstance(found.config, DraftHeadConfig):
-        raise ValueError(f"{found.folder} is a target; what is exported is a draft head")
+        raise ValueError(f"{found.folder} is a target, not a draft head")
     raw, config = found.raw, found.config
     if without_selector:
         raw, config = _without_selector(str(head), raw, config)
@@ -81,7 +81,7 @@ def export_best(
     Raises:
         FileNotFoundError: The folder holds no run, or nothing was evaluated yet.
         FileExistsError: ``out`` exists.
-        ValueError: The engine cannot express the head, or there is no selector to leave out.
+        ValueError: The engine does not support the head, or there is no selector to drop.
     """
     refuse_existing(out)
     if not (work / "recipe.json").exists():
@@ -124,7 +124,7 @@ def _config_for(
     target: str | None,
     ignore_config_keys: Collection[str],
 ) -> dict[str, Any]:
-    """The engine's ``config.json``, with what the target adds to it."""
+    """The engine's ``config.json``, with the target's name and number of layers."""
     verifier = UNNAMED
     if target is not None:
         source = Source(target, ignore_config_keys=ignore_config_keys)
@@ -143,5 +143,5 @@ def _save(
 ) -> None:
     config = parse_draft_head_config(raw, ignore_config_keys=ignore_config_keys)
     if config.selector is None:
-        weights = {name: own for name, own in weights.items() if name != "selector"}
+        weights = {name: value for name, value in weights.items() if name != "selector"}
     save_checkpoint(out, raw, weights, dtype=dtype, config=config)

@@ -1,4 +1,4 @@
-"""The frozen target of a run: how it lies on the run's mesh, and the target that decodes in evaluations."""
+"""The frozen target of a run: its placement on the training mesh, and the target for decoding."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -18,13 +18,13 @@ from train.loop.mesh import MeshSettings, make_mesh, shares_target, spread, targ
 
 
 class Frozen(NamedTuple):
-    """A target on a mesh of training.
+    """A target on a training mesh.
 
     Attributes:
-        weights: On all devices, as training reads them. Where devices share the target they are split as for
-            decoding, and whole over "data" and "fsdp": so a group decodes with what it has, without a copy.
-        decoding: The target that decodes, in each process on devices of its own: on the first one, or on the
-            first group that shares the target.
+        weights: The weights for training, on all devices. A sharded target is split as for decoding and
+            replicated over "data" and "fsdp", so a group of devices can decode without a copy.
+        decoding: The target for decoding, on local devices of each process: the first device, or the first
+            group that shards the target.
     """
 
     weights: Weights
@@ -32,7 +32,7 @@ class Frozen(NamedTuple):
 
 
 def mesh_to_load(settings: MeshSettings) -> Mesh | None:
-    """The mesh to read the target onto, so that no device needs room for all of it; None: any one device.
+    """The mesh to load the target onto, if devices shard it; None loads it onto one device.
 
     Raises:
         ValueError: As for `make_mesh`.
@@ -42,19 +42,21 @@ def mesh_to_load(settings: MeshSettings) -> Mesh | None:
 
 
 def decoding_mesh(mesh: Mesh) -> Mesh | None:
-    """The first group of devices of this process that share the target, to decode on; None: one device."""
+    """A mesh of this process's first group of devices that shard the target; None if none do."""
     if not shares_target(mesh):
         return None
     groups = target_groups(mesh)
-    own = next(group for group in groups if group.flat[0].process_index == jax.process_index())
-    return device_mesh.make_mesh(mesh.shape[shards.TENSOR], mesh.shape[shards.EXPERT], devices=list(own.flat))
+    local = next(group for group in groups if group.flat[0].process_index == jax.process_index())
+    return device_mesh.make_mesh(
+        mesh.shape[shards.TENSOR], mesh.shape[shards.EXPERT], devices=list(local.flat)
+    )
 
 
 def freeze(target: Target, mesh: Mesh) -> Frozen:
-    """Lays out a target, which is whole on one device or was read onto the mesh.
+    """Places a target, loaded onto one device or onto the mesh.
 
     Raises:
-        ValueError: The mesh does not divide the target, or the target lies on another mesh.
+        ValueError: The mesh cannot shard the target, or the target is on another mesh.
     """
     if target.mesh is not None and (target.mesh != mesh or not shares_target(mesh)):
         raise ValueError(
@@ -70,13 +72,13 @@ def freeze(target: Target, mesh: Mesh) -> Frozen:
 
 
 def _on_group(weights: Weights, group: Mesh) -> Weights:
-    """Weights of a mesh as arrays of some of its devices, which have all parts of them: nothing is copied."""
+    """Weights of a mesh as arrays on a group of its devices, which holds all shards; nothing is copied."""
 
     def same(x: jax.Array) -> jax.Array:
         assert isinstance(x.sharding, NamedSharding)
         sharding = NamedSharding(group, x.sharding.spec)
         parts = {shard.device: shard.data for shard in x.addressable_shards}
-        own = [parts[device] for device in sharding.addressable_devices_indices_map(x.shape)]
-        return jax.make_array_from_single_device_arrays(x.shape, sharding, own)
+        local = [parts[device] for device in sharding.addressable_devices_indices_map(x.shape)]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, local)
 
     return jax.tree.map(same, weights)

@@ -11,13 +11,13 @@ from train.loop.mesh import MeshSettings
 from train.loss.objectives import Objective
 from train.loss.selection import SelectionLossName
 
-#: First weights of a head: random ones, the target's layers, or those of a checkpoint of a head.
+#: Initial weights of a head: random, copied from the target's layers, or from a head's checkpoint.
 Start = Literal["random", "target", "checkpoint"]
 
-#: What to do about a selector that the head has already.
+#: What to do if the initial head has a selector.
 Existing = Literal["refuse", "replace", "continue"]
 
-# The order of the data takes seeds below this.
+# The order of the data needs a seed below this.
 MOST_SEED = 2**32
 
 
@@ -25,16 +25,16 @@ MOST_SEED = 2**32
 class HeadSettings:
     """The head's config. None is the target's value, or for layers, block size and taps the published heads'.
 
-    For a head that begins as a checkpoint all other settings stay unset.
+    For a head that starts from a checkpoint, all other settings must be None.
 
     Attributes:
-        start: Its first weights.
+        start: The initial weights.
         layers: Decoder layers; None is 5.
-        block_size: Draft slots, the anchor's included; None is 16.
-        taps: Target layers that it reads; None spreads as many as the head has layers over the target.
-        causal: Whether slot j sees the slots up to j only; None is true.
+        block_size: Draft slots, including the anchor's; None is 16.
+        taps: Target layers that the head reads; None spreads as many as the head has layers over the target.
+        causal: Whether slot j attends to the slots up to j only; None is true.
         mask_token: Token, or its id, whose embedding fills the slots after the anchor; None is the
-            tokenizer's own mask token.
+            tokenizer's mask token.
         intermediate_size: Features of the feed-forward blocks.
         scaled_embeddings: Whether the head scales embeddings as the target does; None is true.
         capped_logits: Whether the head's logits are capped as the target's are; None is false.
@@ -53,20 +53,20 @@ class HeadSettings:
 
 @dataclass(frozen=True)
 class SelectorSettings:
-    """A selector to train beside a head that begins as a checkpoint.
+    """A selector to train with a head that starts from a checkpoint.
 
     Attributes:
         rank: Width of its codebooks.
-        candidates: The best tokens of a draft row that it chooses among.
-        tail: Whether the probability of a row's other tokens counts when scores become probabilities.
-        existing: Whether a head that has a selector is refused, or gets another one, or keeps training its
-            own; one that is continued has this rank, these candidates and this tail.
-        joint: Whether the head is trained too, by ``objective``; otherwise it stays as it is, to the bit.
+        candidates: Number of top tokens of a draft row that it rescores.
+        tail: Whether probabilities are normalised including a row's other tokens.
+        existing: Whether a head with a selector is refused, gets a new selector, or continues the training of
+            its selector, which must have this rank, these candidates and this tail.
+        joint: Whether the head is trained too, by ``objective``; otherwise its weights do not change.
         loss: The selector's loss.
-        temperature: Temperature of the target's distribution, such as the one that it will be served at.
-        weight: Weight of the selector's loss beside the head's own in a joint stage.
-        table_rate: How fast the free part of the codebooks learns, as a share of the learning rate; 0 leaves
-            them projections of the target's embedding.
+        temperature: Temperature of the target's distribution, for example that of serving.
+        weight: Weight of the selector's loss in the sum with the head's loss, in joint training.
+        table_rate: Learning rate of the codebooks' free part, relative to the learning rate; with 0 they stay
+            projections of the target's embedding.
     """
 
     rank: int
@@ -80,7 +80,7 @@ class SelectorSettings:
     table_rate: float = 0.1
 
     def check(self) -> list[str]:
-        """Messages about all settings out of their ranges."""
+        """Messages about all settings that are out of range."""
         ranges = {"rank": (1, MAX_SIZE), "candidates": (1, MAX_SELECTED)}
         wrong = [
             f"selector.{name} must lie in {least}..{most}, not {getattr(self, name)}"
@@ -104,17 +104,17 @@ class SelectorSettings:
 
 @dataclass(frozen=True)
 class HeadEvaluation:
-    """Evaluations of the head on held-out documents while it is trained.
+    """Evaluations of the head on held-out documents during training.
 
     Attributes:
         windows: Most windows of the validation loss.
-        prompts: Most prompts that the current head decodes; with 0 there is no tau, and the validation loss
-            decides which weights are best.
-        prompt_tokens: Tokens of a prompt, where the document does not begin with one.
+        prompts: Most prompts to decode. With 0 there is no tau, and the validation loss chooses the best
+            weights.
+        prompt_tokens: Tokens of a prompt, if the document does not begin with a prompt.
         new_tokens: Tokens generated for each prompt.
         budgets: Token-tree budgets.
-        temperatures: Sampling temperatures; 0 is greedy. Each budget decodes at each of them. Tau at the
-            first temperature and the largest budget decides which weights are best.
+        temperatures: Sampling temperatures; 0 is greedy. Each budget decodes at each temperature. Tau at the
+            first temperature and the largest budget chooses the best weights.
         width: Children per node.
     """
 
@@ -127,7 +127,7 @@ class HeadEvaluation:
     width: int = 7
 
     def check(self) -> list[str]:
-        """All settings out of their ranges, for an error."""
+        """Messages about all settings that are out of range."""
         least = {"windows": 1, "prompts": 0, "prompt_tokens": 1, "new_tokens": 1}
         wrong = [
             f"evaluation.{name} must be at least {to}, not {getattr(self, name)}"
@@ -154,14 +154,14 @@ class HeadRecipe:
 
     Attributes:
         window: Tokens of a training sequence; longer documents are cut.
-        packing: Whether whole documents share a window; otherwise each has windows of its own, filled up with
-            padding. Evaluations never pack, so their figures can be compared.
-        remat: Whether the backward pass computes the head's layers again: slower, with less memory.
-        deterministic: Whether a run gives the same bits again on the same device, at some cost on a GPU.
+        packing: Whether documents share windows; otherwise each document is padded to whole windows.
+            Evaluations never pack, so their figures are comparable.
+        remat: Whether the backward pass recomputes the head's layers: slower, with less memory.
+        deterministic: Whether runs are bitwise reproducible on the same device, at some cost on a GPU.
         dtype: "float32", "bfloat16" or "auto", for the target and the head's forward pass. The head's master
             weights are float32.
-        selector: A selector to train beside the head; None trains the head alone.
-        seed: Seed of the head's first weights, of the order of the data and of the anchors.
+        selector: A selector to train with the head; None trains only the head.
+        seed: Seed of the initial weights, of the order of the data and of the anchors.
     """
 
     fit: Fit
@@ -178,7 +178,7 @@ class HeadRecipe:
     seed: int = 0
 
     def check(self) -> None:
-        """Raises ValueError naming all settings out of their ranges."""
+        """Raises ValueError that lists all settings that are out of range."""
         objective = self.objective
         least = {
             "window": (self.window, 2),

@@ -1,6 +1,6 @@
-"""Recipes as TOML files: a table for each record of a recipe, a key for each of its attributes.
+"""Recipes as TOML files, with a table per dataclass and a key per field.
 
-Every key must be known and have its type; all mistakes are reported at once.
+Unknown keys and wrong types are errors; all of them are reported at once.
 """
 
 import argparse
@@ -15,18 +15,18 @@ from typing import Any
 
 from train.head.recipe import HeadRecipe
 
-#: The recipes that come with this program.
+#: The folder of the packaged recipes.
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
-def add_set_option(parser: argparse.ArgumentParser, whose: str) -> None:
+def add_set_option(parser: argparse.ArgumentParser, owner: str) -> None:
     """Adds the option ``--set``, whose values are the ``changes`` of `read_head_recipe`."""
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help=f"replaces a setting of {whose} recipe, as fit.steps=100; may recur",
+        help=f"replaces a setting of {owner} recipe, for example fit.steps=100; repeatable",
     )
 
 
@@ -34,12 +34,12 @@ def read_head_recipe(name_or_path: str | Path, changes: Iterable[str] = ()) -> H
     """Reads the recipe of a draft head.
 
     Args:
-        name_or_path: One of those in ``configs/`` by its name, or a TOML file.
+        name_or_path: The name of a recipe in ``configs/``, or a TOML file.
         changes: Settings that replace the file's, as ``fit.steps=100``; the value is TOML.
 
     Raises:
         FileNotFoundError: There is no such recipe.
-        ValueError: It is no TOML, a key is unknown or missing, or a value has the wrong type.
+        ValueError: The file is not TOML, a key is unknown or missing, or a value has the wrong type.
     """
     path = Path(name_or_path)
     if path.suffix != ".toml":
@@ -77,16 +77,16 @@ def _change(table: dict[str, Any], change: str) -> None:
 
 
 def _record(kind: Any, table: Mapping[str, Any], where: str, wrong: list[str]) -> Any:
-    """A dataclass from a table; mistakes are added to ``wrong``, and None is returned then."""
+    """A dataclass from a table; on errors, appends them to ``wrong`` and returns None."""
     hints, known = typing.get_type_hints(kind), {f.name: f for f in fields(kind)}
     before = len(wrong)
     unknown = sorted(table.keys() - known.keys())
     wrong += [f"unknown key {where}{key}; there are {', '.join(known)}" for key in unknown]
     values = {}
-    for name, own in known.items():
+    for name, setting in known.items():
         if name in table:
             values[name] = _value(hints[name], table[name], where + name, wrong)
-        elif _required(own):
+        elif _required(setting):
             if is_dataclass(hints[name]):
                 values[name] = _record(hints[name], {}, f"{where}{name}.", wrong)
             else:
@@ -129,5 +129,5 @@ def _name(hint: Any) -> str:
     return {int: "an integer", float: "a number", str: "a string", bool: "true or false"}[hint]
 
 
-def _required(own: Field[Any]) -> bool:
-    return own.default is MISSING and own.default_factory is MISSING
+def _required(setting: Field[Any]) -> bool:
+    return setting.default is MISSING and setting.default_factory is MISSING

@@ -1,9 +1,9 @@
-"""A selector in training: how it begins beside a head, and how it and the head become one checkpoint.
+"""A selector in training: its initial weights, and the assembly of head and selector into a checkpoint.
 
-A codebook of V times r free numbers learns its texts by heart. So in training it is a projection of the
-target's embedding, and to that a free table is added that learns slowly:
-``A[u] = e(u) Wa + rate * F[u]``, where e(u) is the embedding of u with a mean square of 1. Wa begins at
-random, F and all of B at 0, so that a new selector changes no tree. What is written are plain codebooks.
+A codebook of V x r free parameters overfits. So in training it is a projection of the target's embedding plus
+a free table that learns slowly: ``A[u] = e(u) Wa + rate * F[u]``, where e(u) is the embedding of u with a
+mean square of 1. Wa is random at first, F and all of B are 0, so a new selector changes no tree. Checkpoints
+have plain codebooks.
 """
 
 from collections.abc import Callable
@@ -27,23 +27,23 @@ from train.loss.objectives import Loss, Means
 from train.loss.precision import whole
 from train.loss.selection import selection_loss
 
-#: The parameters of a selector that have a row for each token.
+#: The parameters of a selector with a row per token.
 CODEBOOKS = ("predecessors", "successors")
 
-# Added to the mean square of embeddings, of which some are all zeros.
+# Added to the mean square of embeddings, because some are all zeros.
 _EPSILON = 1e-12
 
 
 class Trainee(NamedTuple):
-    """What a run trains, and how it becomes a head.
+    """The trained and frozen parameters of a run, and their losses.
 
     Attributes:
-        weights: What is trained, float32, before the first step.
-        shardings: How it lies on the mesh.
-        frozen: What the loss reads besides, on the mesh.
-        loss: The loss that is minimised, of what is trained.
-        head_loss: The same loss, of a head's weights and the target's.
-        assemble: Makes a head's weights, float32, of what is trained and of what is frozen.
+        weights: The initial trained parameters, float32.
+        shardings: Their shardings.
+        frozen: The frozen parameters that the loss reads, on the mesh.
+        loss: The training loss, a function of trained and frozen parameters.
+        head_loss: The same loss as a function of a head's weights and the target's.
+        assemble: Makes a head's float32 weights from trained and frozen parameters.
     """
 
     weights: Weights
@@ -62,23 +62,23 @@ def trainee_of(
     mesh: Mesh,
     dtype: jnp.dtype,
 ) -> Trainee:
-    """What a recipe trains of a head: all of it, its selector, or both.
+    """The trainee of a recipe: a head, its selector, or both.
 
     Args:
-        beginning: The head.
+        beginning: The initial head.
         recipe: The recipe.
         target: The target.
         frozen: The target's weights on the mesh.
         mesh: The mesh.
-        dtype: Of both forward passes.
+        dtype: Dtype of both forward passes.
     """
     config, settings = beginning.config, recipe.selector
     shardings = parameter_shardings(config, mesh)
     if settings is None:
         loss = distillation_loss(config, target, recipe.objective, dtype, remat=recipe.remat)
         return Trainee(beginning.weights, shardings, frozen, loss, loss, lambda weights, _: weights)
-    head = {name: own for name, own in beginning.weights.items() if name != "selector"}
-    of_head = {name: own for name, own in shardings.items() if name != "selector"}
+    head = {name: value for name, value in beginning.weights.items() if name != "selector"}
+    of_head = {name: value for name, value in shardings.items() if name != "selector"}
     first = first_selector(beginning, settings, recipe.seed)
     weights: Weights = {"selector": first}
     placed: Weights = {"selector": jax.tree.map(lambda _: replicated(mesh), first)}
@@ -109,11 +109,11 @@ def trainee_of(
 
 
 def first_selector(beginning: Beginning, settings: SelectorSettings, seed: int) -> Weights:
-    """What is trained of a selector, before the first step; of one that is continued, that is its gate.
+    """The initial trained parameters of a selector. Of one that is continued, only the gate is kept.
 
     Args:
-        beginning: The head, with its selector's parameters if that is continued.
-        settings: The selector's.
+        beginning: The initial head, with its selector's parameters if that is continued.
+        settings: The selector's settings.
         seed: Seed of the projections.
     """
     size, vocabulary = beginning.config.layers.hidden_size, beginning.config.layers.vocab_size
@@ -142,7 +142,7 @@ def assembled(weights: Weights, frozen: Any, *, rate: float) -> Weights:
         weights: "selector" as `first_selector` makes it, and in a joint stage "head".
         frozen: "target", "head" unless it is trained, and "codebooks" to which those that are trained are
             added, if there are some.
-        rate: What the free tables are multiplied by.
+        rate: The factor of the free tables.
     """
     read = whole({"trained": weights["selector"], "embedding": frozen["target"]["embed_tokens"]})
     trained, embedding = read["trained"], read["embedding"]

@@ -1,4 +1,4 @@
-"""The beginning of a draft head: its ``config.json`` and its first weights."""
+"""The ``config.json`` and the initial weights of a draft head."""
 
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
@@ -28,14 +28,13 @@ from train.head.recipe import HeadSettings, SelectorSettings
 
 
 class Beginning(NamedTuple):
-    """A head before its training.
+    """A head before training.
 
     Attributes:
         raw: Its ``config.json``.
         config: The parsed ``config.json``.
-        weights: Its first weights, float32. Those of a selector are there if it is to be continued.
-        stored: The type that the trained head is written in. A head that stays as it is beside a selector
-            keeps all of its bits.
+        weights: The initial weights, float32, including those of a selector that is continued.
+        stored: The dtype of the written head. A frozen head is stored without loss.
     """
 
     raw: dict[str, Any]
@@ -51,14 +50,15 @@ def begin_head(
     seed: int,
     selector: SelectorSettings | None = None,
 ) -> Beginning:
-    """A new head, or the one of a checkpoint.
+    """A new head, or a head from a checkpoint.
 
     Args:
         target: The head's target.
         settings: The head's settings.
-        checkpoint: For a head that begins as one, which keeps its config, ignored keys too; read in float32.
+        checkpoint: The checkpoint to start from, if any; read in float32. The head keeps its config,
+            including ignored keys.
         seed: Seed of random weights.
-        selector: The selector that is trained beside the head, which the config has then.
+        selector: The selector to train with the head; it is added to the config.
 
     Raises:
         FileNotFoundError: The checkpoint cannot be found.
@@ -68,7 +68,7 @@ def begin_head(
     if checkpoint is not None:
         config = checkpoint.head_config
         check_head_fits(config, target.config)
-        # On one device whatever the target's are: training lays the head out in its own way.
+        # On one device, also for a sharded target: training places the head itself.
         head = read_draft_head(replace(checkpoint, dtype="float32"))
         weights = head.weights
         if selector is None or selector.existing != "continue":
@@ -76,12 +76,12 @@ def begin_head(
         raw = checkpoint.raw_config
         if dialect_of(raw) == SPECULATORS:  # the run writes the published layout
             raw = published_json(raw, replace(config, num_target_layers=target.config.num_layers))
-        own = None
+        added = None
         if selector is not None:
-            own = SelectorConfig(selector.rank, selector.candidates, selector.tail)
-        raw = with_selector(trained_with(target, raw), own)
+            added = SelectorConfig(selector.rank, selector.candidates, selector.tail)
+        raw = with_selector(trained_with(target, raw), added)
         trained = replace(
-            head.config, target_format=raw["dflash_config"].get("target_format", ""), selector=own
+            head.config, target_format=raw["dflash_config"].get("target_format", ""), selector=added
         )
         frozen = selector is not None and not selector.joint
         return Beginning(raw, trained, weights, _stored(checkpoint) if frozen else "bfloat16")
@@ -92,12 +92,12 @@ def begin_head(
 
 
 def check_start(settings: HeadSettings, checkpoint: Source | None, selector: SelectorSettings | None) -> None:
-    """Checks what is known of a beginning without its target.
+    """Checks the settings of an initial head as far as possible without its target.
 
     Args:
         settings: The head's settings.
-        checkpoint: The head to begin as; None without one.
-        selector: The selector that is trained beside it.
+        checkpoint: The head to start from, if any.
+        selector: The selector to train with the head.
 
     Raises:
         FileNotFoundError: The checkpoint cannot be found.
@@ -114,19 +114,19 @@ def check_start(settings: HeadSettings, checkpoint: Source | None, selector: Sel
         raise ValueError("the recipe begins with a checkpoint: name a head with --draft-head")
     named = [name for name, value in vars(settings).items() if name != "start" and value is not None]
     if named:
-        raise ValueError(f"a head that begins as a checkpoint is what that is; unset {', '.join(named)}")
+        raise ValueError(f"a head that starts from a checkpoint keeps its settings; unset {', '.join(named)}")
     config = checkpoint.head_config
     if config.layers.quantization is not None:
         raise ValueError(
             f"{checkpoint.path_or_id} is {config.layers.quantization.format}, and quantised weights "
-            "cannot be trained; begin with the head that it was made of"
+            "cannot be trained; begin with the unquantised head"
         )
     if wrong := _wrong_selector(config, selector):
         raise ValueError(f"{checkpoint.path_or_id} {wrong}")
 
 
 def _wrong_selector(config: DraftHeadConfig, settings: SelectorSettings | None) -> str | None:
-    """Why a selector cannot be trained beside a head, to stand after the head's name; None if it can."""
+    """Why a selector cannot be trained with a head, as text after the head's name; None if it can."""
     found = config.selector
     if settings is None:
         if found is None:
@@ -148,9 +148,9 @@ def _wrong_selector(config: DraftHeadConfig, settings: SelectorSettings | None) 
         return (
             f"has a selector already, of rank {found.rank}: set selector.existing to 'continue' or 'replace'"
         )
-    wanted = {"rank": settings.rank, "candidates": settings.candidates, "tail": settings.tail}
+    given = {"rank": settings.rank, "candidates": settings.candidates, "tail": settings.tail}
     differing = [
-        f"{key} is {own}, not {wanted[key]}" for key, own in asdict(found).items() if own != wanted[key]
+        f"{key} is {value}, not {given[key]}" for key, value in asdict(found).items() if value != given[key]
     ]
     if settings.existing == "replace" or not differing:
         return None
@@ -158,7 +158,7 @@ def _wrong_selector(config: DraftHeadConfig, settings: SelectorSettings | None) 
 
 
 def _stored(checkpoint: Source) -> str:
-    """The type in which all tensors of a head keep their bits: bfloat16 if all have it, else float32."""
+    """The dtype that stores a head without loss: bfloat16 if all its tensors are bfloat16, else float32."""
     found = locate(checkpoint.path_or_id, ignore_config_keys=checkpoint.ignore_config_keys)
     types = {parameter.dtype for parameter in found.opened().values()}
     return "bfloat16" if types == {np.dtype(jnp.bfloat16)} else "float32"
@@ -170,12 +170,12 @@ def random_head(config: DraftHeadConfig, seed: int) -> Weights:
 
 
 def head_of_target(config: DraftHeadConfig, target: Target) -> Weights:
-    """Evenly spread layers of the target, its last one included, after a projection that averages the taps.
+    """Initial weights copied from evenly spaced layers of the target, including its last layer.
 
-    The head's context features are then close to the inputs of those layers in the target.
+    The projection averages the taps, so the head's context features are close to those layers' inputs.
 
     Raises:
-        ValueError: The head's layers have other shapes than the target's, or are more.
+        ValueError: The head's layers have other shapes than the target's, or the head has more layers.
     """
     count, depth = config.layers.num_layers, target.config.num_layers
     if count > depth:
@@ -184,20 +184,20 @@ def head_of_target(config: DraftHeadConfig, target: Target) -> Weights:
     chosen = [(i + 1) * depth // count - 1 for i in range(count)]
     width, taps = config.layers.hidden_size, len(config.tap_layers)
     given = {
-        **random,  # keeps the norm of the features, which is all ones
+        **random,  # keeps the feature norm, all ones
         "layers": {i: _whole_layer(target, layer) for i, layer in enumerate(chosen)},
         "norm": jax.tree.map(np.asarray, target.weights["norm"]),
         "fc": jnp.tile(jnp.eye(width, dtype=jnp.float32) / taps, (taps, 1)),
     }
-    wanted, found = (
+    expected, found = (
         {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in (random, given)
     )
-    wrong = [f"no {name}" for name in wanted if name not in found]
-    wrong += [f"{name}, which the head has not" for name in found if name not in wanted]
+    wrong = [f"no {name}" for name in expected if name not in found]
+    wrong += [f"{name}, which the head does not have" for name in found if name not in expected]
     wrong += [
         f"{name} {list(found[name].shape)} for {list(leaf.shape)}"
-        for name, leaf in wanted.items()
+        for name, leaf in expected.items()
         if name in found and found[name].shape != leaf.shape
     ]
     if wrong:
@@ -210,16 +210,16 @@ def head_of_target(config: DraftHeadConfig, target: Target) -> Weights:
 
 
 def _whole_layer(target: Target, number: int) -> Weights:
-    """A layer's parameters, whole on one device, with no KV head repeated and nothing quantised."""
-    blocks = {path[2:]: own for path, own in quantized_blocks(target.config).items() if path[1] == number}
+    """A layer's parameters, unsharded, dequantised and without repeated KV heads."""
+    blocks = {path[2:]: block for path, block in quantized_blocks(target.config).items() if path[1] == number}
     if target.mesh is None:
         return widened(target.weights["layers"][number], blocks)
     layer = widened(jax.tree.map(np.asarray, target.weights["layers"][number]), blocks)
     layer = jax.tree.map(np.asarray, layer)
-    own = target.config.layers[number]
-    repeats = spread(target.config, target.mesh).layers[number].num_kv_heads // max(own.num_kv_heads, 1)
+    attention = target.config.layers[number]
+    repeats = spread(target.config, target.mesh).layers[number].num_kv_heads // max(attention.num_kv_heads, 1)
     if repeats > 1:
         fused = layer["self_attn"]["qkv_proj"]
-        queries = fused[:, :, :-2].reshape(fused.shape[0], own.num_kv_heads, -1, own.head_dim)
+        queries = fused[:, :, :-2].reshape(fused.shape[0], attention.num_kv_heads, -1, attention.head_dim)
         layer["self_attn"]["qkv_proj"] = np.concatenate([queries, fused[:, ::repeats, -2:]], axis=2)
     return layer

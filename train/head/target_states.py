@@ -21,18 +21,18 @@ from jetspec_jax.progress import Progress
 from train.data.windows import PackedWindows, Window, Windows
 from train.loop.stages import Deadline
 
-#: Windows of a shard: what an interrupted run computes again.
+#: Windows per shard; an interrupted run computes its unfinished shard again.
 SHARD_WINDOWS = 64
 
-#: Takes a batch of windows and gives their states, ``[B, T, M + F]``.
+#: Maps a batch of windows to their states, ``[B, T, M + F]``.
 Compute = Callable[[Mapping[str, np.ndarray]], Shaped[np.ndarray, "B T X"]]
 
 
 def check_bound(most_gib: float) -> None:
-    """Checks what can be checked of a bound before there are windows.
+    """Checks the bound as far as possible before the windows are known.
 
     Raises:
-        ValueError: Nothing fits the bound, or there are several processes.
+        ValueError: The bound is not positive, or there are several processes.
     """
     if not most_gib > 0:
         raise ValueError(f"--cache-target-states must be above 0 GiB, not {most_gib:g}")
@@ -43,9 +43,9 @@ def check_bound(most_gib: float) -> None:
 
 
 class TargetStates:
-    """Windows with the target's states in "states", as a source for grain.
+    """A grain source of windows with the target's states under "states".
 
-    The states of the padding, which no block reads, are zeros.
+    The states of padding are zeros; no block reads them.
 
     Attributes:
         windows: The windows; their number and order must not change.
@@ -53,7 +53,7 @@ class TargetStates:
     """
 
     def __init__(self, folder: Path, windows: Windows | PackedWindows, width: int, dtype: np.dtype[Any]):
-        """Computes the size alone; nothing is read or written.
+        """Computes only the size; reads and writes no file.
 
         Args:
             folder: The folder of the shards, in a work folder that one recipe and one target share.
@@ -91,12 +91,12 @@ class TargetStates:
         return f"{needs} in {self._folder}, where {_gib(free)} are free"
 
     def make(self, compute: Compute, batch: int, deadline: Deadline) -> None:
-        """Computes the shards that are not finished; damaged ones and those of other windows count as such.
+        """Computes all missing shards, and replaces damaged shards and shards of other windows.
 
         Args:
-            compute: The target.
-            batch: Windows that it takes at a time; the last batch is filled up with empty windows.
-            deadline: Checked before a shard is begun.
+            compute: Computes the states of a batch.
+            batch: Windows per batch; the last batch is padded with empty windows.
+            deadline: Checked before each shard.
 
         Raises:
             OutOfTime: The deadline passed; call again to resume.
@@ -117,14 +117,14 @@ class TargetStates:
                 bar.update(1)
 
     def __len__(self) -> int:
-        """How many windows there are."""
+        """The number of windows."""
         return len(self.windows)
 
     def __getitem__(self, index: int) -> Window:
-        """A window and its states, of those that `make` has computed.
+        """A window with its states; `make` must have run.
 
         Raises:
-            IndexError: There is none.
+            IndexError: The index is out of range.
             ValueError: A shard is damaged.
         """
         window = self.windows[index]
@@ -141,7 +141,10 @@ class TargetStates:
         return self._folder / f"{number:05d}.states", self._folder / f"{number:05d}.json"
 
     def _made_of(self, windows: Sequence[Window]) -> dict[str, Any]:
-        """What a shard's states depend on, but for the target; "auto" is another dtype on another device."""
+        """What a shard's states depend on, except the target.
+
+        The dtype is included because "auto" resolves differently on other devices.
+        """
         digest = hashlib.sha256()
         for window in windows:
             for part in (window["tokens"], window["real"], window.get("starts")):
@@ -180,8 +183,8 @@ class TargetStates:
                 some = windows[start : start + batch]
                 rows = [*some, *[_empty(some[0])] * (batch - len(some))]
                 states = compute({name: np.stack([row[name] for row in rows]) for name in some[0]})
-                for window, own in zip(some, states, strict=False):
-                    data = own[: int(window["real"])].astype(self._dtype).tobytes()
+                for window, tokens in zip(some, states, strict=False):
+                    data = tokens[: int(window["real"])].astype(self._dtype).tobytes()
                     file.write(data)
                     digest.update(data)
         write_json(described, {**made_of, "sha256": digest.hexdigest()})

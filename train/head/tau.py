@@ -22,7 +22,7 @@ def tau_record(decoded: Decoded, sources: Sequence[str]) -> dict[str, Any]:
     """τ of all prompts, and of the prompts of each source.
 
     Args:
-        decoded: The completions; the first temperature is the one that decides which weights are best.
+        decoded: The completions. Tau at the first temperature chooses the best weights.
         sources: The source of each prompt.
 
     Returns:
@@ -34,7 +34,7 @@ def tau_record(decoded: Decoded, sources: Sequence[str]) -> dict[str, Any]:
         "tau": next(iter(by_temperature.values())),
         "tau_by_temperature": by_temperature,
         TAU_BY_SOURCE: {
-            source: by_budget(decoded, [i for i, own in enumerate(sources) if own == source])
+            source: by_budget(decoded, [i for i, origin in enumerate(sources) if origin == source])
             for source in dict.fromkeys(sources)
         },
     }

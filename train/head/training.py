@@ -44,7 +44,7 @@ from train.loop.trainer import Trained, compiler_options, train
 from train.loss.distillation import distillation_loss, target_states
 from train.trackers.opening import UNTRACKED, Tracking
 
-#: Batches that are read ahead with the target's states: each may take a GiB of host memory and more.
+#: Batches to read ahead if they contain target states: each may need a GiB of host memory or more.
 STATES_AHEAD = 2
 
 
@@ -63,15 +63,15 @@ def train_head(
     """Trains a draft head, or resumes the run of the folder, and returns the finished head's folder.
 
     Args:
-        work: The folder for everything that is made.
+        work: The output folder.
         recipe: The recipe.
-        target: The target, loaded in the recipe's dtype: whole on one device, or onto `mesh_to_load`.
+        target: The target, loaded in the recipe's dtype onto one device, or onto `mesh_to_load`.
         data: A finished folder of documents.
         deadline: When to stop, after saving.
-        checkpoint: The head to begin with, for recipes that do. The trained head keeps
-            its config, ignored keys too.
+        checkpoint: The initial head, for recipes that start from one. The trained head keeps its config,
+            including ignored keys.
         label: For the progress bar.
-        tracking: Trackers beside TensorBoard. They get the recipe and the figures of the log.
+        tracking: Trackers besides TensorBoard; they receive the recipe and the figures of the log.
         states_gib: Most GiB of the target's states, which are then computed once and kept in the work folder;
             None computes them in every step.
 
@@ -83,8 +83,8 @@ def train_head(
             bound or than the free disk.
         RuntimeError: A tracker refuses the run.
         NonFiniteLoss: The loss is not finite; the last checkpoint before it stays.
-        TrainingCheckpointError: A checkpoint could not be written, and the one before it stays; or there are
-            some, and none is whole.
+        TrainingCheckpointError: A checkpoint could not be written (the previous one is intact); or all
+            existing checkpoints are damaged.
     """
     recipe.check()
     tracking.check()
@@ -114,7 +114,7 @@ def train_head(
     if states_gib is not None and not finished:
         states = run.target_states(windows)
         print(f"{label}: {states.check(states_gib)}", flush=True)
-    # After all checks, because a claimed folder takes no other recipe.
+    # After all checks, because a claimed folder accepts no other recipe.
     with in_turn("a work folder"):
         claim(
             work,
@@ -138,7 +138,7 @@ def train_head(
     weights = on_one_device(trained.weights)
     with in_turn("a finished head") as first:
         if first:
-            # A head that began in a dialect without the target's depth is written with it.
+            # The initial head's config may lack the target's depth.
             config = replace(beginning.config, num_target_layers=target.config.num_layers)
             raw = published_json(beginning.raw, config)
             save_checkpoint(fresh(folder), raw, weights, dtype=beginning.stored, config=config)
@@ -160,9 +160,9 @@ def check_documents(documents: Documents, target: Target) -> None:
 
 
 def fingerprint(weights: Weights) -> str:
-    """A hash of a few numbers of every parameter, which tells weights of the same shapes apart.
+    """A hash of the first numbers of every parameter, which differs for other weights of the same shapes.
 
-    Of weights that devices share, the numbers are of the first device's parts.
+    For sharded weights, the numbers are from the first device's shards.
     """
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(weights):
@@ -231,11 +231,11 @@ class _HeadRun:
         )
 
     def head(self, weights: Weights) -> Weights:
-        """The head's weights, of what is trained."""
+        """The head's weights from the trained parameters."""
         return self.assemble(weights, self.trainee.frozen)
 
     def target_states(self, windows: Windows | PackedWindows) -> TargetStates:
-        """The states of all windows, of which nothing is computed yet."""
+        """The cache of the target's states of all windows; computes nothing yet."""
         config, target = self.beginning.config, self.evaluator.target.config
         width = target.hidden_size * (1 + len(config.tap_layers))
         return TargetStates(self.work / "target_states", windows, width, np.dtype(self.evaluator.dtype))

@@ -1,4 +1,4 @@
-"""What a training run was worth: the finished head beside the one that it began as, on held-out documents."""
+"""The result of a training run: the finished head compared with the initial head on held-out documents."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -11,9 +11,9 @@ class Verdict(NamedTuple):
     """The result of a finished run.
 
     Attributes:
-        improved: Whether an evaluation in training was better than the one before it. A head that began at
-            random is not evaluated before, and has improved.
-        message: One line that says so, with the measures.
+        improved: Whether an evaluation during training was better than that of the initial head. Random
+            initial heads are not evaluated, so their runs always improve.
+        message: The result in one line, with the measures.
     """
 
     improved: bool
@@ -23,7 +23,8 @@ class Verdict(NamedTuple):
 def read_verdict(work: Path) -> Verdict:
     """The result of the finished run in a work folder.
 
-    What chose the weights decides: tau with the largest budget, or without prompts the validation loss.
+    Compares the score that chose the best weights: tau at the largest budget, or without prompts the
+    validation loss.
     """
     kept = read_json(work / "evaluation.json")["best_step"]
     looks = {record["step"]: record for record in read_log(work / "log.jsonl") if "validation_loss" in record}
@@ -33,9 +34,7 @@ def read_verdict(work: Path) -> Verdict:
     if kept in looks:
         return Verdict(True, f"improved on held-out documents: {_measures(looks[kept], before)}")
     best = _measures(max(looks.values(), key=_score), before)
-    return Verdict(
-        False, f"not improved on held-out documents: at best {best}; the head is the one that it began as"
-    )
+    return Verdict(False, f"not improved on held-out documents: at best {best}; the initial head is kept")
 
 
 def _score(look: Record) -> float:

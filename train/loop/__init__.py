@@ -1,1 +1,1 @@
-"""The training loop, and what any training needs."""
+"""The training loop and its parts, for heads and targets."""

@@ -1,11 +1,11 @@
-"""Checkpoints of a training run: where to go on, and the best weights so far.
+"""Checkpoints of a training run: the state to resume from, and the best weights so far.
 
-They are written in the background. A checkpoint that could not be written whole does not count, and the one
-before it stays. The last file of a checkpoint holds checksums of the others, which are compared before it is
-read: a damaged checkpoint is named, and the one before it is read.
+They are written in the background. An incomplete checkpoint is ignored, and the previous one is kept. The
+last file of a checkpoint has checksums of the others, which are verified before reading; a damaged checkpoint
+is reported, and the previous one is read.
 
-With several processes, the first writes the checksums once all processes have written their arrays; when a
-checkpoint is read, each process compares a part of the files.
+With several processes, the first writes the checksums after all processes have written their arrays; on
+reading, each process verifies some of the files.
 """
 
 import contextlib
@@ -28,16 +28,16 @@ from train.loop.checksums import ChecksumError, check_checksums, has_checksums, 
 
 _log = logging.getLogger("jetspec_jax.train")
 
-#: Raised when files cannot be written, by the system or by Orbax's storage library.
+#: Errors of writing files, raised by the system or by Orbax's storage library.
 WRITE_ERRORS = (OSError, ValueError, RuntimeError)
-# How the storage library says which error of the system it had.
+# The system's error code in a message of the storage library.
 _SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 # In the name of a folder that Orbax has not finished.
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class TrainingCheckpointError(RuntimeError):
-    """A checkpoint could not be written, and earlier ones are intact; or none of a folder can be read."""
+    """A checkpoint could not be written (earlier ones are intact), or none in a folder is readable."""
 
 
 class Best(NamedTuple):
@@ -53,11 +53,11 @@ class Best(NamedTuple):
 
 
 class Resumed(NamedTuple):
-    """What a run goes on with.
+    """A restored checkpoint.
 
     Attributes:
-        step: Steps done.
-        state: Placed as it was asked for.
+        step: The number of completed steps.
+        state: The state, with the requested shardings.
         host: The host's data.
     """
 
@@ -69,14 +69,13 @@ class Resumed(NamedTuple):
 class Checkpoints:
     """A folder with the last two checkpoints, and the last two of the best weights beside them.
 
-    A checkpoint has two parts: the state, a pytree of arrays that may be spread over devices, and the host's
-    data, which are plain JSON.
+    A checkpoint has two parts: the state, a pytree of possibly sharded arrays, and the host's data, as JSON.
     """
 
     def __init__(self, folder: Path, *, read_only: bool = False):
-        """Opens or makes the folder; what an interrupted write left there is removed.
+        """Opens or makes the folder, and removes leftovers of an interrupted write.
 
-        With ``read_only`` nothing changes there, as another process may be writing.
+        ``read_only`` changes nothing, because another process may be writing.
         """
         self.folder, self.read_only = folder, read_only
         self._last = _Manager(folder / "checkpoints", read_only)
@@ -99,10 +98,10 @@ class Checkpoints:
         return self._last.latest_step()
 
     def restore(self, state: Any) -> Resumed | None:
-        """The newest whole checkpoint, its arrays placed as those of ``state`` are; None without any.
+        """The newest intact checkpoint, with the shardings of ``state``; None if there is no checkpoint.
 
         Raises:
-            TrainingCheckpointError: There are some, and none is whole.
+            TrainingCheckpointError: All checkpoints are damaged.
         """
         args = ocp.args.Composite(
             state=ocp.args.StandardRestore(placed_shapes(state)), host=ocp.args.JsonRestore()
@@ -111,10 +110,10 @@ class Checkpoints:
         return None if found is None else Resumed(found[0], found[1]["state"], found[1]["host"])
 
     def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
-        """Begins to write a checkpoint; the arrays may be donated afterwards.
+        """Starts writing a checkpoint in the background; afterwards the arrays may be donated.
 
         Raises:
-            TrainingCheckpointError: This one cannot be written, or one before it could not.
+            TrainingCheckpointError: This checkpoint or an earlier one could not be written.
         """
         # A run that resumes from here does not evaluate earlier weights again, so the best are written first.
         self._wait(self._best)
@@ -122,7 +121,7 @@ class Checkpoints:
         self._write(self._last, step, parts)
 
     def save_best(self, best: Best, weights: Any) -> None:
-        """Begins to write the best weights so far, in place of the previous ones.
+        """Starts writing the best weights so far, which replace the previous ones.
 
         Raises:
             TrainingCheckpointError: As for `save`.
@@ -135,12 +134,12 @@ class Checkpoints:
         self._write(self._best, number, parts)
 
     def restore_best(self, weights: Any) -> tuple[Best, Any] | None:
-        """The best weights so far, placed as ``weights`` are, and their evaluation; None without any.
+        """The best weights so far, with the shardings of ``weights``, and their evaluation; None without any.
 
-        They may be later than the newest checkpoint.
+        They may be newer than the newest checkpoint.
 
         Raises:
-            TrainingCheckpointError: They could not be written, or none is whole.
+            TrainingCheckpointError: They could not be written, or all copies are damaged.
         """
         self.wait()
         args = ocp.args.Composite(
@@ -159,7 +158,7 @@ class Checkpoints:
             self._wait(manager)
 
     def _newest(self, manager: "_Manager", args: Any) -> tuple[int, Any] | None:
-        """The number and the parts of the newest whole checkpoint; those after it are named and removed."""
+        """The number and parts of the newest intact checkpoint; reports and removes damaged newer ones."""
         damaged: dict[int, str] = {}
         for number in sorted(manager.all_steps(), reverse=True):
             restored = None
@@ -210,7 +209,7 @@ class Checkpoints:
 
 
 class _Manager(ocp.CheckpointManager):
-    """Orbax's manager of numbered folders, which adds checksums to those that it writes."""
+    """Orbax's manager of numbered folders, with checksums in each."""
 
     def __init__(self, folder: Path, read_only: bool):
         self._writes = 0  # the number that is being written
@@ -219,7 +218,7 @@ class _Manager(ocp.CheckpointManager):
             create=not read_only,
             cleanup_tmp_directories=not read_only,
             read_only=read_only,
-            # Called in the first process alone, once the files of all are there, and before the folder gets
+            # Called only in the first process, once the files of all are there, and before the folder gets
             # its name.
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._add_checksums),
         )
@@ -230,16 +229,16 @@ class _Manager(ocp.CheckpointManager):
         return Path(self.directory) / str(number)
 
     def write(self, number: int, args: Any) -> None:
-        """Begins to write a checkpoint, when the one before it is written."""
+        """Starts writing a checkpoint after the previous one is written."""
         self.wait_until_finished()
         self._writes = number
         self.save(number, args=args, force=True)
 
     def refuse_renamed(self) -> None:
-        """Refuses folders whose names are no numbers any more; otherwise the run would begin anew.
+        """Refuses checkpoint folders that were renamed; otherwise the run would start from scratch.
 
         Raises:
-            TrainingCheckpointError: There is one.
+            TrainingCheckpointError: A folder's name is not a number any more.
         """
         for folder in sorted(Path(self.directory).glob("*/")):
             if _UNFINISHED not in folder.name and has_checksums(folder):
@@ -251,10 +250,10 @@ class _Manager(ocp.CheckpointManager):
 
 
 def _change(place: Path) -> str | None:
-    """How this process's part of a checkpoint's files differs from what was written; None if it does not.
+    """The difference of this process's files of a checkpoint from their checksums; None if there is none.
 
     Raises:
-        TrainingCheckpointError: Its folder was renamed.
+        TrainingCheckpointError: The checkpoint's folder was renamed.
     """
     if not has_checksums(place):
         return None
@@ -272,23 +271,23 @@ def _refuse_renamed(place: Path) -> None:
 
 
 def _restore(manager: _Manager, number: int, args: Any) -> tuple[Any, str | None]:
-    """The parts of a checkpoint, or None and why they cannot be read."""
+    """The parts of a checkpoint, or None and the reason why they cannot be read."""
     with _unheard():
         try:
             return manager.restore(number, args=args), None
         except Exception as error:  # of many kinds, from Orbax, its storage library and JSON
             reason = f"{type(error).__name__}: {str(error).strip()[:120]}"
-        gc.collect()  # what the failed read left behind, which complains when it is collected
+        gc.collect()  # objects of the failed read print warnings when they are collected
     return None, reason
 
 
 def _all_reasons(reason: str | None, about: str) -> list[str]:
-    """The reasons of all processes that have one."""
-    return [own for own in gathered(reason, about) if own is not None]
+    """The reasons gathered from all processes, without None."""
+    return [found for found in gathered(reason, about) if found is not None]
 
 
 def _cause(error: Exception) -> str:
-    """Why something could not be written: the system's words for it, if the system refused."""
+    """The reason of a failed write: the system's message, if the system raised the error."""
     if found := _SYSTEM_ERROR.search(str(error)):
         return os.strerror(int(found[1]))
     return (str(error).splitlines() or [type(error).__name__])[0]
@@ -296,7 +295,7 @@ def _cause(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _unheard() -> Iterator[None]:
-    """Keeps Orbax from printing what is raised all the same, and what its background tasks find out later."""
+    """Silences Orbax's log of errors that are raised anyway, and of its background tasks."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     levels, hooks = [logger.level for logger in loggers], (sys.unraisablehook, sys.excepthook)
     for logger in loggers:
@@ -312,5 +311,5 @@ def _unheard() -> Iterator[None]:
 
 
 def placed_shapes(tree: Any) -> Any:
-    """Shapes, types and places of arrays, which need no memory."""
+    """Shapes, dtypes and shardings of arrays, without their memory."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)

@@ -1,6 +1,6 @@
 """Checksums of a checkpoint's files, in the format of ``sha256sum``.
 
-The names begin with the checkpoint's folder, so that a folder that was renamed is known as well:
+The names begin with the checkpoint's folder, so that a renamed folder is detected:
 ``cd checkpoints && sha256sum -c 500/SHA256SUMS`` checks step 500 by hand.
 """
 
@@ -13,18 +13,18 @@ from pathlib import Path
 
 #: The file of the checksums, inside the checkpoint's folder.
 FILE = "SHA256SUMS"
-# Orbax's note of when the checkpoint was written, to which it adds later. Nothing is read by it.
+# Orbax's record of the time of writing, which it changes later; restoring does not need it.
 _NOTE = "_CHECKPOINT_METADATA"
 
 _LINE = re.compile(r"(?P<digest>[0-9a-f]{64})  (?P<folder>[^/\n]+)/(?P<name>[^\n]+)")
 
 
 class ChecksumError(ValueError):
-    """A checkpoint's files are not those that were written."""
+    """A checkpoint's files differ from its checksums."""
 
 
 def write_checksums(folder: Path, name: str) -> None:
-    """Writes the checksums of the files of a folder, except for Orbax's own note of when it was written.
+    """Writes the checksums of the files of a folder, except Orbax's record of the time of writing.
 
     Args:
         folder: The checkpoint, which may still have a temporary name.
@@ -46,39 +46,39 @@ def has_checksums(folder: Path) -> bool:
 
 
 def written_name(folder: Path) -> str:
-    """The name that a checkpoint's folder was written with.
+    """The original name of a checkpoint's folder.
 
     Raises:
         ChecksumError: The checksums are damaged.
-        OSError: They cannot be read.
+        OSError: The checksums cannot be read.
     """
     return _read(folder)[0]
 
 
 def check_checksums(folder: Path, *, part: int = 0, parts: int = 1) -> None:
-    """Compares the files of a checkpoint with its checksums.
+    """Verifies the files of a checkpoint.
 
     Args:
         folder: The checkpoint.
-        part: Which part of the files to compare, from 0, where several processes divide the work.
+        part: The part of the files to verify, from 0, if several processes divide the work.
         parts: The number of parts.
 
     Raises:
         ChecksumError: A file differs or is missing, or the checksums themselves are damaged.
         OSError: A file cannot be read.
     """
-    wanted = _read(folder)[1]
-    own = sorted(wanted)[part::parts]
-    if missing := [name for name in own if not (folder / name).is_file()]:
+    expected = _read(folder)[1]
+    names = sorted(expected)[part::parts]
+    if missing := [name for name in names if not (folder / name).is_file()]:
         raise ChecksumError(f"{missing[0]} is missing")
-    found = zip(own, _digests(folder, own), strict=True)
-    if changed := [name for name, digest in found if digest != wanted[name]]:
+    found = zip(names, _digests(folder, names), strict=True)
+    if changed := [name for name, digest in found if digest != expected[name]]:
         more = f", as do {len(changed) - 1} other files" if len(changed) > 1 else ""
         raise ChecksumError(f"{changed[0]} differs from its checksum{more}")
 
 
 def _read(folder: Path) -> tuple[str, dict[str, str]]:
-    """The name that the folder was written with, and its files' digests by name."""
+    """The folder's original name, and its files' digests by name."""
     try:
         *lines, last = (folder / FILE).read_bytes().decode().split("\n")
     except UnicodeDecodeError as error:
@@ -92,7 +92,7 @@ def _read(folder: Path) -> tuple[str, dict[str, str]]:
 
 
 def _digests(folder: Path, names: Iterable[str]) -> list[str]:
-    """The SHA-256 of files, several at a time: the hash runs without the interpreter's lock."""
+    """The SHA-256 of files, in threads: hashing releases the GIL."""
 
     def digest(name: str) -> str:
         with (folder / name).open("rb") as file:

@@ -16,8 +16,8 @@ class Fit:
         batch: Sequences per step, on all devices together.
         learning_rate: Peak; warmed up linearly, then a cosine to a tenth.
         warmup: Steps of warm-up.
-        micro_batch: Sequences that a device computes at a time; None is its whole share of the batch.
-        weight_decay: Of matrices; vectors are not decayed.
+        micro_batch: Sequences per device and pass; None is the device's whole share of the batch.
+        weight_decay: Weight decay of matrices; vectors are not decayed.
         clip: Largest global norm of the gradient.
         save_every: Steps between checkpoints.
         evaluate_every: Steps between evaluations on held-out data.
@@ -36,7 +36,7 @@ class Fit:
     log_every: int = 20
 
     def check(self) -> list[str]:
-        """Messages about all settings out of their ranges."""
+        """Messages about all settings that are out of range."""
         least = {
             "steps": 1, "batch": 1, "warmup": 0, "learning_rate": 0, "weight_decay": 0,
             "save_every": 1, "evaluate_every": 1, "log_every": 1,
@@ -55,14 +55,14 @@ class Fit:
         return wrong
 
     def parts(self, devices: int) -> int:
-        """The number of parts of a batch, which are computed one after the other.
+        """The number of gradient accumulation steps of a batch.
 
         Args:
-            devices: How many compute different sequences; devices that share the target count as one.
+            devices: Number of devices with different sequences; a group that shards the target counts as one.
 
         Raises:
-            ValueError: The batch does not divide into micro-batches over so many devices, or a setting is out
-                of its range.
+            ValueError: The batch does not divide into micro-batches over the devices, or a setting is out of
+                range.
         """
         if wrong := self.check():
             raise ValueError("; ".join(wrong))

@@ -23,11 +23,11 @@ from train.trackers.tensorboard import TensorBoard
 from train.trackers.tracker import Row, Tracker
 
 FILE = "log.jsonl"
-#: What the log adds to a step: its seconds, tokens per second, and the peak memory in GiB.
+#: Figures that the log adds to a step: its seconds, tokens per second, and the peak memory in GiB.
 MEASURED = ("seconds", "tokens_per_second", "memory_gib")
-#: Counts that a step may have, of which the log adds how many there are in a second.
+#: Counts of a step for which the log adds the rate per second.
 COUNTED = ("real_tokens", "learnable_tokens", "distinct_anchors")
-#: Its keys are names of sources, which may be those of files: trackers beside TensorBoard get their numbers.
+#: Its keys are names of sources, possibly of local files: trackers besides TensorBoard get numbers instead.
 TAU_BY_SOURCE = "tau_by_source"
 
 Record = dict[str, Any]
@@ -40,13 +40,13 @@ class NonFiniteLoss(FloatingPointError):
     """The loss of a step, or the norm of its gradient, is infinite or not a number."""
 
     def __init__(self, step: int, name: str, value: float):
-        """Takes the step, the metric's name and its value."""
+        """The error of a step's metric with its value."""
         super().__init__(f"the {name.replace('_', ' ')} is {value} at step {step}; no later step was logged")
         self.step, self.name, self.value = step, name, value
 
 
 class TrainingLog:
-    """Takes metrics without waiting for the device, and writes them in batches.
+    """Queues metrics without waiting for the device, and writes them in batches.
 
     A context manager: it writes pending steps on exit, unless an error is raised.
     """
@@ -62,13 +62,14 @@ class TrainingLog:
         """Opens a new log or an existing one.
 
         Args:
-            folder: For ``log.jsonl`` and the folder ``tensorboard``; made if need be.
-            kept_steps: The last step that is not repeated; records of later steps are dropped.
+            folder: The folder of ``log.jsonl`` and ``tensorboard/``; made if necessary.
+            kept_steps: The step that the run resumes from; records of later steps are dropped.
             main: Whether this process writes. The other processes only check the losses.
-            trackers: Opens trackers beside TensorBoard, which the log closes; only called where it writes.
+            trackers: Opens trackers besides TensorBoard; called only in the writing process. The log closes
+                them.
 
         Raises:
-            ValueError: A line is damaged; only the last one may be cut off.
+            ValueError: A line is damaged; only the last line may be cut off.
         """
         self._files = _Files(folder, kept_steps, trackers) if main else None
         self._pending: list[tuple[int, Record, int]] = []
@@ -76,12 +77,12 @@ class TrainingLog:
         self._since, self._pausing = time.perf_counter(), False
 
     def add(self, step: int, metrics: Mapping[str, Any], tokens: int) -> None:
-        """Takes the metrics of a step, which may still be computed.
+        """Queues the metrics of a step, whose computation may still run.
 
         Args:
-            step: Its number, above that of every step before.
-            metrics: Arrays on the device or numbers, scalars and short vectors; "loss" is one of them.
-            tokens: Tokens of the step's windows, padding included, in all processes.
+            step: The step's number, greater than all before it.
+            metrics: Scalars and short vectors, as device arrays or numbers, including "loss".
+            tokens: Tokens of the step's windows, including padding, in all processes.
 
         Raises:
             ValueError: The step is not above the last one, there is no loss, or the log adds a metric of that
@@ -113,7 +114,7 @@ class TrainingLog:
             return self._loss
         fetched = jax.device_get([metrics for _, metrics, _ in self._pending])
         now = time.perf_counter()
-        # A clock that did not move must not divide by zero.
+        # Avoids a division by zero if the clock did not advance.
         seconds = max((now - self._since) / len(fetched), 1e-9)
         memory = round(peak_memory_gib(), 3)
         failures = [_failure(values) for values in fetched]
@@ -121,7 +122,7 @@ class TrainingLog:
         rows = []
         for (step, metrics, tokens), values in zip(self._pending[:good], fetched, strict=False):
             measured = (round(seconds, 6), round(tokens / seconds, 1), memory)
-            # JAX sorts the keys of a dictionary; the file has them as they were given.
+            # JAX sorts the keys of dictionaries; the file keeps the given order.
             record = {name: values[name] for name in metrics} | dict(zip(MEASURED, measured, strict=True))
             counted = [name for name in COUNTED if name in values]
             record |= {_rate(name): round(int(values[name]) / seconds, 1) for name in counted}
@@ -140,7 +141,7 @@ class TrainingLog:
         Args:
             kind: TensorBoard's group, such as "evaluation"; keys that begin with ``validation_`` are shown in
                 the group of that name.
-            step: The step after which it was made.
+            step: The step before the evaluation.
             record: Numbers, arrays, text, and lists and mappings of them.
 
         Raises:
@@ -195,7 +196,10 @@ def _rate(name: str) -> str:
 
 
 def _failure(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
-    """The first metric that must be finite and is not; after a bad gradient, the loss is bad a step later."""
+    """The first metric that is not finite, of loss and gradient norm.
+
+    A bad gradient makes the loss bad only one step later.
+    """
     names = [name for name in ("loss", "gradient_norm") if name in metrics]
     return next(((n, float(metrics[n])) for n in names if not math.isfinite(float(metrics[n]))), None)
 
@@ -231,7 +235,7 @@ class _Files:
             tracker.log([_row(kind, step, _unnamed(record)) for kind, step, record in rows])
 
     def close(self, failed: bool) -> None:
-        # Everything is closed, whatever fails.
+        # Closes everything, even if something fails.
         with self._named(), ExitStack() as stack:
             for tracker in (*self.trackers, self.board):
                 stack.callback(tracker.close, failed)
@@ -239,7 +243,7 @@ class _Files:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Names the folder in an error such as that of a full disk, which names no file."""
+        """Adds the folder to errors without a file name, such as a full disk's."""
         try:
             yield
         except OSError as error:
@@ -249,17 +253,17 @@ class _Files:
 
 
 def read_log(path: Path) -> list[Record]:
-    """The records of a log in the order of the file, without a last line that was cut off.
+    """The records of a log in order, except a last line that was cut off.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: Another line is no record; the message has its number.
+        ValueError: Another line is not a record; the message has its number.
     """
     return [record for _, record in _lines(path)]
 
 
 def peak_memory_gib() -> float:
-    """Peak memory of the first local device, or of this process where the device reports none, in GiB."""
+    """Peak memory of the first local device in GiB; if the device reports none, of this process."""
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     if peak is None:
         # In bytes on macOS, in KiB elsewhere.
@@ -273,9 +277,9 @@ def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:
             try:
                 record = json.loads(line.decode(), parse_constant=_no_number)
                 if not isinstance(record, dict) or type(record.get("step")) is not int:
-                    raise ValueError("it is no object with a step")
+                    raise ValueError("it is not an object with a step")
             except (ValueError, RecursionError) as error:
-                # What a process that was stopped has written of its last line.
+                # The incomplete last line of a stopped process.
                 if not line.endswith(b"\n") and line[: len(_BEGINNING)] == _BEGINNING[: len(line)]:
                     return
                 raise ValueError(
@@ -290,13 +294,13 @@ def _no_number(token: str) -> None:
     raise ValueError(f"{token} is not JSON")
 
 
-def _check_names(record: Mapping[str, Any], own: Sequence[str]) -> None:
-    if taken := [name for name in own if name in record]:
+def _check_names(record: Mapping[str, Any], reserved: Sequence[str]) -> None:
+    if taken := [name for name in reserved if name in record]:
         raise ValueError(f"the log itself writes {', '.join(taken)}; use other names")
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON can hold it; a float32 keeps its exact value."""
+    """The value for JSON; float32 values are exact."""
     if isinstance(value, Mapping):
         return {str(key): _plain(x) for key, x in value.items()}
     if isinstance(value, list | tuple):
@@ -314,7 +318,7 @@ def _row(kind: str, step: int, record: Record) -> Row:
 
 
 def _unnamed(record: Record) -> Record:
-    """The record with its sources by their numbers."""
+    """The record with numbers instead of its sources' names."""
     return {key: list(value.values()) if key == TAU_BY_SOURCE else value for key, value in record.items()}
 
 

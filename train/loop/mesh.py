@@ -1,7 +1,7 @@
-"""Meshes for training: copies of the head, the parts of each, and groups of devices that share the target.
+"""Meshes for training: data and FSDP parallelism of the head, and groups of devices that shard the target.
 
-Where a target does not fit a device, a group of devices shares it: expert x tensor of them, which compute the
-same sequences together.
+A target that does not fit a device is sharded over a group of expert x tensor devices, which compute the same
+sequences together.
 """
 
 import math
@@ -17,20 +17,20 @@ from pallas_kernels import shards
 
 #: The axes over which the sequences of a batch are split.
 BATCH_AXES = ("data", "fsdp")
-#: All axes. Neighbours along the last ones, which are those of decoding, share the frozen target.
+#: All axes. The last two, which are those of decoding, shard the frozen target.
 AXES = (*BATCH_AXES, *shards.ALL)
 
 
 @dataclass(frozen=True)
 class MeshSettings:
-    """How devices are used.
+    """The sizes of a training mesh.
 
     Attributes:
-        data: Copies of the head, which train on different sequences; -1 is as many as the devices allow.
-        fsdp: Parts of a copy's weights and optimiser state; the parts, too, train on different sequences.
-        expert: Into how many parts a group splits the frozen target's routed experts by number. All else of
-            the target is split over the expert x tensor devices of the group.
-        tensor: Into how many parts a group splits the frozen target's routed experts by features.
+        data: Replicas of the head, which train on different sequences; -1 is as many as the devices allow.
+        fsdp: Shards of a replica's weights and optimiser state; they also train on different sequences.
+        expert: Expert parallelism of the frozen target's routed experts. All other weights of the target are
+            sharded over the group's expert x tensor devices.
+        tensor: Tensor parallelism of the frozen target's routed experts.
     """
 
     data: int = -1
@@ -39,7 +39,7 @@ class MeshSettings:
     tensor: int = 1
 
     def __str__(self) -> str:
-        """The sizes; those of a group are left out where it is one device, which has all of the target."""
+        """The sizes; "expert" and "tensor" are omitted if the target is not sharded."""
         sizes = {"data": self.data, "fsdp": self.fsdp}
         if (self.expert, self.tensor) != (1, 1):
             sizes |= {"expert": self.expert, "tensor": self.tensor}
@@ -50,8 +50,8 @@ def make_mesh(settings: MeshSettings) -> Mesh:
     """The mesh over all devices of all processes.
 
     Raises:
-        ValueError: The settings do not give the number of devices, or devices of several processes would
-            share the target.
+        ValueError: The sizes do not match the number of devices, or the target would be sharded over several
+            processes.
     """
     count, sizes = jax.device_count(), (settings.fsdp, settings.expert, settings.tensor)
     data = count // math.prod(sizes) if settings.data == -1 and min(sizes) > 0 else settings.data
@@ -60,7 +60,7 @@ def make_mesh(settings: MeshSettings) -> Mesh:
             f"a mesh of {settings} does not divide {count} devices; possible: {_possible(settings, count)}"
         )
     devices, shared = jax.devices(), settings.expert * settings.tensor
-    # Each process reads its batches alone, and decodes alone in evaluations.
+    # Each process reads its own batches, and decodes independently in evaluations.
     owners = [device.process_index for device in devices]
     if any(len(set(owners[i : i + shared])) > 1 for i in range(0, count, shared)):
         raise ValueError(
@@ -71,7 +71,7 @@ def make_mesh(settings: MeshSettings) -> Mesh:
 
 
 def _possible(settings: MeshSettings, count: int) -> str:
-    """Meshes of so many devices: with the same parts of the target where they divide."""
+    """Possible mesh sizes for a number of devices, with the same sharding of the target if it divides."""
     shared = settings.expert * settings.tensor
     if min(settings.expert, settings.tensor) < 1 or count % shared:
         sizes = [str(n) for n in range(1, count + 1) if count % n == 0]
@@ -91,27 +91,27 @@ def _mesh(shape: tuple[int, ...], devices: list[Any]) -> Mesh:
 
 
 def batch_parts(mesh: Mesh) -> int:
-    """How many devices, or groups that share the target, train on different sequences."""
+    """The number of devices, or groups that shard the target, with different sequences."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def target_groups(mesh: Mesh) -> np.ndarray:
-    """The devices by the groups that share the target: ``[groups, expert, tensor]``."""
+    """The devices of each group that shards the target: ``[groups, expert, tensor]``."""
     return mesh.devices.reshape(-1, mesh.shape[shards.EXPERT], mesh.shape[shards.TENSOR])
 
 
 def shares_target(mesh: Mesh) -> bool:
-    """Whether several devices share the target."""
+    """Whether the target is sharded over several devices."""
     return size_of(mesh) > 1
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The whole array on every device."""
+    """The sharding of an array that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def spread(tree: Any, shardings: Any) -> Any:
-    """Lays arrays out over a mesh; each process must hold the whole arrays."""
+    """Places arrays on a mesh; each process must hold the whole arrays."""
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
 
@@ -123,6 +123,6 @@ def spread(tree: Any, shardings: Any) -> Any:
 
 
 def put_batch(local: np.ndarray, mesh: Mesh, axis: int) -> jax.Array:
-    """A batch spread over the mesh along one axis, from this process's part of it."""
+    """A batch sharded over the mesh along one axis, from this process's part of it."""
     spec = PartitionSpec(*([None] * axis), BATCH_AXES)
     return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), local)

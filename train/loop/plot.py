@@ -1,4 +1,4 @@
-"""Pictures of a training run, drawn from its log; and what other pictures share with them."""
+"""Plots of a training run from its log, and helpers for other plots."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,20 +19,20 @@ DPI = 100
 INCHES = (16.0, 8.0)
 TRAIN, VALIDATION = "#0072b2", "#d55e00"
 DEPTHS = (1, 2, 4, 8)
-#: A picture takes a second or two to draw.
+#: Minimum seconds between two drawings; a drawing takes a second or two.
 LIVE_SECONDS = 60.0
 SMOOTHED = 0.02  # share of a run's steps that a point of a smoothed curve averages
 TRAIN_ACCURACY, VALIDATION_ACCURACY = "accuracy_by_depth", "validation_accuracy_by_depth"
 ACCURACY = "drafts equal to the target's choice"
-# Where a place is named, matplotlib does not warn of a legend that a busy machine takes a second to place.
+# With a fixed location, matplotlib does not warn about slow legends.
 LEGEND: dict[str, Any] = {
     "loc": "best", "framealpha": 0.8, "edgecolor": "none", "fontsize": 9, "title_fontsize": 9,
 }  # fmt: skip
-# Line styles of temperatures; they recur after the last one.
+# Line styles of temperatures; they repeat after the last one.
 STYLES = ("-", "--", ":", "-.")
 # Characters of a source's name in a legend.
 LONGEST_NAME = 24
-# A legend above the panel, where curves may leave no room inside.
+# A legend above the panel, for panels that curves may fill.
 ABOVE: dict[str, Any] = {**LEGEND, "loc": "lower left", "bbox_to_anchor": (0, 1), "handlelength": 1.2}
 
 Panel = Callable[[Axes, Sequence[Record]], None]
@@ -44,9 +44,9 @@ def plot_training(log: Path, picture: Path, title: str) -> None:
     Below are small panels for rates and speed.
 
     Args:
-        log: A ``log.jsonl``. Panels without data are left out.
-        picture: The file, which is written whole or not at all.
-        title: Stands above all panels.
+        log: A ``log.jsonl``. Panels without data are omitted.
+        picture: The file, which is written atomically.
+        title: The title above all panels.
 
     Raises:
         FileNotFoundError: There is no such log.
@@ -76,14 +76,14 @@ def plot_training(log: Path, picture: Path, title: str) -> None:
 
 
 class LivePicture:
-    """The picture of a run that goes on: a call draws it again, at most once in `LIVE_SECONDS`."""
+    """The plot of an active run: a call redraws it, at most once per `LIVE_SECONDS`."""
 
     def __init__(self, log: Path, picture: Path, title: str):
-        """As `plot_training`; the first call within `LIVE_SECONDS` draws nothing, either."""
+        """Arguments as for `plot_training`; calls in the first `LIVE_SECONDS` draw nothing."""
         self._given, self._drawn_at = (log, picture, title), time.monotonic()
 
     def __call__(self) -> None:
-        """Draws it; raises what `plot_training` does."""
+        """Redraws the plot; raises the errors of `plot_training`."""
         if time.monotonic() >= self._drawn_at + LIVE_SECONDS:
             plot_training(*self._given)
             self._drawn_at = time.monotonic()
@@ -91,7 +91,7 @@ class LivePicture:
 
 def _draw_columns(part: SubFigure, columns: Sequence[Sequence[Panel]], records: Sequence[Record]) -> None:
     """Draws one panel in each column, or two, one above the other."""
-    # A panel that is both the first and the last of its column takes its whole height.
+    # The only panel of a column has the column's whole height.
     axes = part.subplot_mosaic([[column[row] for column in columns] for row in (0, -1)])
     for draw, axis in axes.items():
         draw(axis, records)
@@ -114,8 +114,8 @@ def smooth(values: Float[np.ndarray, "n *columns"], window: int) -> Float[np.nda
 
 def _series(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values of the records that have the key; null becomes NaN."""
-    own = [record for record in records if key in record]
-    return np.array([record["step"] for record in own], float), np.array([x[key] for x in own], float)
+    found = [record for record in records if key in record]
+    return np.array([record["step"] for record in found], float), np.array([x[key] for x in found], float)
 
 
 def _smoothed(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -173,7 +173,7 @@ def _last_accuracies(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def _chain(axis: Axes, records: Sequence[Record]) -> None:
-    """Of a chain: drafts before the first one that the target would not choose."""
+    """Accepted length of a chain: drafts before the first that differs from the target's choice."""
     steps, lengths = _smoothed(records, "accepted_length")
     if len(steps):
         axis.plot(steps, lengths, color=TRAIN, linewidth=1.6, label="train, smoothed")
@@ -186,12 +186,12 @@ def _chain(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def _trees(axis: Axes, records: Sequence[Record]) -> None:
-    """Of trees: what real decoding of held-out prompts commits in a round, the bonus token included."""
+    """τ of trees on held-out prompts: tokens committed per round, including the bonus token."""
     measured = [record for record in records if "tau" in record]
     budgets = sorted({int(budget) for record in measured for budget in record["tau"]})
     for budget, colour in zip(budgets, shades("Greens", 0.45, 0.95, len(budgets)), strict=True):
-        own = [(x["step"], x["tau"][str(budget)]) for x in measured if str(budget) in x["tau"]]
-        axis.plot(*np.array(own, float).T, "s--", color=colour, markersize=4, label=f"tree of {budget}")
+        points = [(x["step"], x["tau"][str(budget)]) for x in measured if str(budget) in x["tau"]]
+        axis.plot(*np.array(points, float).T, "s--", color=colour, markersize=4, label=f"tree of {budget}")
     axis.set_title("trees, decoding held-out prompts", fontsize=10)
     axis.set_ylabel("τ, tokens a round")
     axis.set_ylim(bottom=0)
@@ -200,7 +200,7 @@ def _trees(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def _compared(records: Sequence[Record]) -> list[tuple[str, str]]:
-    """Pairs of a source and a temperature that have a τ, in the order of the log; none if there is one."""
+    """The (source, temperature) pairs with a τ, in the order of the log; empty if there is only one pair."""
     pairs = {
         (source, temperature): None
         for record in records
@@ -218,7 +218,7 @@ def _sources(axis: Axes, records: Sequence[Record]) -> None:
     colours = dict(zip(sources, shades("turbo", 0.05, 0.95, len(sources)), strict=True))
     largest = max((budget for record in measured for budget in record["tau"]), key=int)
     for source, temperature in pairs:
-        own = [
+        points = [
             (record["step"], record[TAU_BY_SOURCE].get(source, {}).get(temperature, {}).get(largest))
             for record in measured
         ]
@@ -226,7 +226,7 @@ def _sources(axis: Axes, records: Sequence[Record]) -> None:
         # Matplotlib reads "$" as the beginning of a formula, and leaves out labels that begin with "_".
         label = f"T = {temperature}, {name}".replace("$", r"\$")
         style = {"ls": STYLES[temperatures.index(temperature) % len(STYLES)], "color": colours[source]}
-        axis.plot(*np.array(own, float).T, marker="o", markersize=3, linewidth=1, label=label, **style)
+        axis.plot(*np.array(points, float).T, marker="o", markersize=3, linewidth=1, label=label, **style)
     axis.set_title(f"trees of {largest} by temperature and source", fontsize=10)
     axis.set_ylabel("τ, tokens a round")
     axis.set_ylim(bottom=0)
@@ -250,7 +250,7 @@ def _small(key: str, label: str, tick: str = "{x:g}", *, log: bool = False) -> P
     return draw
 
 
-# The small panels, by the key of the records that each draws.
+# The small panels, by the record key that each draws.
 SMALL = {
     "learning_rate": _small("learning_rate", "learning rate"),
     "gradient_norm": _small("gradient_norm", "norm of the gradient", log=True),
@@ -284,12 +284,12 @@ def _depth_axis(axis: Axes) -> None:
 
 
 def shades(name: str, low: float, high: float, count: int) -> Float[np.ndarray, "n 4"]:
-    """Colours of a named map, evenly spaced between two of its places in 0..1."""
+    """Colours of a colour map, evenly spaced between two positions in 0..1."""
     return matplotlib.colormaps[name](np.linspace(low, high, count))
 
 
 def save(figure: Figure, picture: Path) -> None:
-    """Writes a PNG or an SVG, as the name ends, whole or not at all, and the same bytes each time."""
+    """Writes a PNG or an SVG, by the file's suffix, atomically and reproducibly."""
     kind = picture.suffix.removeprefix(".")
     with (
         matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jetspec-jax"}),

@@ -1,4 +1,4 @@
-"""Work folders of recipes: stages that are done once, time limits, and settings that must not change."""
+"""Work folders of recipes: stages that run once, time limits, and fixed settings."""
 
 import json
 import shutil
@@ -16,21 +16,21 @@ class OutOfTime(Exception):
 
 
 class Deadline:
-    """A limit on the wall-clock time. Work that has begun is finished, which may take a minute more."""
+    """A wall-clock limit. Work in progress is finished, which may take a minute more."""
 
     def __init__(self, minutes: float | None = None):
         """Starts the clock; None is no limit."""
         self.end = None if minutes is None else time.monotonic() + 60 * minutes
 
     def passed(self) -> bool:
-        """Whether no new work should begin."""
+        """Whether the limit was reached."""
         return self.end is not None and time.monotonic() >= self.end
 
     def stop(self, where: str) -> None:
         """Ends the run.
 
         Raises:
-            OutOfTime: Always, saying where.
+            OutOfTime: Always.
         """
         raise OutOfTime(where)
 
@@ -48,10 +48,10 @@ Stage = Callable[[], None]
 
 
 def run_stages(work: Path, stages: dict[str, Stage], deadline: Deadline) -> None:
-    """Runs the stages that are not done, in order, and marks each as done.
+    """Runs the missing stages in order, and marks each as done.
 
     Raises:
-        OutOfTime: The limit was reached; the message lists the stages left.
+        OutOfTime: The limit was reached; the message lists the remaining stages.
     """
     marks = work / "done"
     marks.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def run_stages(work: Path, stages: dict[str, Stage], deadline: Deadline) -> None
         print(f"{name}: done in {seconds:.1f} s", flush=True)
 
 
-#: Settings that recipes of earlier versions lack, and what runs of these then did.
+#: Settings that recipes of earlier versions lack, with the behaviour of those versions.
 LATER = {
     "mesh.expert": 1,
     "mesh.tensor": 1,
@@ -85,22 +85,22 @@ LATER = {
 
 
 def claim(work: Path, settings: Mapping[str, Any]) -> None:
-    """Takes a work folder for some settings, which are kept there as ``recipe.json``.
+    """Claims a work folder for some settings, which are stored there as ``recipe.json``.
 
     Raises:
-        ValueError: The folder was made with other settings, all of which are listed; or its file is damaged.
+        ValueError: The folder has other settings (the message lists them), or its file is damaged.
     """
     path = work / "recipe.json"
-    mine = json.loads(json.dumps(settings))
+    given = json.loads(json.dumps(settings))
     if not path.exists():
-        write_json(path, mine)
+        write_json(path, given)
         return
-    here, there = dotted(mine), dotted(read_json(path))
+    here, there = dotted(given), dotted(read_json(path))
     for name in here.keys() - there.keys():
         parts = name.split(".")
         # A head's recipe may be part of a larger one.
-        if own := {parts[-1], ".".join(parts[-2:])} & LATER.keys():
-            there[name] = LATER[own.pop()]
+        if known := {parts[-1], ".".join(parts[-2:])} & LATER.keys():
+            there[name] = LATER[known.pop()]
     differing = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
     if differing:
         listed = "; ".join(f"{name}: {there.get(name)} there, {here.get(name)} here" for name in differing)
@@ -122,6 +122,6 @@ def dotted(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def fresh(folder: Path) -> Path:
-    """Removes what an interrupted stage left at this path, and returns the path."""
+    """Removes the leftovers of an interrupted stage at this path, and returns the path."""
     shutil.rmtree(folder, ignore_errors=True)
     return folder

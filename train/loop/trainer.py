@@ -1,8 +1,7 @@
 """The training loop: a jitted step over a mesh, checkpoints, a log, a progress bar.
 
-A step depends on the state and a batch only: its randomness comes from the state's key and the step's number.
-A checkpoint holds the state and the position in the data, so a run that was stopped at any point resumes with
-the same results.
+A step depends only on the state and a batch; its random key is derived from the state's key and the step's
+number. A checkpoint holds the state and the position in the data, so a resumed run has the same results.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,16 +26,16 @@ from train.loop.stages import Deadline
 from train.loss.objectives import Count, Loss, Means
 from train.trackers.tracker import Tracker
 
-# The same bits again on the same GPU: reductions in a fixed order, and no choice of kernels by stopwatch.
+# Bitwise reproducible on the same GPU: reductions in a fixed order, and no autotuning.
 DETERMINISTIC: Mapping[str, bool | int] = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
 
 
 @runtime_checkable
 class Batches(Protocol):
-    """An endless source of batches whose position fits into JSON, such as grain's iterators."""
+    """An endless source of batches with a JSON position, such as grain's iterators."""
 
     def __next__(self) -> Any:
-        """This process's part of the next batch: NumPy arrays, sequences first."""
+        """This process's part of the next batch: NumPy arrays with a leading axis of sequences."""
         ...
 
     def get_state(self) -> Any:
@@ -49,14 +48,14 @@ class Batches(Protocol):
 
 
 class DrawnOnDevice:
-    """Empty batches, for losses that draw their sequences from frozen arrays by the step's key."""
+    """Empty batches, for losses that sample sequences from frozen arrays with the step's key."""
 
     def __next__(self) -> dict[str, Any]:
         """No arrays."""
         return {}
 
     def get_state(self) -> dict[str, Any]:
-        """No position: the key depends on the step's number alone."""
+        """No position: the key depends only on the step's number."""
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -68,8 +67,8 @@ class TrainState(NamedTuple):
 
     Attributes:
         step: Steps done.
-        key: Source of all randomness of the steps, as data that a checkpoint can hold.
-        weights: float32 masters.
+        key: The random key of the run, as raw data for checkpoints.
+        weights: float32 master weights.
         optimizer: The optimiser's state.
     """
 
@@ -83,8 +82,8 @@ class Evaluated(NamedTuple):
     """An evaluation of weights on held-out data.
 
     Attributes:
-        record: What to log.
-        score: Decides which weights are best; higher is better.
+        record: The record for the log.
+        score: The score that chooses the best weights; higher is better.
     """
 
     record: Mapping[str, Any]
@@ -95,9 +94,9 @@ class Trained(NamedTuple):
     """A finished run.
 
     Attributes:
-        weights: What is kept of those with the best evaluation.
-        step: Steps before it.
-        score: Its score.
+        weights: The best weights, after ``keep``.
+        step: The step of their evaluation.
+        score: Their score.
     """
 
     weights: Weights
@@ -126,34 +125,34 @@ def train(
     watch: Callable[[], None] = lambda: None,
     trackers: Callable[[], Sequence[Tracker]] = tuple,
 ) -> Trained:
-    """Trains, or resumes the run that the folder holds.
+    """Trains, or resumes the run in the folder.
 
     Args:
-        folder: For checkpoints, the log and its TensorBoard files.
+        folder: The folder of checkpoints, the log and its TensorBoard files.
         fit: Steps and rates.
-        loss: The objective.
-        weights: Initial float32 weights; they are used up.
-        frozen: Arrays that the objective reads besides the batch; with a mesh, spread over it.
-        batches: Feeds the objective.
+        loss: The loss.
+        weights: Initial float32 weights; they are donated.
+        frozen: Frozen arrays that the loss reads; with a mesh, placed on it.
+        batches: The batches for the loss.
         evaluate: Evaluates weights.
-        seed: Seed of all randomness of the steps.
+        seed: Seed of the run's random key.
         deadline: When to stop, after saving.
         label: For the progress bar.
         mesh: The devices; None is one.
-        shardings: How the weights lie on the mesh; None is whole on every device.
-        deterministic: Whether a GPU must give the same bits again.
-        tokens_per_step: Tokens of the windows, padding included, for the log.
-        evaluate_first: Whether the initial weights are evaluated too and may stay the best.
-        keep: Makes of the weights what is kept of the best ones, in ``best/`` and in the result.
-        watch: Called by the first process once the log has steps and a new evaluation of their weights.
-        trackers: Opens trackers beside TensorBoard, in the first process.
+        shardings: The weights' shardings on the mesh; None replicates them.
+        deterministic: Whether a GPU must be bitwise reproducible.
+        tokens_per_step: Tokens of the windows, including padding, for the log.
+        evaluate_first: Whether to evaluate the initial weights, which may then remain the best.
+        keep: Converts the best weights for ``best/`` and for the result.
+        watch: Called in the first process after the log has steps and a new evaluation.
+        trackers: Opens trackers besides TensorBoard; called in the first process.
 
     Raises:
         OutOfTime: The deadline passed; the same call resumes.
         NonFiniteLoss: A loss is not finite; the last checkpoint before it stays.
-        TrainingCheckpointError: A checkpoint could not be written, and the one before it stays; or there are
-            some, and none is whole.
-        ValueError: The batch does not divide over the devices, or a setting is out of its range.
+        TrainingCheckpointError: A checkpoint could not be written (the previous one is intact); or all
+            existing checkpoints are damaged.
+        ValueError: The batch does not divide over the devices, or a setting is out of range.
     """
     mesh = mesh or one_device()
     loop = Loop(fit, loss, mesh, deterministic)
@@ -165,14 +164,14 @@ def train(
         first, best = 0, Best()
         if (found := checkpoints.restore_best(kept)) is not None:
             best = found[0]
-            del found  # its arrays take the room of a whole model
+            del found  # its arrays are as large as the model
         if (resumed := checkpoints.restore(state)) is not None:
             first, state = resumed.step, resumed.state
             batches.set_state(resumed.host["data"])
         bar = Progress(
             total=fit.steps, initial=first, desc=label, unit=" steps", mininterval=2, disable=not main
         )
-        # A run without a checkpoint begins anew, and so does its log, the evaluation of step 0 included.
+        # A run without a checkpoint starts from scratch, with a new log and a new evaluation of step 0.
         with TrainingLog(folder, kept_steps=first or -1, main=main, trackers=trackers) as log, bar:
 
             def evaluated(step: int, best: Best) -> Best:
@@ -204,7 +203,7 @@ def train(
                     bar.update(done - bar.n)
                 if at_end or done % fit.evaluate_every == 0:
                     best = evaluated(done, best)
-                # Processes agree by waiting for each other, so only where writing the log waits anyway.
+                # Processes synchronise to agree, so only at steps whose log is written, which wait anyway.
                 asks = not at_end and (jax.process_count() == 1 or done % fit.log_every == 0)
                 stop = asks and agreed(deadline.passed(), "the time limit")
                 if at_end or stop or done % fit.save_every == 0:
@@ -219,7 +218,7 @@ def train(
 
 
 def compiler_options(deterministic: bool) -> dict[str, bool | int] | None:
-    """Options of XLA for a program that gives the same bits again if ``deterministic``; None is no option."""
+    """XLA's compiler options for bitwise reproducible programs if ``deterministic``, else None."""
     return dict(DETERMINISTIC) if deterministic and jax.default_backend() == "gpu" else None
 
 
@@ -227,7 +226,7 @@ class Loop:
     """The jitted step of a run, and the placement of its state and batches on a mesh.
 
     Attributes:
-        step: Takes state, frozen arrays and a placed batch; the state is donated. `begin` sets it.
+        step: The jitted step, set by `begin`: a function of state, which it donates, frozen arrays and batch.
     """
 
     step: Any
@@ -252,7 +251,7 @@ class Loop:
         optimizer = jax.jit(self.optimizer.init, out_shardings=placed)(weights)
         step, key = jax.device_put((np.int32(0), jax.random.key_data(jax.random.key(seed))), whole)
         state = TrainState(step, key, weights, optimizer)
-        # Without the same shardings the second step would compile another program.
+        # With other shardings the second step would compile again.
         self.step = jax.jit(
             self._step,
             donate_argnums=0,
@@ -263,12 +262,12 @@ class Loop:
 
     def advance(self, state: TrainState, frozen: Any, batch: Any) -> tuple[TrainState, dict[str, Array]]:
         """One step over this process's part of a batch; the state is donated."""
-        # Kernels that cannot be split over devices see the mesh and give way to XLA.
+        # Kernels that cannot be sharded detect the mesh and fall back to XLA.
         with jax.set_mesh(self.mesh):
             return self.step(state, frozen, self.place(batch))
 
     def place(self, batch: Any) -> Any:
-        """A batch in its parts, ``[parts, B, ...]``, each spread over the mesh."""
+        """A batch in micro-batches, ``[parts, B, ...]``, each sharded over the mesh."""
 
         def put(x: np.ndarray) -> jax.Array:
             count = x.shape[0] // self.parts
@@ -306,7 +305,7 @@ class Loop:
 
 
 def mean_of(loss: Loss, weights: Weights, frozen: Any, batches: Iterator[tuple[Any, Any]]) -> dict[str, Any]:
-    """Means of a loss over (batch, key) pairs, as plain numbers and lists; counts are left out."""
+    """Means of a loss over (batch, key) pairs, as plain numbers and lists, without the counts."""
     sums: Any = None
     for batch, key in batches:
         means = loss(weights, frozen, batch, key)

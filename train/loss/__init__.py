@@ -1,1 +1,1 @@
-"""What is minimised. Shapes as in `train.loss.attention`."""
+"""Losses of heads and targets. Shapes as in `train.loss.attention`."""

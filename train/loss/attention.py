@@ -1,7 +1,7 @@
 """A target's attention in training: a `Mix` over dense, differentiable keys and values.
 
-Shapes: B sequences, T tokens, H heads, G KV heads, E head size. Sequences may be packed: ``starts`` is then,
-for each token, the index of the first token of its document, and no document sees another.
+Shapes: B sequences, T tokens, H heads, G KV heads, E head size. Sequences may be packed: ``starts`` is then
+the index of each token's document's first token, and documents do not attend to each other.
 """
 
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ Implementation = Literal["cudnn", "xla"]
 def causal_attend(
     implementation: Implementation | None = None, starts: Int[Array, "B T"] | None = None
 ) -> Mix:
-    """Every token sees itself and the tokens before it in its document, by JAX's own attention.
+    """Causal attention within documents, by JAX's `dot_product_attention`.
 
     Args:
         implementation: "cudnn", "xla", or None for the best that this device and dtype support.
-        starts: Of packed sequences; None is a document in each sequence.
+        starts: For packed sequences; None is one document per sequence.
     """
     return _CausalAttend(implementation, starts)
 
@@ -54,7 +54,7 @@ class _CausalAttend:
         if starts is not None:
             mask = starts[:, None, :, None] == starts[:, None, None, :]
             if window is not None:
-                # cuDNN takes a mask or a window, not both.
+                # cuDNN supports a mask or a window, not both.
                 places = jnp.arange(starts.shape[1])
                 mask &= (places[:, None] - places[None, :] < window)[None, None]
         packed = starts is not None
@@ -89,10 +89,9 @@ def with_sinks(
     sinks: Float[Array, "H"],
     starts: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T H E"]:
-    """Causal attention whose softmax also counts one sink logit per head, which JAX's own does not support.
+    """Causal attention with one sink logit per head in the softmax, which JAX's attention does not support.
 
-    It calls the tree attention of decoding, which has no derivative: only targets have sinks, and a target
-    is frozen.
+    It calls the tree attention of decoding, which has no gradient; only frozen targets have sinks.
     """
     batch, length = q.shape[:2]
     if starts is None:
@@ -103,7 +102,7 @@ def with_sinks(
 
 
 def packed_bits(starts: Int[Array, "B T"]) -> UInt32[Array, "B T words"]:
-    """Packed mask of documents side by side: a token sees itself and those before it in its document.
+    """Causal mask of packed documents, as bits: a token attends to itself and earlier tokens of its document.
 
     Starts 0 0 2 2, one word for each token::
 
@@ -129,7 +128,7 @@ def cudnn_works(*, packed: bool = False) -> bool:
     """Whether cuDNN's fused attention compiles and runs here, forward and backward.
 
     Args:
-        packed: Whether it gets a mask of documents too, and runs forward only: packed targets are frozen.
+        packed: Whether to test with a mask of documents and only forward: packed targets are frozen.
     """
     if jax.default_backend() != "gpu":
         return False
@@ -140,7 +139,7 @@ def cudnn_works(*, packed: bool = False) -> bool:
         return jnp.sum(out.astype(jnp.float32))
 
     try:
-        # This is called while a step is traced, and the probe must be computed at once.
+        # This is called while a step is traced; the probe must run eagerly.
         with jax.ensure_compile_time_eval():
             q, k = (jnp.ones((1, 128, heads, 64), jnp.bfloat16) for heads in (4, 2))
             found = jax.jit(probe if packed else jax.grad(probe))(q, k)

@@ -1,4 +1,4 @@
-"""Training blocks of a draft head: anchors, slots, what each learns. Shapes as in `train.loss.attention`."""
+"""Training blocks of a draft head: anchors, slots and labels. Shapes as in `train.loss.attention`."""
 
 from typing import NamedTuple
 
@@ -13,13 +13,13 @@ from train.loss.teacher import Teacher
 
 
 class Lessons(NamedTuple):
-    """What the slots after the anchors learn; slot k of the block at anchor a drafts the token at a + k.
+    """Labels of the slots after the anchors; slot k of the block at anchor a drafts the token at a + k.
 
     Attributes:
         rows: Index of the target's row that predicts the same token: a + k - 1.
-        labels: The text's own token at a + k.
-        learn: Whether a slot's token and every token between it and the anchor are to be learnt. Decoding
-            never drafts after a token that the target did not write.
+        labels: The text's token at a + k.
+        learn: Whether the slot counts: its token and all tokens between it and the anchor must be tokens to
+            learn, because decoding never drafts after a token that the target did not write.
     """
 
     rows: Int[Array, "B A D"]
@@ -28,9 +28,9 @@ class Lessons(NamedTuple):
 
 
 def learnable(learn: Bool[Array, "B T"], starts: Int[Array, "B T"] | None) -> Bool[Array, "B T"]:
-    """Which tokens can be learnt: a document's first token has nothing before it.
+    """The tokens to learn, except documents' first tokens, which have no context.
 
-    So no anchor stands before another document's first token, and no block learns beyond its own document.
+    So no anchor is before another document's first token, and no block crosses the end of its document.
     """
     places = jnp.arange(learn.shape[1])[None, :]
     return learn & (places > (0 if starts is None else starts))
@@ -39,8 +39,8 @@ def learnable(learn: Bool[Array, "B T"], starts: Int[Array, "B T"] | None) -> Bo
 def sample_anchors(key: Key[Array, ""], learn: Bool[Array, "B T"], count: int) -> Int[Array, "B A"]:
     """Draws anchors, in order and evenly spread, from the tokens that precede a token to learn.
 
-    One comes from each of ``count`` equal parts of those tokens. Where ``count`` exceeds their number, all
-    repeat about equally often; a sequence with nothing to learn has all its anchors at 0.
+    One is drawn from each of ``count`` equal parts of these tokens. If ``count`` exceeds their number, all
+    repeat about equally often; in a sequence without tokens to learn, all anchors are 0.
     """
     before = jnp.pad(learn[:, 1:], ((0, 0), (0, 1)))
     ends = jnp.cumsum(before.astype(jnp.int32), axis=1)
@@ -52,7 +52,7 @@ def sample_anchors(key: Key[Array, ""], learn: Bool[Array, "B T"], count: int) -
 
 
 def count_anchors(anchors: Int[Array, "B A"], learn: Bool[Array, "B T"]) -> Int[Array, ""]:
-    """How many different tokens the anchors of `sample_anchors` are; those of a sequence are in order."""
+    """The number of distinct anchors of `sample_anchors`, which are sorted within a sequence."""
     new = jnp.concatenate([jnp.ones_like(anchors[:, :1], bool), anchors[:, 1:] > anchors[:, :-1]], axis=1)
     return jnp.sum(new & jnp.any(learn[:, 1:], axis=1, keepdims=True))
 
@@ -60,7 +60,7 @@ def count_anchors(anchors: Int[Array, "B A"], learn: Bool[Array, "B T"]) -> Int[
 def lessons(
     tokens: Int[Array, "B T"], learn: Bool[Array, "B T"], anchors: Int[Array, "B A"], block_size: int
 ) -> Lessons:
-    """What the slots of blocks at some anchors learn.
+    """The labels of the blocks at some anchors.
 
     Tokens ``a b C D e F``, capitals to learn, and blocks of 4 slots::
 
@@ -101,10 +101,10 @@ def draft_blocks(
         head: The draft head.
         target: Embeds the anchor and the masks.
         tokens: The sequences.
-        taps: The target's taps of all their tokens.
+        taps: The target's taps at all tokens.
         anchors: Indices of the anchors.
-        starts: In packed sequences, of each token the index of its document's first.
-        remat: Whether a backward pass computes each layer again.
+        starts: In packed sequences, for each token the index of its document's first token.
+        remat: Whether the backward pass recomputes each layer.
     """
     config = head.config
     b, a = anchors.shape

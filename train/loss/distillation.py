@@ -38,20 +38,20 @@ def distillation_loss(
 ) -> Loss:
     """The loss of a draft head over random blocks of the sequences of a batch.
 
-    The target runs once over each sequence; its taps are the head's context and its rows the teacher. The
-    loss is the mean over draft slots, weighted by depth or by D-PACE, of what `draft_losses` gives; slots
-    that have nothing to learn do not count. The other means are loss and accuracy by depth, and the accepted
-    length of a greedy chain without the bonus token. A batch with ``real`` is counted, too.
+    The target runs once over each sequence; its taps are the head's context, and its rows the teacher. The
+    loss is the mean of `draft_losses` over draft slots with a token to learn, weighted by depth or by D-PACE.
+    The other means are loss and accuracy by depth, and the accepted length of a greedy chain without the
+    bonus token. A batch with ``real`` also has counts of its tokens.
 
-    Sequences with ``starts`` are packed: neither target nor head sees another document, and each document
-    begins at position 0. A batch with ``states``, as `target_states` gives them, needs no run of the target.
+    Sequences with ``starts`` are packed: target and head attend within a document, and each document begins
+    at position 0. With ``states`` in the batch (see `target_states`), the target is not run.
 
     Args:
         head_config: The head.
         target_config: The target, whose weights are the loss's ``frozen`` argument.
-        objective: Which loss, and over how many blocks.
-        dtype: Of both forward passes.
-        remat: Whether the backward pass computes the head's layers again.
+        objective: The kind of loss, and the number of blocks.
+        dtype: Dtype of both forward passes.
+        remat: Whether the backward pass recomputes the head's layers.
     """
 
     def loss(weights: Weights, frozen: Weights, batch: dict[str, Array], key: Key[Array, ""]) -> Means:
@@ -72,15 +72,15 @@ def distillation_loss(
 
 
 class Drafts(NamedTuple):
-    """What a head drafts at the anchors of a batch, and what it learns from.
+    """A head's drafts at the anchors of a batch, and their labels.
 
     Attributes:
         teacher: The frozen target.
         hidden: The target's last hidden states of all tokens.
-        student: The head's final-normed hidden states, without those of the anchors' slots.
+        student: The head's final-normed hidden states, except those of the anchors' slots.
         anchors: Indices of the anchors.
-        learn: Which tokens can be learnt.
-        task: What the slots learn.
+        learn: The mask of `learnable` tokens.
+        task: The slots' labels.
     """
 
     teacher: Teacher
@@ -108,8 +108,8 @@ def draft_at_anchors(
     Args:
         head_config: The head.
         target_config: The target.
-        weights: Those of the head.
-        frozen: Those of the target.
+        weights: The head's weights.
+        frozen: The target's weights.
         batch: As for `distillation_loss`.
         key: Chooses the anchors.
         anchors: Blocks per sequence.
@@ -120,8 +120,8 @@ def draft_at_anchors(
     learn = learnable(batch["learn"], starts)
     places = sample_anchors(key, learn, anchors)
     teacher = Teacher(target_config, cast(frozen, dtype))
-    # Whole on the devices that share the target, each of which computes the same: a head is small, and
-    # need not divide as the target does. Only its rows' way through the target's table is shared.
+    # The head is replicated over the devices that shard the target: it is small, and its sizes need not
+    # divide like the target's. Only the output projection of its rows is sharded.
     head = bind(head_config, whole(cast(weights, dtype)))
     if "states" in batch:
         hidden, taps = jnp.split(batch["states"], [target_config.hidden_size], axis=-1)
@@ -135,11 +135,11 @@ def draft_at_anchors(
 def target_states(
     head_config: DraftHeadConfig, target_config: ModelConfig, dtype: jnp.dtype
 ) -> Callable[[Weights, dict[str, Array]], Shaped[Array, "B T X"]]:
-    """What the loss reads of the target's run over a batch, for batches that keep it.
+    """Computes the target's states that the loss reads, for caching.
 
     Returns:
-        A function of the frozen weights and a batch. It gives the last hidden states and the taps side by
-        side, in the dtype, ``[B, T, M + F]``.
+        A function of the frozen weights and a batch that returns the last hidden states and the taps,
+        concatenated, in ``dtype``: ``[B, T, M + F]``.
     """
 
     def states(frozen: Weights, batch: dict[str, Array]) -> Shaped[Array, "B T X"]:
@@ -155,7 +155,7 @@ def _states(
     teacher: Teacher, head_config: DraftHeadConfig, tokens: Array, starts: Array | None, dtype: jnp.dtype
 ) -> tuple[Array, Array]:
     """The target's last hidden states and taps."""
-    # Chosen here, as devices that run together cannot try anything out.
+    # Chosen outside the sharded function, where the probe for cuDNN could not run.
     implementation = best_implementation(dtype, tokens.shape[1], packed=starts is not None)
 
     def states(target: Transformer, tokens: Array, starts: Array | None = None) -> tuple[Array, Array]:
@@ -169,7 +169,7 @@ def _states(
 
 
 def head_rows(drafts: Drafts, head_config: DraftHeadConfig, objective: Objective) -> DraftRows:
-    """The head's own loss of every slot, ``[B, A, D]``."""
+    """The head's loss and matches of every slot, ``[B, A, D]``."""
     b, a, d = drafts.task.rows.shape
     rows = draft_losses(
         drafts.student.reshape(b, a * d, -1),
@@ -187,7 +187,7 @@ def head_rows(drafts: Drafts, head_config: DraftHeadConfig, objective: Objective
 def row_weights(
     losses: Float[Array, "B A D"], learn: Bool[Array, "B A D"], objective: Objective
 ) -> Float[Array, "B A D"]:
-    """What each slot weighs in the mean: by depth, or by D-PACE of the head's losses."""
+    """Weights of the slots in the mean: by depth, or by D-PACE of the head's losses."""
     if objective.loss == "dpace":
         return pace_weights(losses, learn, objective.smoothing)
     return learn.astype(jnp.float32) * depth_weights(learn.shape[2], objective.gamma)[None, None, :]
@@ -200,7 +200,7 @@ def by_depth(values: Shaped[Array, "B A D"], learn: Bool[Array, "B A D"]) -> Mea
 
 
 def batch_counts(drafts: Drafts, batch: dict[str, Array]) -> Means:
-    """Numbers of tokens of a batch that says which of its tokens are no padding."""
+    """Counts of a batch's tokens; empty for a batch without ``real``."""
     if "real" not in batch:
         return {}
     return {

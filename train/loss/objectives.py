@@ -1,8 +1,8 @@
-"""What a draft head or a target is trained to minimise: the losses of its rows, and their means.
+"""Training losses of a draft head's or target's rows, and their means.
 
 Logits are the largest arrays of training, so they are computed and dropped chunk by chunk. ``logits`` maps
 hidden rows ``[B, N, M]`` to ``[B, N, V]``. Shapes: B sequences, T tokens, N draft rows of a sequence, D draft
-depth, M model, V vocabulary, or a device's part of it.
+depth, M model, V vocabulary or a shard of it.
 """
 
 from collections.abc import Callable
@@ -20,25 +20,25 @@ from train.loss import vocabulary
 
 Logits = Callable[[Float[Array, "B N M"]], Float[Array, "B N V"]]
 
-#: Forward KL to the target, reverse KL, the negative log-likelihood of the text's own next token, the total
-#: variation from the target, or that likelihood with the weights of `pace_weights`.
+#: Forward KL to the target, reverse KL, the negative log-likelihood of the text's next token, the total
+#: variation from the target, or the negative log-likelihood with the weights of `pace_weights`.
 LossName = Literal["forward_kl", "reverse_kl", "sft", "total_variation", "dpace"]
 LOSSES: tuple[str, ...] = get_args(LossName)
 
 
 class Mean(NamedTuple):
-    """A weighted mean as total and weight, so that means of parts add up to the mean of the whole."""
+    """A weighted mean as total and weight; adding the means of two parts gives the mean of both."""
 
     total: Float[Array, "*s"]
     weight: Float[Array, "*s"]
 
     def value(self) -> Float[Array, "*s"]:
-        """The mean; 0 where nothing was weighed."""
+        """The mean; 0 if the weight is 0."""
         return self.total / jnp.where(self.weight > 0, self.weight, 1.0)
 
 
 class Count(NamedTuple):
-    """A number of things of a batch; those of its parts add up."""
+    """A count over a batch; counts of its parts add up."""
 
     total: Int[Array, ""]
 
@@ -47,13 +47,13 @@ class Count(NamedTuple):
         return self.total
 
 
-#: Means by name; "loss" is what is minimised. Counts of the batch stand beside them.
+#: Means and counts by name; training minimises "loss".
 Means = dict[str, Any]
 
 
 @runtime_checkable
 class Loss(Protocol):
-    """What is minimised."""
+    """A training loss."""
 
     def __call__(self, weights: Weights, frozen: Any, batch: Any, key: Key[Array, ""]) -> Means:
         """The loss of the weights on a batch, and the other means to log."""
@@ -62,14 +62,14 @@ class Loss(Protocol):
 
 @runtime_checkable
 class Table(Protocol):
-    """The target's output table, which may lie on many devices."""
+    """The target's output projection, which may be sharded."""
 
     def __call__(self, function: Callable[..., Any], *arrays: Array) -> Any:
-        """What a function makes of the table and of arrays; all arrays and results have sequences first.
+        """Applies a function to the projection and to arrays; arrays and results have a leading axis B.
 
         Args:
-            function: Takes the `Logits` that the target reads, those that the head reads, and the arrays.
-                Where devices share the table, each runs it, with logits of its part of the vocabulary.
+            function: Takes the target's `Logits`, the head's `Logits`, and the arrays. With a sharded
+                projection, every device runs it with the logits of its vocabulary shard.
             *arrays: The arrays.
         """
         ...
@@ -77,15 +77,15 @@ class Table(Protocol):
 
 @dataclass(frozen=True)
 class Objective:
-    """Which loss a head learns by, and from how many blocks.
+    """The settings of a head's loss.
 
     Attributes:
         loss: One of `LOSSES`.
         temperature: Temperature of the distillation.
         gamma: Weights of slots fall as exp(-depth / gamma); 0 is uniform.
         anchors: Blocks per sequence and step.
-        chunk: Draft rows of a sequence whose logits exist at a time.
-        smoothing: Of the confidences that "dpace" weights its slots by, from 0 (none) to below 1.
+        chunk: Draft rows of a sequence per chunk of logits.
+        smoothing: Smoothing of the confidences in the weights of "dpace", from 0 (none) to below 1.
     """
 
     loss: LossName = "forward_kl"
@@ -121,28 +121,28 @@ def draft_losses(
 ) -> DraftRows:
     """The loss of each draft row against the target's row that predicts the same token.
 
-    With p the target's and q the head's distribution, both at ``temperature`` T and both read by the target's
-    own output table: forward KL ``T² KL(p || q)``, reverse KL ``T² KL(q || p)``, total variation
+    With p the target's and q the head's distribution, both at ``temperature`` T and both by the target's
+    output projection: forward KL ``T² KL(p || q)``, reverse KL ``T² KL(q || p)``, total variation
     ``sum |p - q| / 2``, which is the probability that speculative sampling rejects a draft, or, for "sft" and
     "dpace", ``-log q(label)`` at temperature 1.
 
-    The target's logits are computed once per row, in the weights' dtype, because many blocks learn from one
-    row; where fewer rows are drafted than the sequence has tokens, once per draft row. The gradient with
-    regard to ``student`` is computed with the loss, chunk by chunk, so that the head's logits are computed
-    once too; nothing else has a gradient.
+    The target's logits are computed once per token, in the weights' dtype, because many blocks learn from one
+    row; if there are fewer draft rows than tokens, once per draft row. The gradient with respect to
+    ``student`` is computed with the loss, chunk by chunk, so the head's logits are computed once too. Other
+    arguments have no gradient.
 
-    Sources: the JetSpec paper's distillation objective and the ones that it compares with; total variation as
-    speculators' documentation and LK losses (arXiv 2602.23881) define it.
+    Sources: the JetSpec paper's distillation objective and its baselines; total variation as in speculators'
+    documentation and LK losses (arXiv 2602.23881).
 
     Args:
         student: The head's final-normed hidden states.
-        teacher: The target's, of all tokens.
+        teacher: The target's hidden states of all tokens.
         rows: For each draft row the index of the target's row.
         labels: For each draft row the text's token.
-        table: The target's output table, which reads the head's rows too; it is frozen.
-        loss: Which loss.
+        table: The target's frozen output projection, also used for the head's rows.
+        loss: One of `LOSSES`.
         temperature: T.
-        chunk: Rows of a sequence whose logits exist at a time.
+        chunk: Rows of a sequence per chunk of logits.
     """
 
     def computed(
@@ -164,11 +164,11 @@ def draft_losses(
 
         def losses(x: Array, index: Array, label: Array) -> tuple[Array, Array]:
             target_rows, likeliest = of_target(index)
-            own = draft_logits(x)
-            matches = vocabulary.likeliest(own) == likeliest
+            drafted = draft_logits(x)
+            matches = vocabulary.likeliest(drafted) == likeliest
             if loss in ("sft", "dpace"):
-                return -vocabulary.at(vocabulary.log_softmax(own.astype(jnp.float32)), label), matches
-            log_q = vocabulary.log_softmax(own.astype(jnp.float32) / temperature)
+                return -vocabulary.at(vocabulary.log_softmax(drafted.astype(jnp.float32)), label), matches
+            log_q = vocabulary.log_softmax(drafted.astype(jnp.float32) / temperature)
             log_p = vocabulary.log_softmax(target_rows.astype(jnp.float32) / temperature)
             if loss == "total_variation":
                 return vocabulary.total(jnp.abs(jnp.exp(log_p) - jnp.exp(log_q))) / 2, matches
@@ -180,14 +180,14 @@ def draft_losses(
 
         def with_gradient(x: Array, index: Array, label: Array) -> tuple[Array, Array, Array]:
             value, pull, matches = jax.vjp(lambda x: losses(x, index, label), x, has_aux=True)
-            # Of each device's loss its share counts, for they are all the same; and each has the derivative
-            # that goes through its part of the vocabulary.
+            # All devices have the same loss, so each counts for its share; each has the gradient through its
+            # shard of the vocabulary.
             return value, matches, shards.all_sum(pull(jnp.full_like(value, 1 / shards.count()))[0])
 
         return by_chunks(with_gradient if gradient else losses, draft, chunk)
 
-    # A row's loss depends on that row alone, so its gradient is all that the backward pass needs, however the
-    # rows are weighted later.
+    # A row's loss depends only on that row, so the backward pass only scales the stored gradient, whatever
+    # the rows' weights.
     @jax.custom_vjp
     def run(teacher: Array, x: Array, index: Array, label: Array) -> tuple[Array, ...]:
         return table(partial(computed, gradient=False), teacher, x, index, label)
@@ -206,7 +206,7 @@ def draft_losses(
 def next_token_losses(
     hidden: Float[Array, "B T M"], labels: Int[Array, "B T"], logits: Logits, *, chunk: int
 ) -> Float[Array, "B T"]:
-    """Negative log-likelihood of each label, in nats; the backward pass computes the logits again."""
+    """Negative log-likelihood of each label, in nats; the backward pass recomputes the logits."""
 
     def losses(x: Array, label: Array) -> Array:
         log_p = jax.nn.log_softmax(logits(x).astype(jnp.float32), axis=-1)
@@ -233,11 +233,11 @@ def pace_weights(
     ``sum over m >= k of c_1 ... c_m``. For confidences 1/2, 1/2 and 1/2 without smoothing that is
     1/2 + 1/4 + 1/8, 1/4 + 1/8 and 1/8. The weights have no gradient.
 
-    Source: D-PACE (Wu et al., arXiv 2605.18810), whose smoothing is that of speculators, 0.5.
+    Source: D-PACE (Wu et al., arXiv 2605.18810). Speculators' smoothing is 0.5.
 
     Args:
         losses: ``-log q`` of each slot.
-        learn: Which slots are to be learnt; the others have no weight.
+        learn: The slots to learn; others have weight 0.
         smoothing: s.
     """
     counted = learn.astype(jnp.float32)
@@ -251,7 +251,7 @@ def accepted_length(matches: Bool[Array, "*blocks D"], learn: Bool[Array, "*bloc
 
     Args:
         matches: Whether a slot's likeliest token is the target's.
-        learn: Which slots are to be learnt; a block without one does not count.
+        learn: The slots to learn; blocks without any do not count.
     """
     leading = jnp.cumprod((matches & learn).astype(jnp.float32), axis=-1)
     return Mean(jnp.sum(leading), jnp.sum(learn[..., 0].astype(jnp.float32)))
@@ -260,7 +260,7 @@ def accepted_length(matches: Bool[Array, "*blocks D"], learn: Bool[Array, "*bloc
 def by_chunks(function: Callable[..., Any], arrays: tuple[Array, ...], chunk: int) -> Any:
     """Maps a function over chunks of the arrays' second axis, one after the other.
 
-    The first axis, of sequences, stays whole because it is split over devices.
+    The first axis, of sequences, is not chunked because it is sharded over devices.
     """
     count = arrays[0].shape[1]
     chunk = min(chunk, count)

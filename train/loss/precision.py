@@ -1,4 +1,4 @@
-"""Dtypes of weights: masters are float32, computing and saving use others."""
+"""Dtypes of weights: float32 master weights, and other dtypes for computing and saving."""
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,9 @@ from jetspec_jax.models.quantized import is_quantized
 
 
 def cast(weights: Weights, dtype: jnp.dtype) -> Weights:
-    """Weights as a forward pass uses them; the gradient goes to what was cast.
+    """Weights cast to the dtype of a forward pass, with gradients for the original weights.
 
-    What is quantised of a frozen target stays so, and so do its scales.
+    Quantised weights of a frozen target and their scales are not cast.
     """
     flat = nnx.traversals.flatten_mapping(weights)
     made = {path: w if is_quantized(path) else w.astype(dtype) for path, w in flat.items()}
@@ -20,10 +20,10 @@ def cast(weights: Weights, dtype: jnp.dtype) -> Weights:
 
 
 def whole(weights: Weights) -> Weights:
-    """Weights gathered from the devices of a mesh; without a mesh they are returned as they are.
+    """Weights gathered from the devices of a mesh; without a mesh, the weights unchanged.
 
-    For products of split weights and a split batch XLA would gather the batch, and with it logits of the
-    whole vocabulary, which are larger.
+    For a product of sharded weights with a sharded batch, XLA would gather the batch, and with it the logits
+    of the whole vocabulary, which are larger.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return weights
@@ -31,5 +31,5 @@ def whole(weights: Weights) -> Weights:
 
 
 def as_shipped(weights: Weights, dtype: jnp.dtype, stored: str = "bfloat16") -> Weights:
-    """Weights rounded to the type that they are saved in, in ``dtype``."""
+    """Weights rounded to their stored dtype, as ``dtype``."""
     return cast(cast(weights, jnp.dtype(stored)), dtype)

@@ -1,8 +1,8 @@
-"""What a selector learns: which candidate of a draft row follows a token of the text.
+"""The loss of a selector, which predicts the candidate of a draft row that follows a parent token.
 
-Each row is scored below its true parent, the text's token before it, and compared with the target's row that
-predicts the same token. What counts of both are the row's K candidates and the *tail*, which is all other
-tokens together. Shapes: B sequences, A anchors, D draft depth, N draft rows of a sequence (A times D),
+Each row is scored with its true parent, the text's token before it, and compared with the target's row that
+predicts the same token. Both distributions are over the row's K candidates and the *tail*, the sum of all
+other tokens. Shapes: B sequences, A anchors, D draft depth, N draft rows of a sequence (A times D),
 K candidates, M model.
 """
 
@@ -46,12 +46,12 @@ _LEAST_TAIL = 1e-6
 
 
 class Choices(NamedTuple):
-    """What a selector chooses among in each draft row, and what the target says of it.
+    """The candidates of each draft row, with the head's and the target's probabilities.
 
     Attributes:
-        tokens: The row's candidates, the head's best first.
-        log_q: The head's log-probabilities of them, over the whole vocabulary.
-        p: The target's probabilities of them, likewise.
+        tokens: The row's candidates, by the head's probability, highest first.
+        log_q: The head's log-probabilities of the candidates, normalised over the whole vocabulary.
+        p: The target's probabilities of the candidates, normalised likewise.
         likeliest: The target's likeliest token.
     """
 
@@ -84,28 +84,27 @@ def selection_loss(
     joint: float | None,
     remat: bool = False,
 ) -> Loss:
-    """The loss of a draft head's selector, at anchors and with depth weights as in `distillation_loss`.
+    """The loss of a draft head's selector, with the anchors and depth weights of `distillation_loss`.
 
-    Trees grow by the head's distribution at temperature 1 whatever the target samples at, so only the
+    Trees grow by the head's distribution at temperature 1, whatever the sampling temperature, so only the
     target's distribution has a temperature here.
 
-    The means "loss_by_depth", "accuracy_by_depth" and "accepted_length" are with the selector; those whose
-    names end in "_without" have all scores 0. "coverage_by_depth" is how often the text's token is among the
-    candidates. A joint loss adds "head_loss" and "head_loss_by_depth", the head's own.
+    The means "loss_by_depth", "accuracy_by_depth" and "accepted_length" are with the selector; the means
+    ending in "_without" are without it, with all scores 0. "coverage_by_depth" is how often the text's token
+    is among the candidates. A joint loss adds "head_loss" and "head_loss_by_depth".
 
-    Sources: teacher forcing and the tail as in the design of DFlash 2's candidate selector; the loss over
-    candidates alone as UBTree's; total variation as in `draft_losses`.
+    Sources: teacher forcing and the tail from DFlash 2's candidate selector; the loss over candidates only
+    from UBTree; total variation as in `draft_losses`.
 
     Args:
         head_config: The head, which has a selector.
         target_config: The target, whose weights are the loss's ``frozen`` argument; no devices share it.
-        objective: The head's own loss, and over how many blocks.
-        dtype: Of both forward passes.
+        objective: The settings of the head's loss, including the number of blocks.
+        dtype: Dtype of both forward passes.
         loss: The selector's loss.
-        temperature: Of the target's distribution.
-        joint: The weight of the selector's loss beside the head's own; None for a head that is frozen, whose
-            own loss does not count.
-        remat: Whether the backward pass computes the head's layers again.
+        temperature: Temperature of the target's distribution.
+        joint: Weight of the selector's loss in the sum with the head's loss; None for a frozen head.
+        remat: Whether the backward pass recomputes the head's layers.
     """
     selector_config = head_config.selector
     assert selector_config is not None, "a head without a selector"
@@ -116,7 +115,7 @@ def selection_loss(
             head_config, target_config, weights, frozen, batch, key, objective.anchors, dtype, remat=remat
         )
         if drafts.teacher.split:
-            raise ValueError("a selector's loss needs a target that no devices share")
+            raise ValueError("a selector's loss needs a target that is not sharded")
         task, (b, a, d) = drafts.task, drafts.task.rows.shape
         choices = choices_of(
             drafts, head_config, selector_config.candidates, temperature, chunk=objective.chunk
@@ -125,20 +124,20 @@ def selection_loss(
         scores = score_below(selector, drafts, batch["tokens"], choices.tokens)
 
         def rows(scores: Float[Array, "B N K"]) -> SelectedRows:
-            own = selected_rows(choices, scores, loss=loss, tail=tail)
-            return SelectedRows(*(x.reshape(b, a, d) for x in own))
+            rows = selected_rows(choices, scores, loss=loss, tail=tail)
+            return SelectedRows(*(x.reshape(b, a, d) for x in rows))
 
         selected, without = rows(scores), rows(jnp.zeros_like(scores))
         covered = jnp.any(choices.tokens == task.labels.reshape(b, a * d)[:, :, None], axis=-1)
-        value, own = selected.loss, {}
+        value, head_means = selected.loss, {}
         if joint is None:
-            # D-PACE weighs by the head's own loss, which is not computed here.
+            # D-PACE needs the head's loss, which is not computed here.
             weight = task.learn.astype(jnp.float32) * depth_weights(d, objective.gamma)[None, None, :]
         else:
             head = head_rows(drafts, head_config, objective)
             weight = row_weights(head.loss, task.learn, objective)
             value = head.loss + joint * selected.loss
-            own = {
+            head_means = {
                 "head_loss": Mean(jnp.sum(weight * head.loss), jnp.sum(weight)),
                 "head_loss_by_depth": by_depth(head.loss, task.learn),
             }
@@ -151,7 +150,7 @@ def selection_loss(
             "coverage_by_depth": by_depth(covered.reshape(b, a, d), task.learn),
             "accepted_length": accepted_length(selected.matches, task.learn),
             "accepted_length_without": accepted_length(without.matches, task.learn),
-            **own,
+            **head_means,
             **batch_counts(drafts, batch),
         }
 
@@ -164,11 +163,11 @@ def choices_of(
     """The candidates of all draft rows; logits are computed and dropped chunk by chunk.
 
     Args:
-        drafts: What the head drafts.
+        drafts: The head's drafts.
         head_config: The head.
         count: K.
-        temperature: Of the target's distribution.
-        chunk: Rows of a sequence whose logits exist at a time.
+        temperature: Temperature of the target's distribution.
+        chunk: Rows of a sequence per chunk of logits.
     """
     b, a, d = drafts.task.rows.shape
     states = jnp.take_along_axis(drafts.hidden, drafts.task.rows.reshape(b, a * d)[:, :, None], axis=1)
@@ -182,7 +181,7 @@ def choices_of(
             p = jnp.take_along_axis(jax.nn.softmax(given, axis=-1), drafted.tokens, axis=2)
             return drafted.tokens, drafted.log_probs, p, jnp.argmax(given, axis=-1)
 
-        # The backward pass of a joint stage computes the logits again; of a frozen head there is none.
+        # In joint training the backward pass recomputes the logits; a frozen head has no backward pass.
         return by_chunks(jax.checkpoint(part), (student, states), chunk)
 
     student = drafts.student.reshape(b, a * d, -1)
@@ -192,9 +191,9 @@ def choices_of(
 def score_below(
     selector: Selector, drafts: Drafts, tokens: Int[Array, "B T"], candidates: Int32[Array, "B N K"]
 ) -> Float32[Array, "B N K"]:
-    """The selector's scores of candidates below the text's token before each draft row."""
+    """The selector's scores of candidates, with the text's token before each draft row as parent."""
     b, a, d = drafts.task.rows.shape
-    # The target's row that predicts a token is that of the token before.
+    # The target's row that predicts a token is at the token before it.
     parents = jnp.take_along_axis(tokens, drafts.task.rows.reshape(b, a * d), axis=1)
     student = drafts.student.reshape(b, a * d, -1)
     return selector(student, parents[:, :, None], candidates)[:, :, 0]
@@ -211,9 +210,9 @@ def selected_rows(
 
     Args:
         choices: The candidates, and both distributions.
-        scores: What is added to the head's log-probabilities.
-        loss: Which loss.
-        tail: Whether q keeps the tail; without it q_t is 0.
+        scores: Added to the head's log-probabilities.
+        loss: The kind of loss.
+        tail: Whether q has a tail; otherwise q_t is 0.
     """
     log_q = pair_log_probs(choices.log_q, scores[:, :, None], tail=tail)[:, :, 0]
     best = jnp.take_along_axis(choices.tokens, jnp.argmax(log_q, axis=-1)[:, :, None], axis=2)[:, :, 0]
@@ -226,7 +225,7 @@ def selected_rows(
         q = jnp.exp(log_q)
         q_tail = jnp.maximum(1 - jnp.sum(q, axis=-1), 0.0)
         return SelectedRows((jnp.sum(jnp.abs(p - q), axis=-1) + jnp.abs(p_tail - q_tail)) / 2, matches)
-    # Normalising takes the same from the tail's log-probability as from the candidates'.
+    # The normaliser of the candidates applies to the tail's log-probability, too.
     normaliser = choices.log_q[:, :, 0] + scores[:, :, 0] - log_q[:, :, 0]
     rest = jnp.maximum(1 - jnp.sum(jnp.exp(choices.log_q), axis=-1), _LEAST_TAIL)
     log_q = jnp.concatenate([log_q, (jnp.log(rest) - normaliser)[:, :, None]], axis=-1)

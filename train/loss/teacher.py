@@ -1,4 +1,4 @@
-"""The frozen target in a training step: whole on every device, or in parts that devices compute together."""
+"""The frozen target in a training step: replicated, or sharded over groups of devices."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,27 +17,26 @@ from train.loss.precision import whole
 
 
 class Teacher:
-    """A frozen target, of which each device of a group has a part where the step's mesh has such groups.
+    """A frozen target, replicated or sharded over the mesh of `jax.set_mesh`.
 
-    The mesh is that of `jax.set_mesh`. Its axes "expert" and "tensor" split the target as for decoding, and
-    its others the batch.
+    The axes "expert" and "tensor" shard the target as in decoding; the other axes split the batch.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights):
-        """Takes the weights as they lie on the mesh."""
+        """The weights must lie on the mesh."""
         self.config, self.mesh = config, jax.sharding.get_abstract_mesh()
         self.split = size_of(self.mesh) > 1
         self.weights = weights if self.split else whole(weights)
 
     def __call__(self, function: Callable[..., Any], *arrays: Array) -> Any:
-        """What a function makes of the target's module and of arrays.
+        """Applies a function to the target's module and to arrays.
 
-        The function has no derivative where the target is in parts.
+        A sharded target is not differentiable.
 
         Args:
-            function: Takes the module and the arrays. On a mesh it gets a device's own part of the target,
-                and all results must be equal on the devices of a group.
-            arrays: Sequences first, as are the results.
+            function: Takes the module and the arrays. With a sharded target it gets the device's shard, and
+                must return equal results on all devices of a group.
+            arrays: Arrays with a leading axis of sequences, as in the results.
         """
 
         def run(weights: Weights, *arrays: Array) -> Any:
@@ -45,8 +44,8 @@ class Teacher:
 
         if not self.split:
             return run(self.weights, *arrays)
-        # Manual over the axes of the batch too: kernels and cuDNN's attention need it, and would give way to
-        # XLA if that were to split the batch.
+        # Manual over the batch axes too, because the kernels and cuDNN's attention need it: if XLA split the
+        # batch, they would fall back to XLA.
         batch = PartitionSpec(tuple(axis for axis in self.mesh.axis_names if axis not in shards.ALL))
         specs = parameter_specs(self.config, self.mesh), *(batch for _ in arrays)
         return everywhere(self.mesh, run, specs, batch)(self.weights, *arrays)
@@ -56,13 +55,13 @@ class Teacher:
         return self(lambda target, tokens: target.embed(tokens, scaled=scaled), tokens)
 
     def read(self, function: Callable[..., Any], *arrays: Array, capped: bool) -> Any:
-        """What a function makes of the output table and of arrays; on a mesh, of a part of the vocabulary.
+        """Applies a function to the output projection, or its vocabulary shard, and to arrays.
 
         Args:
-            function: Takes the target's logits as a function of hidden states, the head's likewise, and the
+            function: Takes two functions from hidden states to logits, the target's and the head's, and the
                 arrays.
-            arrays: As for a call.
-            capped: Whether the head's logits are capped as the target's are.
+            arrays: As in a call.
+            capped: Whether the head's logits are soft-capped as the target's are.
         """
 
         def run(target: Any, *arrays: Array) -> Any:

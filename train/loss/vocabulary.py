@@ -1,11 +1,11 @@
-"""Reductions over the vocabulary, of which devices may have a part each (see `pallas_kernels.shards`).
+"""Reductions over a vocabulary that may be sharded over devices (see `pallas_kernels.shards`).
 
-Of whole logits they are JAX's own. Parts are of one size and in order, and logits of the padding after the
-last token are -inf. All devices get the same results, and nothing of the vocabulary's size is exchanged.
-Shapes: B sequences, N rows, V vocabulary or a part of it.
+For unsharded logits they are JAX's functions. Shards have equal sizes and are in order; logits of the padding
+after the last token are -inf. All devices get the same results, and exchange only a few numbers per row.
+Shapes: B sequences, N rows, V vocabulary or a shard of it.
 
-To JAX the devices' equal results are values of their own: its derivative is that of the sum of all of them,
-on each device by that device's own logits.
+JAX differentiates each device's copy of a result separately: a gradient is that of the sum of all copies, by
+the device's local logits.
 """
 
 import jax
@@ -45,7 +45,7 @@ def at(values: Float[Array, "B N V"], tokens: Int[Array, "B N"]) -> Float[Array,
     """The value of one token of each row."""
     if shards.count() == 1:
         return jnp.take_along_axis(values, tokens[:, :, None], axis=2)[:, :, 0]
-    own = tokens - shards.index() * values.shape[-1]
-    there = (own >= 0) & (own < values.shape[-1])
-    found = jnp.take_along_axis(values, jnp.where(there, own, 0)[:, :, None], axis=2)[:, :, 0]
+    local = tokens - shards.index() * values.shape[-1]
+    there = (local >= 0) & (local < values.shape[-1])
+    found = jnp.take_along_axis(values, jnp.where(there, local, 0)[:, :, None], axis=2)[:, :, 0]
     return shards.all_sum(jnp.where(there, found, 0.0))

@@ -1,1 +1,1 @@
-"""The draft head of SmolLM2: prompts, the target's answers, training."""
+"""The draft head of SmolLM2: prompts, answers of the target, training."""

@@ -1,8 +1,8 @@
 """``python -m train smollm2``: the draft head of SmolLM2, from its prompts to a checkpoint, stage by stage.
 
-The work folder holds ``written/`` (what the target wrote as a user), ``prompts.jsonl`` and ``prompts.json``
-(the prompts, and how many were dropped for which reason), ``answers/`` (the documents that the head learns
-from) and ``head/`` (its training; at the end ``head/draft_head``).
+The work folder holds ``written/`` (prompts that the target wrote as a user), ``prompts.jsonl`` and
+``prompts.json`` (all prompts, and the number dropped for each reason), ``answers/`` (the training documents)
+and ``head/`` (the training; at the end ``head/draft_head``).
 """
 
 import argparse
@@ -33,7 +33,7 @@ from train.head.training import train_head
 from train.loop.stages import Deadline, claim, run_stages
 from train.smollm2.overlap import RUN, Evaluated
 from train.smollm2.prompts import (
-    Asked,
+    UserPrompt,
     gsm8k_questions,
     read_written,
     to_write,
@@ -41,7 +41,7 @@ from train.smollm2.prompts import (
 )
 from train.smollm2.recipe import SMOLLM2, SmolLM2Recipe
 
-#: The evaluated sets, and the texts of a row that no prompt to train on may share words with.
+#: The evaluated sets, and the texts of their rows that training prompts must not overlap with.
 EVALUATED = {
     "gsm8k": lambda row: [row["question"]],
     "humaneval": lambda row: [row["prompt"]],
@@ -68,7 +68,9 @@ def add_command(commands: Any) -> None:
         help=f"files of the evaluated sets {', '.join(EVALUATED)}, JSONL (default: each from the hub)",
     )
     add_set_option(parser, "the head's")
-    parser.add_argument("--minutes", type=float, help="stop cleanly after this; run again to go on")
+    parser.add_argument(
+        "--minutes", type=float, help="stop cleanly after so many minutes; run again to resume"
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -100,13 +102,13 @@ def make_head(
         recipe: The recipe.
         work: The folder for everything that is made.
         gsm8k: GSM8K's training split as JSONL; None fetches it from the hub.
-        evaluated: Files of evaluated sets by their names; the others are fetched from the hub.
+        evaluated: Files of evaluated sets by name; other sets are fetched from the hub.
         minutes: Time after which the run saves and stops.
 
     Raises:
         OutOfTime: The limit was reached; the same call resumes.
         FileNotFoundError: The target is not installed, or a set cannot be loaded.
-        ValueError: The folder is another recipe's, or a row is not what it should be.
+        ValueError: The folder has another recipe, or a row is invalid.
     """
     claim(work, asdict(recipe))
     made = _Head(recipe, work, gsm8k, evaluated or {}, Deadline(minutes))
@@ -122,7 +124,7 @@ def make_head(
 
 
 class _Head:
-    """The stages, and what they share, which is loaded on first use."""
+    """The stages and their shared state, which is loaded on first use."""
 
     def __init__(
         self,
@@ -145,7 +147,7 @@ class _Head:
 
     @functools.cached_property
     def rows(self) -> Sequence[Mapping[str, Any]]:
-        """Of GSM8K's training split."""
+        """The rows of GSM8K's training split."""
         return set_rows("gsm8k", self.gsm8k, split="train")
 
     @functools.cached_property
@@ -158,28 +160,28 @@ class _Head:
         return Evaluated(found)
 
     def sets_stage(self) -> None:
-        """Reads all sets, so that one that is missing is an error before anything is decoded."""
+        """Reads all sets, so that a missing set is an error before anything is decoded."""
         print(f"  {len(self.rows):,} questions; {', '.join(EVALUATED)}: {self.runs.count:,} runs", flush=True)
 
     def written_stage(self) -> None:
-        """What the target writes as a user."""
+        """Lets the target write prompts as a user."""
         prompts = to_write(self.target.tokenizer, self.recipe.writing)
         self._regenerate("written", prompts, (self.recipe.seed,), held=(), sources=None)
 
     def prompts_stage(self) -> None:
-        """GSM8K's questions and what was written, but for what is dropped, in a random order."""
+        """Writes the prompts that are kept, from GSM8K and from the target, in a random order."""
         recipe, rng = self.recipe, np.random.default_rng([self.recipe.seed, 1])
         documents = Documents.open(self.work / "written")
         tokenizer, end_ids = self.target.tokenizer, self.target.eos_token_ids
         written, faulty = read_written(documents, tokenizer, end_ids, recipe.writing)
         questions = gsm8k_questions(self.rows, recipe.questions, rng)
         kept, overlapping = without_overlap([*questions, *written], self.runs)
-        rows = [self._row(one, place) for place, one in enumerate(_by_kind(kept))]
+        rows = [self._row(prompt, place) for place, prompt in enumerate(_by_kind(kept))]
         order = rng.permutation(len(rows))
         lines = [json.dumps(rows[i], ensure_ascii=False) + "\n" for i in order]
         write_text(self.work / "prompts.jsonl", "".join(lines))
         counts = {
-            "kept": Counter(f"{one.kind} {one.form}".strip() for one in kept),
+            "kept": Counter(f"{prompt.kind} {prompt.form}".strip() for prompt in kept),
             "dropped": {f"{kind}: {reason}": n for (kind, reason), n in (faulty + overlapping).items()},
             "run": RUN,
         }
@@ -204,12 +206,12 @@ class _Head:
         """The head's training."""
         train_head(self.work / "head", self.recipe.head, self.target, self.work / "answers", self.deadline)
 
-    def _row(self, one: Asked, place: int) -> dict[str, Any]:
+    def _row(self, prompt: UserPrompt, place: int) -> dict[str, Any]:
         temperatures = self.recipe.temperatures
         return {
-            "messages": [{"role": "user", "content": one.text}],
-            "kind": one.kind,
-            "form": one.form,
+            "messages": [{"role": "user", "content": prompt.text}],
+            "kind": prompt.kind,
+            "form": prompt.form,
             "temperature": temperatures[place % len(temperatures)],
         }
 
@@ -235,14 +237,14 @@ class _Head:
         regenerate(writer, self.target, prompts, slots=self.recipe.slots, deadline=self.deadline)
 
 
-def _by_kind(asked: Sequence[Asked]) -> list[Asked]:
-    """Prompts of one kind and form together, so that temperatures take turns within it."""
-    return sorted(asked, key=lambda one: (one.kind, one.form))
+def _by_kind(prompts: Sequence[UserPrompt]) -> list[UserPrompt]:
+    """Prompts sorted by kind and form, so that temperatures alternate within each."""
+    return sorted(prompts, key=lambda prompt: (prompt.kind, prompt.form))
 
 
-def _files(named: Sequence[str]) -> dict[str, Path]:
+def _files(options: Sequence[str]) -> dict[str, Path]:
     files = {}
-    for text in named:
+    for text in options:
         name, equals, path = text.partition("=")
         if name not in EVALUATED or not equals:
             raise ValueError(f"--evaluated takes SET=FILE for the sets {', '.join(EVALUATED)}, not {text!r}")

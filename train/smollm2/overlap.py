@@ -1,9 +1,9 @@
-"""Finds prompts that share words with the prompts of an evaluation."""
+"""Finds training prompts that overlap with the prompts of an evaluation."""
 
 import re
 from collections.abc import Iterable
 
-#: Words of a run that no prompt to train on may share with an evaluated one.
+#: Words of a run; a training prompt must not share a run with an evaluated prompt.
 RUN = 10
 _WORD = re.compile(r"[^\W_]+")
 
@@ -11,7 +11,7 @@ _WORD = re.compile(r"[^\W_]+")
 class Evaluated:
     """The runs of words of all evaluated texts. A word is letters and digits, in lower case.
 
-    An evaluated text of fewer words than a run counts as one run of its own length.
+    An evaluated text shorter than a run counts as a single run.
     """
 
     def __init__(self, texts: Iterable[str]):
@@ -24,7 +24,7 @@ class Evaluated:
 
     @property
     def count(self) -> int:
-        """How many different runs there are."""
+        """The number of distinct runs."""
         return len(self._runs)
 
     def shares_a_run(self, text: str) -> bool:

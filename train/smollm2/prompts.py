@@ -1,7 +1,7 @@
-"""Prompts for SmolLM2's draft head: GSM8K's training questions in two forms, and the target's own.
+"""Prompts for SmolLM2's draft head: GSM8K's training questions in two forms, and prompts by the target.
 
-The target writes a prompt as it would continue any text: behind the mark with which its chat template begins
-a user's turn, or behind a phrase there.
+The target generates a prompt after the tag with which its chat template begins a user's turn, or after the
+tag and the first words of a prompt.
 """
 
 from collections import Counter
@@ -26,18 +26,18 @@ UNENDED, SHORT, REPEATS, TWICE, OVERLAPS = (
     "equals an earlier one",
     "shares a run of words with an evaluated prompt",
 )
-# Stands for what the user says, to find where the template puts it.
+# A placeholder for the user's text, to find its position in the template.
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 
 
 class Beginning(NamedTuple):
-    """A prompt's kind and its first words, which may be none."""
+    """A prompt's kind and its first words, possibly empty."""
 
     kind: str
     phrase: str
 
 
-class Asked(NamedTuple):
+class UserPrompt(NamedTuple):
     """A prompt: its kind, the form that a set has it in ("" for the target's own prompts), and its text."""
 
     kind: str
@@ -46,7 +46,7 @@ class Asked(NamedTuple):
 
 
 def beginnings(writing: Writing) -> list[Beginning]:
-    """The beginning of each prompt that the target writes; phrases of a kind take turns."""
+    """The beginning of each prompt that the target writes; the phrases of a kind alternate."""
     found = [Beginning(OWN, "")] * writing.own
     for kind, count in ((CODE, writing.code), (CHAT, writing.chat)):
         phrases = PHRASES[kind]
@@ -59,7 +59,7 @@ def to_write(tokenizer: Any, writing: Writing) -> Prompts:
     text = render_chat(tokenizer, [{"role": "user", "content": _MARK}], {}, tokenize=False)
     before, mark, _ = text.partition(_MARK)
     if not mark:
-        raise ValueError("the chat template does not write what the user says as it is")
+        raise ValueError("the chat template changes the user's text")
     ids = {
         phrase: np.asarray(tokenizer.encode(before + phrase, add_special_tokens=False), np.int32)
         for phrase in {phrase for _, phrase in beginnings(writing)}
@@ -71,16 +71,16 @@ def to_write(tokenizer: Any, writing: Writing) -> Prompts:
 
 def read_written(
     documents: Iterable[Document], tokenizer: Any, end_ids: Sequence[int], writing: Writing
-) -> tuple[list[Asked], Counter[tuple[str, str]]]:
-    """The prompts that the target wrote, and how many of each kind were dropped for which reason.
+) -> tuple[list[UserPrompt], Counter[tuple[str, str]]]:
+    """The prompts that the target wrote, and the number dropped by kind and reason.
 
     Args:
-        documents: What the target made of `to_write`.
-        tokenizer: The target's.
+        documents: The target's continuations of `to_write`.
+        tokenizer: The target's tokenizer.
         end_ids: Tokens that end a turn.
-        writing: What a prompt must be.
+        writing: The limits on prompts.
     """
-    asked, dropped = [], Counter()
+    prompts, dropped = [], Counter()
     for beginning, document in zip(beginnings(writing), documents, strict=True):
         written = document.tokens[document.learn].tolist()
         ended = bool(written) and written[-1] in end_ids
@@ -88,32 +88,32 @@ def read_written(
         if reason := _fault(text.split(), writing) if ended else UNENDED:
             dropped[beginning.kind, reason] += 1
         else:
-            asked.append(Asked(beginning.kind, "", text.strip()))
-    return asked, dropped
+            prompts.append(UserPrompt(beginning.kind, "", text.strip()))
+    return prompts, dropped
 
 
-def gsm8k_questions(rows: Sequence[Any], count: int | None, rng: np.random.Generator) -> list[Asked]:
+def gsm8k_questions(rows: Sequence[Any], count: int | None, rng: np.random.Generator) -> list[UserPrompt]:
     """Questions of GSM8K in a random order, each in the published and in the plain form."""
-    own = PROMPT_SETS["gsm8k"]
-    assert own.plain is not None
-    forms = ((PUBLISHED, own.turns), (PLAIN, own.plain))
+    gsm8k = PROMPT_SETS["gsm8k"]
+    assert gsm8k.plain is not None
+    forms = ((PUBLISHED, gsm8k.turns), (PLAIN, gsm8k.plain))
     chosen = [rows[int(number)] for number in rng.permutation(len(rows))[:count]]
-    return [Asked(GSM8K, form, turns(row)[0]) for row in chosen for form, turns in forms]
+    return [UserPrompt(GSM8K, form, turns(row)[0]) for row in chosen for form, turns in forms]
 
 
 def without_overlap(
-    asked: Iterable[Asked], evaluated: Evaluated
-) -> tuple[list[Asked], Counter[tuple[str, str]]]:
-    """The prompts that share no run of words with an evaluated one and come for the first time."""
+    prompts: Iterable[UserPrompt], evaluated: Evaluated
+) -> tuple[list[UserPrompt], Counter[tuple[str, str]]]:
+    """The distinct prompts that share no run of words with an evaluated prompt."""
     kept, dropped, seen = [], Counter(), set()
-    for one in asked:
-        if one.text in seen:
-            dropped[one.kind, TWICE] += 1
-        elif evaluated.shares_a_run(one.text):
-            dropped[one.kind, OVERLAPS] += 1
+    for prompt in prompts:
+        if prompt.text in seen:
+            dropped[prompt.kind, TWICE] += 1
+        elif evaluated.shares_a_run(prompt.text):
+            dropped[prompt.kind, OVERLAPS] += 1
         else:
-            seen.add(one.text)
-            kept.append(one)
+            seen.add(prompt.text)
+            kept.append(prompt)
     return kept, dropped
 
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from train.head.recipe import HeadRecipe
 from train.head.recipe_file import read_head_recipe
 
-#: Kinds of prompts: GSM8K's training split, and what the target writes as a user, by itself
-#: or behind a phrase.
+#: Kinds of prompts: GSM8K's training split, and prompts that the target writes as a user, freely or from
+#: given first words.
 GSM8K, OWN, CODE, CHAT = ("gsm8k", "own", "code", "chat")
 
-#: Beginnings of prompts that the target goes on with, written by hand. Two are those of the evaluated forms
-#: of a function to complete.
+#: First words of prompts for the target to continue, written by hand. Two are from the evaluated prompts for
+#: completing a function.
 PHRASES = {
     CODE: (
         "Write a Python function that",
@@ -44,13 +44,13 @@ class Writing:
     """Prompts that the target writes itself, at temperature 1.
 
     Attributes:
-        own: Prompts begun behind the user's mark alone.
-        code: Prompts begun with a phrase about code, all phrases together.
-        chat: Prompts begun with another phrase, likewise.
-        max_tokens: Most tokens of a prompt; one that does not end within them is dropped.
+        own: Number of prompts without given first words.
+        code: Number of prompts that begin with one of the code phrases.
+        chat: Number of prompts that begin with one of the other phrases.
+        max_tokens: Most tokens of a prompt; longer prompts are dropped.
         least_words: Fewest words of a prompt.
-        ngram: Words of a run whose repetition is counted.
-        times: How often a run may occur in a prompt.
+        ngram: Words of a run, for counting repetitions.
+        times: The number of times that a run may occur in a prompt.
     """
 
     own: int
@@ -68,12 +68,12 @@ class SmolLM2Recipe:
 
     Attributes:
         writing: The prompts that the target writes.
-        questions: How many of GSM8K's questions are answered; None is all.
+        questions: The number of GSM8K's questions; None is all.
         max_tokens: Most tokens of an answer.
-        temperatures: Of the answers; each has an equal share of the prompts of each kind and form.
-        heldout: About how many documents the head is evaluated on.
+        temperatures: Temperatures of the answers, in equal shares for each kind and form of prompts.
+        heldout: The approximate number of held-out documents.
         slots: Texts generated at a time.
-        shard_documents: Most texts of a shard.
+        shard_documents: Most texts per shard.
         head: The head and its training.
         seed: Seed of the sampling and of all choices.
     """

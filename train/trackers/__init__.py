@@ -1,1 +1,1 @@
-"""Where the figures of a training run are shown: TensorBoard, Weights & Biases, MLflow."""
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow."""

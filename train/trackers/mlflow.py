@@ -6,22 +6,22 @@ from typing import Any
 
 from train.trackers.tracker import Row, import_extra
 
-# What MLflow takes in one call.
+# MLflow's limit on the metrics of a call.
 MOST_METRICS, MOST_PARAMETERS = 1000, 100
 
 
 class MLflow:
-    """A run of MLflow, by its client: the fluent interface would add the user, the script and the repository.
+    """A run of MLflow, by its client: the fluent interface would log the user, the script and the repository.
 
     Attributes:
-        run_id: What `resume` of a later process is.
+        run_id: The run's id, for a later ``resume``.
     """
 
     def __init__(self, project: str, recipe: Mapping[str, Any], resume: str | None):
         """Begins a run, or continues one.
 
         Args:
-            project: The experiment, which is made if need be.
+            project: The experiment; made if necessary.
             recipe: The run's settings, by their dotted names.
             resume: The id of the run to continue.
 

@@ -1,4 +1,4 @@
-"""Opens the trackers that a command names, and continues their runs where a work folder has begun some."""
+"""Opens trackers, and continues a work folder's earlier runs in them."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -14,16 +14,16 @@ from train.trackers.wandb import WandB
 
 _log = logging.getLogger("jetspec_jax.train")
 
-#: The trackers beside TensorBoard, by the names of their packages and extras.
+#: The trackers besides TensorBoard, by the names of their packages and extras.
 WANDB, MLFLOW = TRACKERS = ("wandb", "mlflow")
 PROJECT = "jetspec-jax"
-#: The file of a work folder that keeps the id of its run in each tracker.
+#: The file of a work folder with the ids of its runs in trackers.
 RUNS = "trackers.json"
 
 
 @dataclass(frozen=True)
 class Tracking:
-    """Trackers of a run beside TensorBoard.
+    """Trackers of a run besides TensorBoard.
 
     Attributes:
         names: Some of `TRACKERS`.
@@ -34,7 +34,7 @@ class Tracking:
     project: str = PROJECT
 
     def check(self) -> None:
-        """Raises ValueError if a name is unknown, named twice, or its package is not installed."""
+        """Raises ValueError if a name is unknown or repeated, or its package is not installed."""
         for name in self.names:
             if name not in TRACKERS:
                 raise ValueError(f"a tracker is one of {', '.join(TRACKERS)}, not {name!r}")
@@ -47,11 +47,11 @@ class Tracking:
 
         Args:
             folder: The work folder.
-            recipe: The run's settings by their dotted names: all that a tracker gets besides figures.
+            recipe: The run's settings by dotted name. Trackers get only these and the figures.
 
         Raises:
             ValueError: As by `check`, or the folder's ``trackers.json`` is damaged.
-            RuntimeError: A tracker refuses the run.
+            RuntimeError: A tracker cannot open the run.
         """
         self.check()
         runs, opened = _read(folder / RUNS), []
@@ -62,9 +62,9 @@ class Tracking:
                 else:
                     tracker = MLflow(self.project, recipe, runs.get(name))
                 opened.append(Lenient(name, tracker))
-                # At once, so that a later start continues this run even if the next tracker refuses.
+                # Saved now, so that a later start continues this run even if the next tracker fails.
                 write_json(folder / RUNS, {**runs, name: tracker.run_id})
-            except Exception as error:  # each library has errors of its own
+            except Exception as error:  # each library has its own errors
                 for earlier in opened:
                     earlier.close(failed=True)
                 begun = f"continue run {runs[name]} of {folder / RUNS}" if name in runs else "begin a run"
@@ -77,10 +77,10 @@ UNTRACKED = Tracking()
 
 
 class Lenient:
-    """A tracker whose failures do not end the run: they are warnings, and ``log.jsonl`` has all rows."""
+    """A tracker whose errors become warnings; ``log.jsonl`` has all rows anyway."""
 
     def __init__(self, name: str, tracker: Tracker):
-        """Takes the tracker and its name for the warnings."""
+        """Wraps a tracker; its name is for the warnings."""
         self._name, self._tracker = name, tracker
 
     def log(self, rows: Sequence[Row]) -> None:

@@ -10,7 +10,7 @@ from tensorboardX.proto import event_pb2
 
 from train.trackers.tracker import Row
 
-# Protobuf makes its message classes when it is imported, where no type checker sees them.
+# Protobuf makes its message classes at import, invisibly to type checkers.
 _EVENTS: Any = event_pb2
 
 
@@ -22,11 +22,11 @@ class TensorBoard:
 
         Args:
             folder: The run's folder.
-            kept_steps: The last step that is not repeated: TensorBoard drops later ones of earlier files.
+            kept_steps: The step that the run resumes from; TensorBoard drops later steps of earlier files.
         """
         board = folder / "tensorboard"
         board.mkdir(exist_ok=True)
-        # TensorBoard reads the files of a folder in the order of their names.
+        # TensorBoard reads a folder's files in the order of their names.
         self._writer = RecordWriter(str(board / f"events.out.tfevents.{time.time_ns()}"))
         self._event(file_version="brain.Event:2")
         self._event(step=kept_steps + 1, session_log={"status": "START"})

@@ -1,4 +1,4 @@
-"""What the log of a training run needs of a tracker."""
+"""The interface of trackers."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ class Tracker(Protocol):
     """A run that is open in a tracker."""
 
     def log(self, rows: Sequence[Row]) -> None:
-        """Takes rows, some of which an interrupted run may have sent before."""
+        """Logs rows; an interrupted run may have logged some of them before."""
         ...
 
     def close(self, failed: bool) -> None:
@@ -38,7 +38,7 @@ def import_extra(module: str, extra: str) -> Any:
     """Imports a tracker's package.
 
     Raises:
-        ValueError: It is not installed; the message names the extra that installs it.
+        ValueError: The package is not installed; the message has the extra to install.
     """
     try:
         return importlib.import_module(module)

@@ -12,7 +12,7 @@ class WandB:
     """A run of Weights & Biases.
 
     Attributes:
-        run_id: What `resume` of a later process is.
+        run_id: The run's id, for a later ``resume``.
     """
 
     def __init__(self, folder: Path, project: str, recipe: Mapping[str, Any], resume: str | None):
@@ -29,7 +29,7 @@ class WandB:
         """
         wandb = import_extra("wandb", "wandb")
         self.run_id = resume or secrets.token_hex(8)
-        # Otherwise the library sends command line, folders, repository, output and the machine's figures.
+        # Otherwise wandb sends the command line, folders, repository, output and system metrics.
         private = wandb.Settings(
             host="-",
             console="off",
@@ -49,11 +49,11 @@ class WandB:
         )
 
     def log(self, rows: Sequence[Row]) -> None:
-        """Sends rows; the library refuses steps before its last one, which had the same figures."""
+        """Sends rows. Wandb drops steps before its last step; an earlier start sent the same figures."""
         for step, values in rows:
             if step >= self._run.step:
                 self._run.log(dict(values), step=step)
 
     def close(self, failed: bool) -> None:
-        """Waits until all is sent or, offline, written."""
+        """Waits until everything is sent or, offline, written."""
         self._run.finish(exit_code=int(failed))

@@ -1,4 +1,4 @@
-"""The architectures that are read from GGUF: llama.cpp's names of tensors, and what its converter changes."""
+"""The supported GGUF architectures: llama.cpp's tensor names and its converter's changes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _ATTENTION = {
 }
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _PRE_NORM = {**_ATTENTION, **_MLP, "ffn_norm": "post_attention_layernorm"}
-# Files hold all experts of a layer in one tensor.
+# Files have one tensor for all experts of a layer.
 _EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
@@ -35,16 +35,16 @@ _SANDWICH = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp stores the models of a family.
+    """llama.cpp's storage of a model family.
 
     Attributes:
-        model_type: The family, as its ``config.json`` names it.
-        class_name: transformers' class of such models, for the ``architectures`` of a ``config.json``.
-        layer_names: The published name of each tensor of a layer, by llama.cpp's.
-        paired_rows: Whether rows of queries and keys are stored in the order of interleaved rotary
-            embeddings: the two elements that turn together side by side.
-        centered_norms: Whether norms, which are published less one, are stored with it.
-        unread: Tensors that no parameter is made of, which the config has been made of.
+        model_type: The family: ``model_type`` of its ``config.json``.
+        class_name: transformers' class, for ``architectures`` of the ``config.json``.
+        layer_names: The published names of a layer's tensors, by llama.cpp's names.
+        paired_rows: Whether rows of queries and keys are stored for interleaved rotary embeddings, with the
+            two elements of a pair side by side.
+        centered_norms: Whether files have 1 + w for norms that are published as w.
+        unread: Tensors that only the config is made from.
     """
 
     model_type: str
@@ -55,20 +55,20 @@ class Architecture:
     unread: tuple[str, ...] = ()
 
     def published(self, name: str) -> str | None:
-        """The published name of a tensor, with ``{}`` for an expert's number; None: it is not known."""
+        """The published name of a tensor, with ``{}`` for an expert's index; None if it is unknown."""
         stem, _, suffix = name.rpartition(".")
         if suffix not in ("weight", "bias"):
             return None
         if found := _ENDS.get(stem):
             return f"{found}.{suffix}"
         block, _, rest = stem.partition(".")
-        layer, _, own = rest.partition(".")
-        if block != "blk" or not layer.isdecimal() or own not in self.layer_names:
+        layer, _, part = rest.partition(".")
+        if block != "blk" or not layer.isdecimal() or part not in self.layer_names:
             return None
-        return f"model.layers.{layer}.{self.layer_names[own]}.{suffix}"
+        return f"model.layers.{layer}.{self.layer_names[part]}.{suffix}"
 
 
-#: The factors that stretch Llama 3's rotary embedding.
+#: The factors of Llama 3's rotary scaling.
 ROPE_FACTORS = "rope_freqs.weight"
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -81,19 +81,17 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def name_of(header: Header) -> str:
-    """The architecture of a file's model, which is one of `ARCHITECTURES`.
+    """The architecture of a file's model, one of `ARCHITECTURES`.
 
     Raises:
-        ValueError: The file holds no whole model, or one of another architecture.
+        ValueError: The file is not a complete model, or its architecture is not supported.
     """
     name = header.metadata.get("general.architecture")
     kind = header.metadata.get("general.type", "model")
     if kind == "adapter":
-        raise ValueError("it is a LoRA adapter and no model; merge it into its model first")
+        raise ValueError("it is a LoRA adapter and not a model; merge it into its model first")
     if kind == "mmproj" or name == "clip":
-        raise ValueError(
-            "it is the projector of a model of several modalities; give the file of its text model"
-        )
+        raise ValueError("it is the projector of a multimodal model; give the file of its text model")
     if kind != "model":
         raise ValueError(f"general.type is {kind!r}; only 'model' is supported")
     if not isinstance(name, str) or name not in ARCHITECTURES:

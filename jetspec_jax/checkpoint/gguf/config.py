@@ -1,4 +1,4 @@
-"""The ``config.json`` that a GGUF file's metadata stands for, in the words of its family."""
+"""Converts a GGUF file's metadata to a ``config.json`` of its family."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -16,31 +16,30 @@ from jetspec_jax.models.rotary import frequencies
 #: A ``config.json``, or some keys of one.
 Raw = dict[str, Any]
 
-# What llama.cpp takes a file to mean that does not name the base of its rotary embedding.
+# llama.cpp's default base of the rotary embedding.
 USUAL_THETA = 10000.0
-# Llama 3's scaling is stored as factors. All published files of Llama 3.1 to 3.3 have these settings.
+# Files store Llama 3's scaling as factors. All published files of Llama 3.1 to 3.3 have these settings.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# Factors are float32, which the converter computes with, too.
+# The factors are computed and stored in float32.
 FACTOR_RTOL = 1e-5
-# Gemma 3's largest model scales its attention by another number than the others, as llama.cpp knows, too.
+# Gemma 3's largest model has a different attention scale; llama.cpp also recognises it by its layers.
 GEMMA3_27B_LAYERS = 62
 
 
 def read_config(header: Header, ignore_config_keys: Collection[str] = ()) -> Raw:
-    """Makes the ``config.json`` of a file's metadata.
+    """Converts a file's metadata to a ``config.json``.
 
     Args:
         header: The file's header.
-        ignore_config_keys: Unknown metadata keys of the architecture, without its name in front, that the
-            caller vouches for as having no effect.
+        ignore_config_keys: Unknown metadata keys of the architecture to ignore, without its prefix.
 
     Raises:
-        CheckpointError: The architecture is not supported; or a key of it is missing, out of its range,
-            unknown, or changes the maths and is not supported.
+        CheckpointError: The architecture is not supported, or a key is missing, out of its range, unknown, or
+            changes the maths and is not supported.
     """
     with content_of(header.path):
         name = name_of(header)
-        prefix, own = f"{name}.", ARCHITECTURES[name]
+        prefix, architecture = f"{name}.", ARCHITECTURES[name]
         keys = {
             key.removeprefix(prefix): value
             for key, value in header.metadata.items()
@@ -48,8 +47,8 @@ def read_config(header: Header, ignore_config_keys: Collection[str] = ()) -> Raw
         }
         fields = Fields(keys, f"{header.path}: {name}", ignore_config_keys)
         raw = {
-            "architectures": [own.class_name],
-            "model_type": own.model_type,
+            "architectures": [architecture.class_name],
+            "model_type": architecture.model_type,
             **_common(fields, header),
             **_READERS[name](fields, header),
             **special_ids(header),
@@ -59,7 +58,7 @@ def read_config(header: Header, ignore_config_keys: Collection[str] = ()) -> Raw
 
 
 def _common(fields: Fields, header: Header) -> Raw:
-    """What all architectures have, in the older dialect."""
+    """The keys of all architectures, in the older dialect."""
     fields.only("attention.causal", True, default=True)
     hidden_size = fields.integer("embedding_length")
     heads = fields.integer("attention.head_count", most=MAX_HEADS)
@@ -84,10 +83,10 @@ def _common(fields: Fields, header: Header) -> Raw:
 
 
 def _vocab_size(fields: Fields, header: Header) -> int:
-    """The rows of the embedding.
+    """The number of rows of the embedding.
 
     Raises:
-        ValueError: There is no embedding, or the metadata names another size.
+        ValueError: There is no embedding, or the metadata has another size.
     """
     if "token_embd.weight" not in header.tensors:
         raise ValueError("it has no token_embd.weight, so it holds no language model, or not all of one")
@@ -100,7 +99,7 @@ def _scaling(fields: Fields) -> Raw | None:
     """The ``rope_scaling`` of the metadata.
 
     Raises:
-        ValueError: It is of a type that is not supported, or has settings that are not.
+        ValueError: The type or a setting is not supported.
     """
     fields.inert("rope.scaling.finetuned")
     kind = fields.get("rope.scaling.type", "linear" if "rope.scale_linear" in fields else "none")
@@ -130,7 +129,7 @@ def _scaling(fields: Fields) -> Raw | None:
 
 
 def _llama(fields: Fields, header: Header) -> Raw:
-    """Llama's own keys, and Mistral's, which is an architecture of the same name."""
+    """The keys of Llama, and of Mistral, whose architecture is also called "llama"."""
     fields.only("expert_count", 0, default=0, feature="routed experts, as in Mixtral")
     fields.only("expert_used_count", 0, default=0)
     fields.inert("tensor_data_layout")
@@ -148,10 +147,10 @@ def _llama(fields: Fields, header: Header) -> Raw:
 
 
 def _llama3(fields: Fields, header: Header) -> Raw:
-    """The ``rope_scaling`` whose factors a file holds.
+    """The ``rope_scaling`` from a file's rotary factors.
 
     Raises:
-        ValueError: They are no factors of Llama 3's scaling, or another scaling is named, too.
+        ValueError: The factors are not those of Llama 3's scaling, or the metadata has another scaling too.
     """
     info, raw = header.tensors[ROPE_FACTORS], _common(fields, header)
     where = f"{header.path}: {ROPE_FACTORS}"
@@ -185,7 +184,7 @@ def _qwen3(fields: Fields, header: Header) -> Raw:
 
 
 def _qwen3_moe(fields: Fields, header: Header) -> Raw:
-    """Qwen3-MoE's own keys; llama.cpp always makes the weights of a token's experts add up to one."""
+    """The keys of Qwen3-MoE; llama.cpp always renormalises the weights of a token's experts."""
     fields.only("expert_weights_norm", True, default=True)
     fields.only("expert_weights_scale", 0.0, 1.0, default=1.0)
     fields.only("expert_shared_count", 0, default=0)
@@ -202,7 +201,7 @@ def _qwen3_moe(fields: Fields, header: Header) -> Raw:
 
 
 def _gemma3(fields: Fields, header: Header) -> Raw:
-    """Gemma 3's own keys. What llama.cpp knows by heart is not in a file: every sixth layer is full."""
+    """The keys of Gemma 3. llama.cpp hard-codes the window pattern: every sixth layer is full."""
     fields.only("attention.sliding_window_pattern", 6, default=6)
     fields.only("attn_logit_softcapping", 0.0, default=0.0)
     common = _common(fields, header)

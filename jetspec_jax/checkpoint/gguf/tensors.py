@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under their published names, widened when they are read."""
+"""The tensors of a GGUF file by their published names, dequantised when they are read."""
 
 import functools
 from collections.abc import Mapping
@@ -15,20 +15,20 @@ from jetspec_jax.checkpoint.gguf.architectures import ARCHITECTURES, name_of
 from jetspec_jax.checkpoint.gguf.header import Header, Kind, TensorInfo, read_header
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES, Stored
 
-# Kinds whose bytes are values; all others are widened to float32.
+# Kinds without quantisation; all others are dequantised to float32.
 _PLAIN = {Kind.F32: "F32", Kind.BF16: "BF16", Kind.F16: "F16"}
 
 
 @dataclass(frozen=True, eq=False)
 class Widened:
-    """A tensor in the place of a NumPy array: an index reads and widens the rows that it names alone.
+    """A tensor that can be indexed like a NumPy array; indexing reads and dequantises only the given rows.
 
     Attributes:
-        kind: How its values are stored.
-        rows: The bytes of its rows: of a matrix ``[rows, bytes]``, of a vector ``[bytes]``.
-        dtype: Of the values.
-        order: Which stored row each row is, where that is another one.
-        offset: What is added to stored values.
+        kind: The storage type of its values.
+        rows: The stored bytes: ``[rows, bytes]`` for a matrix, ``[bytes]`` for a vector.
+        dtype: The type of the values.
+        order: The stored row of each row; None if the order is the same.
+        offset: A number added to stored values.
     """
 
     kind: Kind
@@ -42,7 +42,7 @@ class Widened:
         return self[:]
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """Some rows, and of them some columns: a slice, or a slice for each axis."""
+        """Selected rows and columns: a slice of rows, or one slice per axis."""
         first, *others = index if isinstance(index, tuple) else (index,)
         order = slice(None) if self.order is None else self.order
         if self.rows.ndim == 1:
@@ -54,18 +54,18 @@ class Widened:
         if self.kind in _PLAIN:
             values = rows.view(FILE_DTYPES[_PLAIN[self.kind]])
         else:
-            with np.errstate(all="ignore"):  # what is not finite is named later
+            with np.errstate(all="ignore"):  # values that are not finite are reported later
                 values = gguf.dequantize(rows, self.kind)
         return values.astype(np.float32) + np.float32(self.offset) if self.offset else values
 
 
 @dataclass(frozen=True, eq=False)
 class GgufTensors:
-    """A file's tensors; used like a `TensorFile`.
+    """A file's tensors, with the interface of `TensorFile`.
 
     Attributes:
         path: The file.
-        stored: The tensors by their published names. Those that llama.cpp alone knows keep its names.
+        stored: The tensors by published name; tensors without one keep llama.cpp's name.
     """
 
     path: Path
@@ -78,7 +78,7 @@ class GgufTensors:
 
         Raises:
             CheckpointError: As for `read_header`; or the architecture is not supported.
-            FileNotFoundError: There is no such file.
+            FileNotFoundError: The file does not exist.
         """
         header = read_header(path)
         with content_of(path):
@@ -86,22 +86,22 @@ class GgufTensors:
 
     @classmethod
     def of(cls, header: Header) -> "GgufTensors":
-        """The tensors of a header; raises ValueError where `open` raises CheckpointError."""
+        """The tensors of a header; raises ValueError if the architecture is not supported."""
         name = name_of(header)
-        own = ARCHITECTURES[name]
+        architecture = ARCHITECTURES[name]
         heads = {
             part: header.metadata.get(f"{name}.attention.{part}") for part in ("head_count", "head_count_kv")
         }
         stored, tensors = {}, {}
-        for given, info in header.tensors.items():
-            if given in own.unread:
+        for gguf_name, info in header.tensors.items():
+            if gguf_name in architecture.unread:
                 continue
-            published = own.published(given) or given
-            offset = -1.0 if own.centered_norms and "norm" in given else 0.0
+            published = architecture.published(gguf_name) or gguf_name
+            offset = -1.0 if architecture.centered_norms and "norm" in gguf_name else 0.0
             order = None
-            if own.paired_rows and ".self_attn.q_proj." in published:
+            if architecture.paired_rows and ".self_attn.q_proj." in published:
                 order = _paired(info, heads["head_count"])
-            elif own.paired_rows and ".self_attn.k_proj." in published:
+            elif architecture.paired_rows and ".self_attn.k_proj." in published:
                 order = _paired(info, heads["head_count_kv"] or heads["head_count"])
             dtype = (
                 "F32"
@@ -109,34 +109,34 @@ class GgufTensors:
                 else _PLAIN.get(info.kind, "F32" if _is_widened(info.kind) else info.kind.name)
             )
             values = header.content[info.start : info.start + info.nbytes].reshape(*info.shape[:-1], -1)
-            # Of other kinds nothing is read: the plan refuses them.
+            # Tensors of unsupported kinds are never read: the plan refuses them.
             as_read = FILE_DTYPES.get(dtype, jnp.dtype(jnp.float32))
             if "{}" not in published:
                 stored[published] = Stored(info.shape, dtype)
                 tensors[published] = Widened(info.kind, values, as_read, order, offset)
                 continue
             for expert in range(info.shape[0]):
-                one = published.format(expert)
-                stored[one] = Stored(info.shape[1:], dtype)
-                tensors[one] = Widened(info.kind, values[expert], as_read)
+                expert_name = published.format(expert)
+                stored[expert_name] = Stored(info.shape[1:], dtype)
+                tensors[expert_name] = Widened(info.kind, values[expert], as_read)
         return cls(header.path, stored, tensors)
 
     def tensor(self, name: str) -> Widened:
-        """A tensor, of a type that is read."""
+        """A tensor of a supported type."""
         return self._tensors[name]
 
 
 def _paired(info: TensorInfo, heads: Any) -> np.ndarray | None:
-    """Which stored row each row of queries or keys is.
+    """The stored row of each row of queries or keys.
 
-    In a head of four elements, of which 0 turns with 2 and 1 with 3, a file has the rows in the order
+    In a head of four elements with the rotary pairs (0, 2) and (1, 3), a file has the rows in the order
     ``0 2 1 3``::
 
         row of the head      0 1 2 3
         its row in the file  0 2 1 3
 
     Returns:
-        The rows; None where heads and rows do not go together, which the config's shapes tell of.
+        The rows; None if the rows are no multiple of the heads, which the check of shapes reports.
     """
     rows = info.shape[0]
     if not isinstance(heads, int) or heads < 1 or rows % (2 * heads):
@@ -146,7 +146,7 @@ def _paired(info: TensorInfo, heads: Any) -> np.ndarray | None:
 
 @functools.cache
 def _is_widened(kind: Kind) -> bool:
-    """Whether the package widens values of a kind."""
+    """Whether the package ``gguf`` can dequantise a kind."""
     _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     try:
         with np.errstate(all="ignore"):

@@ -1,4 +1,4 @@
-"""The tokenizer and the chat template that a GGUF file's metadata holds."""
+"""Builds the tokenizer and the chat template from a GGUF file's metadata."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,14 +11,14 @@ from jetspec_jax.checkpoint.library import import_transformers
 from jetspec_jax.config.fields import is_int
 
 _KEYS = "tokenizer.ggml."
-#: What to do about a tokenizer that cannot be built.
+#: Advice if the tokenizer cannot be built.
 WAY_OUT = "give a tokenizer's folder instead (tokenizer=, on the command line --tokenizer)"
 
-# Types of tokens, as llama.cpp numbers them.
+# llama.cpp's numbers of token types.
 _CONTROL, _USER_DEFINED = 3, 4
-# Tokens that end a turn of a chat. Older files name another token, or none, as the end.
+# Tokens that end a turn of a chat. The metadata of older files has another end token, or none.
 _ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
-# The underscore that SentencePiece writes for a space.
+# SentencePiece's character for a space.
 _SPACE = "▁"
 
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
@@ -29,13 +29,13 @@ _NEWER_WORDS = (
 
 
 class Split(NamedTuple):
-    """How text is cut into words before bytes are merged.
+    """The pre-tokenisation of text, before bytes are merged.
 
     Attributes:
-        patterns: Regular expressions, of which each cuts what the ones before it have left.
-        whole_words: Whether a word that is a token stays one, whatever its merges are.
+        patterns: Regular expressions that split the text in turn.
+        whole_words: Whether a word that is a token is kept without applying merges.
         composed: Whether Unicode characters are composed first (NFC).
-        add_bos: Whether a text begins with the first token where a file does not say.
+        add_bos: Whether texts begin with the BOS token by default.
     """
 
     patterns: tuple[str, ...]
@@ -44,7 +44,7 @@ class Split(NamedTuple):
     add_bos: bool = False
 
 
-#: By ``tokenizer.ggml.pre``. A wrong one gives other ids without a word, so an unknown name is refused.
+#: Splits by ``tokenizer.ggml.pre``. A wrong one would silently give other ids, so unknown names are refused.
 SPLITS: Mapping[str, Split] = {
     "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _WORDS, r"\p{N}+", "[0-9][0-9][0-9]")),
     "smollm": Split((r"\p{N}", _WORDS)),
@@ -54,16 +54,16 @@ SPLITS: Mapping[str, Split] = {
 
 
 def special_ids(header: Header) -> dict[str, Any]:
-    """The ids of special tokens, as a ``config.json`` has them; all that end a text or a turn are listed.
+    """The ids of special tokens, with the keys of a ``config.json``; all ends of a text or turn are listed.
 
     Raises:
-        ValueError: One is no token id.
+        ValueError: A value is not a token id.
     """
     metadata = header.metadata
     tokens = _list(metadata, "tokens", str, [])
     types = _list(metadata, "token_type", int, [_CONTROL] * len(tokens))
     names = ("eos", "eot", "eom")
-    ends = [own for name in names if (own := _id(metadata, f"{name}_token_id")) is not None]
+    ends = [token_id for name in names if (token_id := _id(metadata, f"{name}_token_id")) is not None]
     ends += [
         number
         for number, (token, kind) in enumerate(zip(tokens, types, strict=False))
@@ -77,11 +77,11 @@ def special_ids(header: Header) -> dict[str, Any]:
 
 
 def read_tokenizer(header: Header) -> Any:
-    """The transformers tokenizer of a file, or None where it has none.
+    """The transformers tokenizer of a file; None if it has none.
 
     Raises:
-        ValueError: Its kind or the way in which it cuts text is not supported, or its metadata contradict
-            each other.
+        ValueError: The tokenizer's kind or pre-tokenisation is not supported, or its metadata are
+            inconsistent.
     """
     metadata = header.metadata
     kind = metadata.get(f"{_KEYS}model", "none")
@@ -100,9 +100,9 @@ def read_tokenizer(header: Header) -> Any:
             f"tokenizer of kind {kind!r} ({_KEYS}model) is not supported; supported: gpt2, llama; {WAY_OUT}"
         )
     added = [
-        (token, own == _CONTROL)
-        for token, own in zip(tokens, types, strict=True)
-        if own in (_CONTROL, _USER_DEFINED)
+        (token, token_type == _CONTROL)
+        for token, token_type in zip(tokens, types, strict=True)
+        if token_type in (_CONTROL, _USER_DEFINED)
     ]
     built.add_tokens([AddedToken(token, normalized=False, special=special) for token, special in added])
     if (count := built.get_vocab_size()) != len(tokens):
@@ -121,7 +121,7 @@ def read_tokenizer(header: Header) -> Any:
 
 
 def _special_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
-    """The tokens with a meaning of their own, by transformers' names.
+    """The special tokens, by transformers' names.
 
     Raises:
         ValueError: An id lies outside the vocabulary.
@@ -138,7 +138,7 @@ def _special_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str,
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[tokenizers.Tokenizer, bool]:
-    """Merges of bytes, as GPT-2 has them, and whether a text begins with the first token."""
+    """A byte-level BPE tokenizer as in GPT-2, and whether texts begin with the BOS token."""
     name = metadata.get(f"{_KEYS}pre")
     if not isinstance(name, str) or name not in SPLITS:
         raise ValueError(
@@ -166,16 +166,16 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[tokeniz
 
 
 def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str]) -> tokenizers.Tokenizer:
-    """SentencePiece's merges of characters, with bytes in place of unknown ones: Llama 2's, and Gemma's."""
+    """A SentencePiece BPE tokenizer with byte fallback, as in Llama 2 and Gemma."""
     import_transformers()
     from transformers.tokenization_utils_base import generate_merges
 
-    # Files hold Gemma's tokens of several spaces as spaces.
+    # Files have plain spaces in Gemma's tokens of several spaces.
     tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
     vocab = {token: number for number, token in enumerate(tokens)}
     prefix = metadata.get(f"{_KEYS}add_space_prefix", True)
     if metadata.get("general.architecture") == "gemma3":
-        # Gemma's scores are not in the order in which its tokens were merged; their places are.
+        # Gemma's scores do not give the order of merges; the token ids do.
         scores = {token: -float(number) for token, number in vocab.items()}
     else:
         given = _list(metadata, "scores", float)
@@ -200,7 +200,7 @@ def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str]) -> tokenizer
 
 
 def _id(metadata: Mapping[str, Any], name: str) -> int | None:
-    """A token id of the metadata, if it is there."""
+    """A token id of the metadata; None if it is absent."""
     value = metadata.get(_KEYS + name)
     if value is not None and (not is_int(value) or value < 0):
         raise ValueError(f"{_KEYS}{name} must be a token id, not {value!r}")
@@ -208,7 +208,7 @@ def _id(metadata: Mapping[str, Any], name: str) -> int | None:
 
 
 def _list(metadata: Mapping[str, Any], name: str, kind: type, default: list[Any] | None = None) -> list[Any]:
-    """A list of the metadata, of values of one type."""
+    """A list of values of one type from the metadata."""
     values = metadata.get(_KEYS + name, default)
     if not isinstance(values, list) or not all(isinstance(value, kind) for value in values[:1]):
         raise ValueError(f"{_KEYS}{name} must be a list of {kind.__name__}, not {type(values).__name__}")

@@ -1,1 +1,1 @@
-"""The playground: a page that shows what a model writes, and each round's tree while it grows."""
+"""The playground: a web page that shows a model's output and each round's tree live."""

@@ -1,4 +1,4 @@
-"""The page as one text that loads nothing from elsewhere, and the policy that holds it to that."""
+"""The self-contained page of the playground, and its content security policy."""
 
 import base64
 import hashlib
@@ -17,16 +17,16 @@ def playground_page(data: Mapping[str, Any]) -> str:
     """The page.
 
     Args:
-        data: What its script has to know of the server: "model", "budget", "chat", "keyed", "example".
+        data: Values for the page's script: "model", "budget", "chat", "keyed", "example".
     """
-    style = part("tree.css") + _own("page.css")
-    script = "".join([*map(part, TREE_SCRIPTS), *map(_own, _SCRIPTS)])
-    # The texts of tokens come with their trees.
-    return join_page(_own("page.html"), {**data, "labels": {}}, style, script)
+    style = part("tree.css") + _page_part("page.css")
+    script = "".join([*map(part, TREE_SCRIPTS), *map(_page_part, _SCRIPTS)])
+    # Labels of tokens are sent with their trees.
+    return join_page(_page_part("page.html"), {**data, "labels": {}}, style, script)
 
 
 def policy_of(page: str) -> str:
-    """A content security policy: the page's own style and script alone, which talk to their server alone."""
+    """A content security policy that allows only the page's style and script, and requests to its server."""
     return "; ".join(
         (
             "default-src 'none'",
@@ -46,5 +46,5 @@ def _hash_of(page: str, start: str, end: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _own(name: str) -> str:
+def _page_part(name: str) -> str:
     return (PARTS / name).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The routes of the playground: its page, and rounds with their trees as a stream of events."""
+"""The routes of the playground: the page, and rounds with their trees as a stream of events."""
 
 import asyncio
 import logging
@@ -24,15 +24,15 @@ from jetspec_jax.serve.logs import log
 from jetspec_jax.serve.messages import Message, encode_messages
 from jetspec_jax.serve.playground.page import playground_page, policy_of
 from jetspec_jax.serve.playground.traces import TooManyTraces, TracedRequest, Traces
-from jetspec_jax.serve.service import Asked, Service
+from jetspec_jax.serve.service import GenerationRequest, Service
 
-#: Requests that are watched at a time: each has stores of its own, and takes turns with all others.
+#: Most traced requests at a time: each has separate stores, and shares the device with all others.
 MOST_TRACES = 2
 _EXAMPLE = "def read_lines(path):\n"
 
 
 class RoundsRequest(Body):
-    """What is to be watched: a prompt or a conversation, and how it is sampled."""
+    """A request to trace: a prompt or a conversation, and sampling parameters."""
 
     prompt: str | None = None
     messages: Listed[Message] | None = None
@@ -49,7 +49,7 @@ class RoundsRequest(Body):
 
 
 def playground_routes(service: Service) -> APIRouter:
-    """The routes; the page uses those of OpenAI's API too."""
+    """The routes; the page also uses those of OpenAI's API."""
     llm = service.llm.llm
     data = {
         "model": service.names[0],
@@ -82,7 +82,7 @@ def playground_routes(service: Service) -> APIRouter:
             raise ApiError(400, message, code="unsupported")
         prompt, params = await asyncio.to_thread(_read, service, body)
         names, param = RoundsRequest.model_fields, "prompt" if body.messages is None else "messages"
-        await service.check(Asked([prompt], params, names, param, budget=body.budget))
+        await service.check(GenerationRequest([prompt], params, names, param, budget=body.budget))
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             return _Rounds(await asyncio.to_thread(traces.begin, prompt, params, body.budget, deadline))
@@ -96,19 +96,19 @@ def playground_routes(service: Service) -> APIRouter:
 
 
 def _read(service: Service, body: RoundsRequest) -> tuple[EncodedPrompt, SamplingParams]:
-    """The prompt that is to be gone on from, and how.
+    """The prompt and the sampling parameters of a body.
 
     Raises:
-        ApiError: What is wrong with either.
+        ApiError: Either is invalid.
     """
-    own = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+    names = ("max_tokens", "temperature", "top_p", "top_k", "seed")
     if (body.prompt is None) == (body.messages is None):
         message = "prompt or messages must be given, and not both"
         raise ApiError(400, message, param="prompt", code="invalid_value")
     try:
-        params = SamplingParams(**{name: getattr(body, name) for name in own})
+        params = SamplingParams(**{name: getattr(body, name) for name in names})
     except (TypeError, ValueError) as error:
-        raise refused(error, own) from error
+        raise refused(error, names) from error
     if body.messages is not None:
         return encode_messages(service, body.messages), params
     assert body.prompt is not None
@@ -119,7 +119,7 @@ def _read(service: Service, body: RoundsRequest) -> tuple[EncodedPrompt, Samplin
 
 
 class _Rounds(EventSourceResponse):
-    """Streams the rounds; however the reply ends, before its first event too, the trace ends with it."""
+    """Streams the rounds; closes the trace however the response ends, even before its first event."""
 
     def __init__(self, traced: TracedRequest):
         super().__init__(_events(traced.events()), sep="\n")
@@ -129,14 +129,14 @@ class _Rounds(EventSourceResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            # Waits for a round that runs in a thread, as it may where the server's end cancels the reply.
+            # Waits for a round that may still run in a thread if the response was cancelled.
             self._traced.close()
 
 
 async def _events(rounds: Generator[dict[str, Any]]) -> AsyncGenerator[bytes]:
     try:
-        async for one in iterate_in_threadpool(rounds):
-            yield event(one)
+        async for value in iterate_in_threadpool(rounds):
+            yield event(value)
     except DeadlinePassed as error:
         yield event(of_generation(error, (), {}).body)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Rounds with their trees for the playground: few at a time, beside the engine that serves the others."""
+"""Traces of requests for the playground: a few at a time, beside the engine."""
 
 import threading
 import time
@@ -13,27 +13,27 @@ from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.view.data import labels_of, round_data
 
-#: Decimals of log-probabilities: no eye sees more.
+#: Decimals of log-probabilities on the page.
 DIGITS = 3
 
 
 class TooManyTraces(Exception):
-    """As many requests are traced as may be."""
+    """The limit of traced requests is reached."""
 
 
 class Traces:
-    """Traces of one `LLM`, at most so many at a time; from any thread.
+    """Traces of one `LLM`, with a limit of traces at a time; thread-safe.
 
     Attributes:
-        running: How many there are.
+        running: Number of current traces.
     """
 
     def __init__(self, llm: LLM, most: int):
-        """Holds nothing yet.
+        """Starts without traces.
 
         Args:
-            llm: The models, and the largest trees.
-            most: Traces at a time.
+            llm: The models and tree settings.
+            most: Most traces at a time.
         """
         self._llm, self._most, self.running = llm, most, 0
         self._mutex = threading.Lock()
@@ -45,25 +45,23 @@ class Traces:
         budget: int | None,
         deadline: float | None = None,
     ) -> "TracedRequest":
-        """Starts one; nothing is decoded yet.
+        """Starts a trace; decoding begins with its events.
 
         Args:
             prompt: The prompt.
-            params: How it is sampled.
-            budget: Most nodes of a tree; None is the LLM's.
-            deadline: When it is given up, by `time.monotonic`; None is never.
+            params: The sampling parameters.
+            budget: Most nodes of a tree; None means the LLM's budget.
+            deadline: Deadline by `time.monotonic`; None means none.
 
         Raises:
-            TypeError: Something is of a wrong type.
+            TypeError: An argument has the wrong type.
             ValueError: The request cannot be served.
-            DeviceMemoryError: The device has no room for it beside what it holds.
-            TooManyTraces: It must wait.
+            DeviceMemoryError: The device has no memory for the trace.
+            TooManyTraces: The limit of traces is reached.
         """
         with self._mutex:
             if self.running == self._most:
-                raise TooManyTraces(
-                    f"{self._most} requests are watched already; try again when one has ended"
-                )
+                raise TooManyTraces(f"{self._most} requests are traced already; try again when one has ended")
             self.running += 1
         try:
             llm, settings = self._llm, self._llm.settings
@@ -81,36 +79,36 @@ class Traces:
 
 
 class TracedRequest:
-    """One request that is traced."""
+    """A traced request."""
 
     def __init__(self, trace: Trace, tokenizer: Any, deadline: float | None, release: Callable[[], None]):
-        """Takes over a trace.
+        """Takes ownership of a trace.
 
         Args:
             trace: The trace.
-            tokenizer: The target's.
-            deadline: When it is given up, by `time.monotonic`; None is never.
-            release: Called at its end.
+            tokenizer: The target's tokenizer.
+            deadline: Deadline by `time.monotonic`; None means none.
+            release: Called when the trace is closed.
         """
         self._trace, self._tokenizer = trace, tokenizer
         self._deadline, self._release = deadline, release
         self._ended, self._decoding = False, threading.Lock()
 
     def events(self) -> Generator[dict[str, Any]]:
-        """Decodes round by round: JSON values with its text, its number of tokens, its tree, and the end.
+        """Decodes round by round; yields JSON values with text, token count, tree and finish reason.
 
         Raises:
-            DeadlinePassed: It has not ended in its time.
+            DeadlinePassed: The request did not end before its deadline.
         """
         chars = tokens = 0
-        while (one := self._next_round()) is not None:
+        while (record := self._next_round()) is not None:
             completion, text = self._trace.completion, self._trace.text
-            # What the last round committed behind the request's end is no part of it.
-            count = len(one.committed) if completion is None else len(completion.token_ids) - tokens
-            shown = {"text": text[chars:], "tokens": count, "tree": round_data(one, DIGITS)}
+            # Tokens that the last round committed after the request's end do not count.
+            count = len(record.committed) if completion is None else len(completion.token_ids) - tokens
+            shown = {"text": text[chars:], "tokens": count, "tree": round_data(record, DIGITS)}
             chars, tokens = len(text), tokens + count
             reason = None if completion is None else completion.finish_reason
-            labels = labels_of([one], self._tokenizer)
+            labels = labels_of([record], self._tokenizer)
             yield {"rounds": [shown], "labels": labels, "finish_reason": reason}
             if completion is None and self._deadline is not None and time.monotonic() > self._deadline:
                 raise DeadlinePassed(f"{tokens} tokens had come by then")
@@ -120,7 +118,7 @@ class TracedRequest:
             return None if self._ended else next(self._trace, None)
 
     def close(self) -> None:
-        """Ends it, run to its end or not, once no thread decodes a round of it; its stores are free again."""
+        """Closes the trace and frees its stores, after waiting for a round that another thread decodes."""
         with self._decoding:
             if not self._ended:
                 self._ended = True

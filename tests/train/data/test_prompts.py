@@ -296,7 +296,9 @@ class TestDocuments:
         assert answers(thinking, thinking.document(chat(USER, ANSWER))) == [
             "# hm\n" + ANSWER["content"] + "<|im_end|>"
         ]
-        with pytest.raises(ValueError, match="f:3: the chat template writes message 1 otherwise once others"):
+        with pytest.raises(
+            ValueError, match="f:3: the chat template writes message 1 differently once others"
+        ):
             thinking.document(chat(USER, ANSWER, *SECOND))
         silent = Encoder(tokenizer, template_arguments={"think": False})
         assert len(answers(silent, silent.document(chat(USER, ANSWER, *SECOND)))) == 2

@@ -203,7 +203,7 @@ REFUSED = [
     ({"request": REQUEST, "response": response(TELL, reason=None)}, "has no finish_reason"),
     (
         {"request": {"messages": [ASK, TELL]}, "response": response(TELL)},
-        "the response goes on with the request's last message",
+        "the response continues the request's last message",
     ),
     ({"messages": [ASK, TELL], "continue_final_message": True}, 'a request with "continue_final_message"'),
     ({"request": {"prompt": SECRET, "echo": True}, "response": response(TELL)}, 'a request with "echo"'),

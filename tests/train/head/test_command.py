@@ -192,7 +192,7 @@ def test_a_head_that_did_not_become_better_is_kept_and_said_so(trained, folder, 
         assert main(command) == NOT_IMPROVED == 3
         last = capsys.readouterr().out.splitlines()[-1]
         assert last.startswith("not improved on held-out documents: at best validation loss ")
-        assert last.endswith("; the head is the one that it began as")
+        assert last.endswith("; the initial head is kept")
     kept = tmp_path / "work" / "draft_head" / "model.safetensors"
     assert kept.read_bytes() == (begun / "model.safetensors").read_bytes()
 
@@ -259,7 +259,7 @@ def test_a_cache_that_holds_nothing_is_refused_before_anything_is_made(folder, t
     [
         ("selector.rank=0", "selector.rank must lie in 1.."),
         ("selector.existing=replace", "demo/draft_head has no selector to replace"),
-        ("head.layers=2", "a head that begins as a checkpoint is what that is; unset layers"),
+        ("head.layers=2", "a head that starts from a checkpoint keeps its settings; unset layers"),
     ],
 )
 def test_fine_tuning_refuses_a_beginning_before_it_makes_documents(

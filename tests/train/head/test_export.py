@@ -167,7 +167,7 @@ def test_a_target_s_depth_that_nobody_says():
 def test_bad_input_is_named_and_writes_nothing(tmp_path, capsys):
     out = ["--out", str(tmp_path / "out")]
     for arguments, complaint in (
-        (["--from", str(GOLDENS / "target")], "is a target; what is exported is a draft head"),
+        (["--from", str(GOLDENS / "target")], "is a target, not a draft head"),
         (["--from", "demo", "--model", str(GOLDENS / "target")], "the draft head does not fit the target"),
         (["--from", str(tmp_path / "nothing")], "nothing"),
     ):

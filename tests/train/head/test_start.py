@@ -89,7 +89,7 @@ def test_layers_of_another_family_are_no_beginning(target):
     with pytest.raises(ValueError, match="a dense Qwen3's: ") as error:
         begin_head(experts, shape(start="target"), None, 0)
     assert "no ['layers'][0]['mlp']['down_proj']" in str(error.value)
-    assert "['layers'][1]['mlp']['router'], which the head has not" in str(error.value)
+    assert "['layers'][1]['mlp']['router'], which the head does not have" in str(error.value)
     assert "set head.start to 'random'" in str(error.value)
 
 
@@ -151,7 +151,7 @@ def test_a_head_that_begins_as_a_checkpoint_is_that(target, tmp_path):
     assert {leaf.dtype for leaf in jax.tree.leaves(begun.weights)} == {jnp.dtype(jnp.float32)}
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=4e-3), begun.weights, made.weights)
 
-    with pytest.raises(ValueError, match=r"is what that is; unset layers, block_size, taps, mask_token"):
+    with pytest.raises(ValueError, match=r"keeps its settings; unset layers, block_size, taps, mask_token"):
         begin_head(target, shape(start="checkpoint"), Source(tmp_path / "head"), 0)
     with pytest.raises(ValueError, match=r"begins with a checkpoint: name a head with --draft-head"):
         begin_head(target, HeadSettings("checkpoint"), None, 0)

@@ -13,7 +13,7 @@ from train.smollm2.prompts import (
     SHORT,
     TWICE,
     UNENDED,
-    Asked,
+    UserPrompt,
     beginnings,
     gsm8k_questions,
     read_written,
@@ -75,7 +75,7 @@ def test_the_target_goes_on_behind_the_mark_of_a_user():
 def test_a_template_that_changes_what_the_user_says_is_refused():
     tokenizer = load_target(DEMO_TARGET).tokenizer
     tokenizer.chat_template = "{{ messages | length }}"
-    with pytest.raises(ValueError, match="does not write what the user says as it is"):
+    with pytest.raises(ValueError, match="changes the user's text"):
         to_write(tokenizer, WRITING)
 
 
@@ -89,11 +89,11 @@ def test_what_is_kept_of_what_was_written():
         document(tokenizer, "", "a b c d a b c d a b c"),
         document(tokenizer, PHRASES[CODE][0], " adds two numbers."),
     ]
-    asked, dropped = read_written(documents, tokenizer, (END,), WRITING)
-    assert asked == [
-        Asked(OWN, "", "What is two and two?"),
-        Asked(OWN, "", "a b c d a b c d a b c"),
-        Asked(CODE, "", f"{PHRASES[CODE][0]} adds two numbers."),
+    prompts, dropped = read_written(documents, tokenizer, (END,), WRITING)
+    assert prompts == [
+        UserPrompt(OWN, "", "What is two and two?"),
+        UserPrompt(OWN, "", "a b c d a b c d a b c"),
+        UserPrompt(CODE, "", f"{PHRASES[CODE][0]} adds two numbers."),
     ]
     assert dropped == {(OWN, UNENDED): 1, (OWN, SHORT): 1, (OWN, REPEATS): 1}
 
@@ -112,7 +112,11 @@ def test_each_question_of_gsm8k_has_both_forms():
 
 def test_evaluated_words_and_repeated_prompts_are_dropped():
     text = "one two three four five six seven eight nine ten"
-    asked = [Asked(OWN, "", f"{text} eleven"), *[Asked(CODE, "", "another prompt")] * 2, Asked(CHAT, "", "b")]
-    kept, dropped = without_overlap(asked, Evaluated([text]))
-    assert kept == [Asked(CODE, "", "another prompt"), Asked(CHAT, "", "b")]
+    prompts = [
+        UserPrompt(OWN, "", f"{text} eleven"),
+        *[UserPrompt(CODE, "", "another prompt")] * 2,
+        UserPrompt(CHAT, "", "b"),
+    ]
+    kept, dropped = without_overlap(prompts, Evaluated([text]))
+    assert kept == [UserPrompt(CODE, "", "another prompt"), UserPrompt(CHAT, "", "b")]
     assert dropped == {(OWN, OVERLAPS): 1, (CODE, TWICE): 1}
