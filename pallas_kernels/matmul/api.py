@@ -1,8 +1,8 @@
 """The operation as a caller sees it: checks and the choice of an implementation.
 
-Unlike other kernels, this one is not taken wherever it runs: XLA's own product is as good or better at many
-shapes. So by default the kernel is taken where it was measured to be faster, on this kind of device at these
-sizes (`config.is_faster`), and on Hopper GPUs for weights in quantised blocks, which XLA widens first.
+Unlike other operations' kernels, these are not taken wherever they run: XLA's own product is as good or better at
+many shapes. So by default a kernel is taken where it was measured to be faster, on this kind of device at these
+sizes (`config.fastest`), and on Hopper GPUs for weights in quantised blocks, which XLA widens first.
 """
 
 from jaxtyping import Array, Float
@@ -16,9 +16,10 @@ from pallas_kernels.matmul.problem import problem_of
 from pallas_kernels.weights import Narrow, expected_weights
 
 _HOPPER = (9, 0)
-#: On an H200 the kernel was faster at all 24 products of quantised blocks that were measured, 1.03 to 3.0
-#: times with the default configuration; 128 is the most rows of them.
+#: Up to so many rows were measured. On an H200 XLA took 1.03 to 3.0 times as long for all 24 products of
+#: quantised blocks as a slower Triton kernel than today's.
 _MOST_QUANTISED_ROWS = 128
+#: Beyond these rows the Mosaic kernel was the faster one on an H100.
 _MOST_TRITON_ROWS = 16
 
 
