@@ -1,8 +1,9 @@
 """The operation as a caller sees it: checks and the choice of an implementation.
 
-Unlike other operations' kernels, these are not taken wherever they run: XLA's own product is as good or better at
-many shapes. So by default a kernel is taken where it was measured to be faster, on this kind of device at these
-sizes (`config.fastest`), and on Hopper GPUs for weights in quantised blocks, which XLA widens first.
+Unlike other operations' kernels, these are not taken wherever they run: XLA's own product is as good or
+better at many shapes. So by default a kernel is taken where it was measured to be faster, on this kind of
+device at these sizes (`config.fastest`), and on Hopper GPUs for weights in quantised blocks, which XLA widens
+first.
 """
 
 from jaxtyping import Array, Float

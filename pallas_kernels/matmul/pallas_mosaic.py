@@ -7,7 +7,7 @@ each widen 128 columns of the weights, times their scale, into one of two buffer
 cores still multiply the other one. Both operands come from shared memory: with one in registers, compilers
 before CUDA 13.3 can overwrite it while a product still reads.
 
-Scales must be below 256, or their product with a power of two below is infinite; with 448, the largest value in
+Scales must be below 256, or their product with a power of two is infinite. With 448, the largest value in
 FP8, that is a weight of 114,688.
 
 Shapes: M rows, K terms, N columns.
