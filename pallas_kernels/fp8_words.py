@@ -27,8 +27,8 @@ def words_of(values: Array) -> UInt32[Array, "*terms words"]:
 def columns_of(words: UInt32[Array, "*shape"], dtype: jnp.dtype) -> tuple[Array, ...]:
     """The weights in words: those of the first column of each word, of the second, third and fourth.
 
-    Every finite value is exact. NaN, which only a checkpoint loaded with ``allow_nonfinite`` has, becomes 480 of
-    its sign.
+    Every finite value is exact. NaN, which only a checkpoint loaded with ``allow_nonfinite`` has, becomes
+    480 of its sign.
     """
     first, third = _pair(words << 8)
     second, fourth = _pair(words)
