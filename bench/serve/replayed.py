@@ -21,6 +21,7 @@ from jetspec_jax import AsyncLLM, DecodeWeights
 from jetspec_jax.demo import DEMO
 from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget
 from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.records import Batch, DispatchRecord
 from jetspec_jax.engine.request import Request, State
@@ -192,5 +193,5 @@ def replay(llm: AsyncLLM, given: Mapping[str, Any], reports: Sequence[str], task
     special = {*served.target.eos_token_ids, *served.target.tokenizer.all_special_ids}
     ids = [token for prompt in prompts for token in prompt if token not in special]
     engine = ReplayedEngine(plan, weights, recorded, task, ids, chains=served.settings.width == 1)
-    served.target.keeper.engine = engine
+    loop_for(served.target).engine = engine
     return engine

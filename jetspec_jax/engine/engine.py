@@ -152,16 +152,13 @@ class Engine:
         """
         if self.broken:
             raise RuntimeError(LOST)
-        flight = self.runner.in_flight
-        if flight is None:
+        if self.runner.in_flight is None:
             raise RuntimeError("no batch was launched")
         try:
             record = self.runner.collect()
         except Exception:  # of the device: the batch will never come; an interrupt is none
             self.broken = True
             raise
-        if self.runner.in_flight is not flight:
-            return []  # a call from inside this one, as a signal's handler makes, has handed it out
         with self._undivided():
             self.runner.forget()
             self.record = record
@@ -197,10 +194,10 @@ class Engine:
             self.runner.compile_scores()
 
     def close(self) -> None:
-        """Frees the stores, whoever still holds the engine; its requests are lost."""
+        """Frees the stores, whoever still holds the engine; its requests fail."""
         self.broken = True
         for request in self.scheduler.requests:
-            request.cancel()
+            request.fail(RuntimeError(LOST))
         self.runner.free()
 
     @contextlib.contextmanager

@@ -135,9 +135,16 @@ class EnginePlan:
         )
 
     def takes(self, other: "EnginePlan") -> bool:
-        """Whether requests for the other's engine may wait for slots of this one's, which stands."""
+        """Whether requests for the other's engine may join those that this one's serves by now.
+
+        One that stands takes any number of them; another has no fewer slots than they asked for.
+        """
+        if other.stands:
+            return self.serves(other)
+        mine, wanted = self.size, other.size
         same = (self.dtype, self.led) == (other.dtype, other.led)
-        return self.stands and same and self.has_trees_of(other) and self.size.capacity >= other.size.capacity
+        enough = mine.capacity >= wanted.capacity and (self.stands or mine.slots >= wanted.slots)
+        return same and enough and self.has_trees_of(other)
 
     def has_trees_of(self, other: "EnginePlan") -> bool:
         """Whether the decoders are equal; one that stands may choose among sizes of the other's trees."""

@@ -60,8 +60,8 @@ class Request:
         matcher: Its way through the grammar that its output follows; None without one.
         shared: Whether several processes serve it: then it is cancelled for all at the same step, once the
             first of them wants it no longer.
-        told: Called when it has got tokens, or failed; by whoever runs its engine, so it must be quick and
-            raise nothing.
+        told: Called when it has got tokens, or failed; by whoever runs its engine, so it must be quick. What
+            it raises ends the request, and it is called no more.
         reader: Who reads its tokens; once that is gone, nobody waits for it. None waits for ever.
         cancelled: Nobody waits for it, and it takes no more tokens. Any thread may set it, by `cancel`.
         readable: How many of its tokens other threads may read, and its finish reason if these are all.
@@ -278,8 +278,13 @@ class Request:
 
     def tell(self) -> None:
         """Tells whoever wants to know that there is news of it."""
-        if self.told is not None:
-            self.told()
+        told = self.told
+        try:
+            if told is not None:
+                told()
+        except Exception as error:
+            self.told = None
+            self.fail(error)
 
     def follow(self) -> None:
         """Takes its tokens through its grammar; it fails where that is slow or has no way on."""

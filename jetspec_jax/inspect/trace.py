@@ -24,10 +24,10 @@ from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord
 from jetspec_jax.device.processes import OutOfStep
 from jetspec_jax.engine.admission import plan_requests, read_single
 from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.loop import EngineLoop, loop_for
 from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.serving import give_back, take_engine
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import NO_PARENT, ROOT_INDEX, Auto, Hints, TokenTree, algorithm_of
 from pallas_kernels import shards
@@ -74,7 +74,7 @@ class Trace(Iterator[RoundTrace]):
     def __init__(self, target: Target, engine: Engine, request: Request):
         """Takes over an engine of its own, with its only request."""
         self._output = Output(request, target.tokenizer)
-        self._rounds = _rounds(target, engine, self._output)
+        self._rounds = _rounds(loop_for(target), engine, self._output)
 
     def __next__(self) -> RoundTrace:
         """Decodes the next round."""
@@ -145,10 +145,10 @@ def trace_rounds(
         proposer=proposer,
         implementation=implementation,
     )
-    weights = proposer_weights if head is None else head.weights
-    with target.keeper.line, target.keeper.lock:
-        engine = take_engine(target, plan, weights)
-        engine.admit(request)
+    weights = DecodeWeights(target.weights, proposer_weights if head is None else head.weights)
+    loop = loop_for(target)
+    engine = loop.run(lambda: loop.make_beside(plan, weights))
+    engine.admit(request)
     return Trace(target, engine, request)
 
 
@@ -156,8 +156,8 @@ def _no_rounds() -> Generator[RoundTrace]:
     yield from ()
 
 
-def _rounds(target: Target, engine: Engine, output: Output) -> Generator[RoundTrace]:
-    """Serves an engine's only request, one round a step."""
+def _rounds(loop: EngineLoop, engine: Engine, output: Output) -> Generator[RoundTrace]:
+    """Serves an engine's only request, one round a step, between the dispatches of others."""
     seen: list[_Seen] = []
     request, bucket = output.request, engine.plan.decoder.bucket
     wants = {"adjusts": request.params.adjusts, "logprobs": request.params.logprobs is not None}
@@ -172,21 +172,19 @@ def _rounds(target: Target, engine: Engine, output: Output) -> Generator[RoundTr
     try:
         while output.finish_reason is None:
             try:
-                engine.step(1, decode)
+                loop.run(lambda: engine.step(1, decode))
             except OutOfStep:
                 if not request.cancelled:
                     raise
             if request.cancelled and request.finish_reason is None:
                 return  # the first process has closed its trace
             output.update()
-            if not seen:
-                continue  # the step collected what an interrupted call had launched
             passed = jax.device_get(seen.pop())
             if passed.accepted.counts[request.slot]:  # none while it waits for a page
                 yield _of_slot(passed, request.slot)
     finally:
         request.cancel()
-        give_back(target, engine)
+        engine.close()  # also where a dropped trace is finalised, which must wait for nobody
 
 
 class _Seen(NamedTuple):

@@ -1,0 +1,499 @@
+"""The loop of an engine: one thread launches and collects for all who want tokens of a target."""
+
+import atexit
+import math
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from jax.sharding import Mesh
+
+from jetspec_jax.checkpoint.loading import Target
+from jetspec_jax.decode.state import DecodeWeights
+from jetspec_jax.device.memory import DeviceMemoryError
+from jetspec_jax.device.processes import spans
+from jetspec_jax.device.thread_config import ThreadConfig, configured, thread_config
+from jetspec_jax.engine.budget_policy import ROUNDS_TO_AN_END
+from jetspec_jax.engine.engine import LOST, Engine
+from jetspec_jax.engine.line import check_room
+from jetspec_jax.engine.planning import EnginePlan
+from jetspec_jax.engine.request import EngineFailed, Request
+from jetspec_jax.engine.stats import EngineStats, Tally
+from jetspec_jax.engine.wire import tell
+
+T = TypeVar("T")
+
+
+class _LoopThread(threading.Thread):
+    """The thread of a loop."""
+
+
+# Loops with a thread, which ends before the interpreter does: a thread that a program leaves in compiled code
+# aborts the process. A fork has the threads of none.
+_RUNNING: "set[EngineLoop]" = set()
+_PROGRAM_ENDED = threading.Event()
+# Held for a step in a caller's thread.
+_CALLERS_STEP = threading.RLock()
+
+
+def _end_all() -> None:
+    _PROGRAM_ENDED.set()
+    for loop in tuple(_RUNNING):
+        loop.end()
+
+
+# JAX is imported, so that its own functions for the exit run after this one.
+atexit.register(_end_all)
+os.register_at_fork(after_in_child=_RUNNING.clear)
+
+
+@dataclass(eq=False)
+class Call:
+    """Requests of one caller, or work, for the loop of a target.
+
+    Attributes:
+        loop: The loop.
+        plan: The engine that is needed; None is any or none, for work alone.
+        weights: The engine's parameters.
+        queue: Requests that have not been admitted; the calls of several copies of a target share one.
+        most_admitted: Requests that are admitted at a time, so that other callers' come in between; None
+            admits all.
+        most_rounds: Rounds after which the caller wants to look, where a loop for calls alone decides.
+        work: Done once, between two dispatches, by the loop; None afterwards.
+        news: Set whenever there is news; calls that share a queue share it.
+        config: JAX's settings in the caller's thread.
+        admitted: Requests that the engine has.
+        error: Why engine or work failed; each request has the same error.
+        result: What the work returned.
+    """
+
+    loop: "EngineLoop"
+    plan: EnginePlan | None = None
+    weights: DecodeWeights | None = None
+    queue: deque[Request] = field(default_factory=deque)
+    most_admitted: int | None = None
+    most_rounds: int | None = None
+    work: Callable[[], Any] | None = None
+    news: threading.Event = field(default_factory=threading.Event)
+    config: ThreadConfig = field(default_factory=thread_config)
+    admitted: list[Request] = field(default_factory=list)
+    error: BaseException | None = None
+    result: Any = None
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those that were admitted and have not been counted, and those that wait for it."""
+        return [*self.admitted, *self.queue]
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to do for it."""
+        return self.work is None and not any(request.open for request in self.requests)
+
+    @property
+    def in_callers_thread(self) -> bool:
+        """Whether its caller makes the steps: processes that share a mesh make the same calls in step."""
+        return spans(self.loop.mesh) and not (self.plan is not None and self.plan.led)
+
+    def fail(self, error: Exception) -> None:
+        """Ends all its requests with an error, and tells the caller."""
+        self.error = error
+        for request in self.requests:
+            request.fail(error)
+        self.queue.clear()
+        self.news.set()
+
+
+class EngineLoop:
+    """Owns the engine of a target, which serves all calls: first come, first served.
+
+    A call that the engine suits shares its slots with those that run. One that needs another waits until the
+    engine is idle, and all that come later wait behind it; then its engine takes the place of the other, so
+    that two sets of stores do not coexist.
+
+    The thread lives while there is something to do. Callers wait for news, so an interrupt strikes nobody
+    else. Of a mesh of several processes the callers make the steps themselves, in all processes alike.
+
+    Attributes:
+        mesh: The target's devices.
+        engine: The engine; None before the first call.
+        error: Why the last dispatch failed; None if it did not.
+        leads: Whether other processes follow this one, until an error of the engine ends them.
+    """
+
+    def __init__(self, mesh: Mesh | None, engine: Engine | None = None):
+        """Starts nothing.
+
+        Args:
+            mesh: The target's devices.
+            engine: The engine to begin with.
+        """
+        self.mesh, self.engine, self.leads = mesh, engine, False
+        self.error: BaseException | None = None
+        self._config = thread_config()
+        self._server: "weakref.ref[Any] | None" = None
+        # Guards what follows; held for moments only.
+        self._mutex = threading.Lock()
+        self._waiting: deque[Call] = deque()
+        self._served: list[Call] = []
+        self._tally = Tally()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def work(self) -> int:
+        """Requests that wait or run."""
+        return sum(request.open for call in self._calls for request in call.requests)
+
+    def submit(self, call: Call, most_waiting: int | None = None) -> Call:
+        """Takes a call, whose requests are served from now on; waits for nobody.
+
+        Args:
+            call: The call.
+            most_waiting: Requests that may wait for a slot, beside those of calls that admit few at a time;
+                None is any number.
+
+        Raises:
+            QueueFull: Too many wait already; none is taken then.
+            RuntimeError: The program ends.
+        """
+        if _PROGRAM_ENDED.is_set():
+            raise RuntimeError("the program has ended")
+        with self._mutex:
+            if most_waiting is not None and call.plan is not None:
+                served = sum(request.open for request in self._counted())
+                check_room(served - call.plan.size.slots, len(call.queue), most_waiting)
+            now = time.monotonic()
+            for request in call.queue:
+                request.arrival = request.arrival or now
+            self._waiting.append(call)
+        if self._thread is None and not call.in_callers_thread:
+            # Of two that start at once one ends. An interrupt may strike here: the next call starts one.
+            _LoopThread(target=self._run, name="jetspec-engine", daemon=True).start()
+        return call
+
+    def run(
+        self, work: Callable[[], T], plan: EnginePlan | None = None, weights: DecodeWeights | None = None
+    ) -> T:
+        """Does something between two dispatches, while nobody else is served; waits for it.
+
+        Args:
+            work: What to do.
+            plan: The engine that is needed for it; None is any or none.
+            weights: That engine's parameters.
+
+        Raises:
+            Exception: Whatever the work raises.
+        """
+        call = Call(self, plan, weights, work=work)
+        try:
+            self.submit(call)
+            while call.work is not None:
+                wait([call])
+        finally:
+            call.work = None
+        return call.result
+
+    def launch(self) -> None:
+        """Gives calls their engine and launches a batch, if they need any; not while one is in flight.
+
+        Raises:
+            Exception: Whatever is wrong with the engine.
+        """
+        if self.engine is not None and self.engine.broken:
+            self._fail(RuntimeError(LOST))
+        if self._in_flight or self._begin():
+            return
+        if self.engine is not None and self._served:
+            self._admit(self.engine)
+            if self.engine.busy:
+                with configured(self._config):
+                    self.engine.launch(self._most_rounds(self.engine))
+
+    def collect(self) -> None:
+        """Waits for the batch in flight, if any, and hands out its tokens.
+
+        Raises:
+            Exception: Whatever is wrong with the engine.
+        """
+        if self.engine is not None and self._in_flight:
+            with configured(self._config):
+                self.engine.collect()
+            if self.engine.record is not None:
+                with self._mutex:
+                    self._tally.take(self.engine.record)
+            self.error = None
+
+    def compile_chunks(self) -> None:
+        """Compiles the forwards of prompts of the engine, if there is one."""
+
+        def work() -> None:
+            if self.engine is not None and not self.engine.broken:
+                self.engine.runner.compile_chunks()
+
+        self.run(work)
+
+    def make_beside(self, plan: EnginePlan, weights: DecodeWeights) -> Engine:
+        """An engine of the caller's own, as `run` makes it; an idle one goes first, unless it stands.
+
+        Raises:
+            DeviceMemoryError: The device cannot hold it.
+        """
+        if self.engine is not None and not self.engine.plan.stands:
+            self._drop_idle()
+        return Engine(plan, weights)
+
+    def free(self) -> None:
+        """Frees the engine, unless it serves somebody."""
+        self.run(self._drop_idle)
+
+    def stand(self, server: object, *, leads: bool) -> None:
+        """Has calls join a server's engine from now on, as long as the server lives; counts anew.
+
+        Args:
+            server: Whatever has an engine that stands.
+            leads: Whether other processes follow this one.
+        """
+        self._server, self.leads, self._tally = weakref.ref(server), leads, Tally()
+
+    def step_down(self, server: object) -> None:
+        """The server has ended."""
+        if self._server is not None and self._server() is server:
+            self._server = None
+
+    @property
+    def stands(self) -> bool:
+        """Whether calls join the engine of a server."""
+        return self._server is not None and self._server() is not None
+
+    def stats(self, num_pages: int) -> EngineStats:
+        """Figures by now; from any thread, which waits for nobody.
+
+        Args:
+            num_pages: Pages that there will be, once there is an engine that stands.
+        """
+        engine = self.engine
+        with self._mutex:
+            pool = engine.scheduler.pool if engine is not None and engine.plan.stands else None
+            return self._tally.stats(self._counted(), num_pages, pool)
+
+    def settle(self) -> None:
+        """Waits until the thread has ended, unless it serves somebody."""
+        thread = self._thread
+        if thread is not None and not self.work:
+            thread.join()
+
+    def end(self) -> None:
+        """Ends all requests with an error, and waits until the thread has ended."""
+        thread = self._thread
+        for call in self._calls:
+            call.fail(RuntimeError("the program has ended"))
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        with self._mutex:
+            if self._thread is not None:
+                return
+            self._thread = threading.current_thread()
+            _RUNNING.add(self)
+        try:
+            while self._goes_on():
+                try:
+                    self.launch()
+                    self.collect()
+                except Exception as error:
+                    self._fail(error)
+        except BaseException as error:  # nobody may wait for a thread that is gone
+            failed = EngineFailed(f"the engine's thread has ended: {error!r}")
+            failed.__cause__ = error
+            self._fail(failed, everyone=True)
+
+    def _goes_on(self) -> bool:
+        with self._mutex:
+            self._forget()
+            if not (self._waiting or self._served):
+                self._leave()
+                return False
+        return True
+
+    def _leave(self) -> None:
+        self._thread = None
+        _RUNNING.discard(self)
+
+    def _forget(self) -> None:
+        """Lets go of requests and calls that are over."""
+        for call in self._served:
+            for request in call.admitted:
+                if not request.open:
+                    self._tally.end(request)
+            call.admitted = [request for request in call.admitted if request.open]
+        self._served = [call for call in self._served if not call.over]
+        self._waiting = deque(call for call in self._waiting if not call.over)
+
+    def _begin(self) -> bool:
+        """Lets the first calls in as long as the engine suits them; whether work was done instead."""
+        with self._mutex:
+            self._forget()
+        while self._waiting:
+            call = self._waiting[0]
+            if not (call.over or self._suits(call)):
+                if self._served:
+                    return False  # nobody passes it
+                try:
+                    self._make(call)
+                except Exception as error:
+                    self.error = error
+                    call.work = None
+                    call.fail(error)
+            work = call.work
+            with self._mutex:
+                self._waiting.popleft()
+                if work is None and not call.over:
+                    self._served.append(call)
+            if work is not None:
+                self._do(call, work)
+                return True
+        return False
+
+    def _suits(self, call: Call) -> bool:
+        engine, plan, weights = self.engine, call.plan, call.weights
+        if plan is None or weights is None:
+            return True
+        if engine is None or engine.broken or call.config != self._config:
+            return False
+        same = plan.decoder.proposer is None or engine.weights.proposer is weights.proposer
+        joins = self._served or (self.stands and engine.plan.stands)
+        return same and (engine.plan.takes(plan) if joins else engine.plan.serves(plan))
+
+    def _make(self, call: Call) -> None:
+        self._drop()  # its stores go before others are made
+        assert call.plan is not None
+        assert call.weights is not None
+        self._config = call.config
+        with configured(self._config):
+            self.engine = Engine(call.plan, call.weights)
+
+    def _do(self, call: Call, work: Callable[[], Any]) -> None:
+        try:
+            with configured(call.config):
+                call.result = work()
+        except BaseException as error:
+            call.error = error  # the caller's
+        call.work = None
+        call.news.set()
+
+    def _admit(self, engine: Engine) -> None:
+        """Admits requests of all calls, so many of each as it wants at a time."""
+        for call in self._served:
+            most = math.inf if call.most_admitted is None else min(call.most_admitted, engine.plan.size.slots)
+            room = most - sum(request.open for request in call.admitted)
+            while room > 0 and (request := self._next_of(call)) is not None:
+                if request.open:
+                    room -= 1
+                    try:
+                        engine.admit(request)
+                    except (ValueError, DeviceMemoryError) as error:
+                        request.fail(error)
+
+    def _next_of(self, call: Call) -> Request | None:
+        with self._mutex:
+            try:
+                request = call.queue.popleft()
+            except IndexError:  # the loop of a copy has had the last one
+                return None
+            call.admitted.append(request)
+            return request
+
+    def _most_rounds(self, engine: Engine) -> int | None:
+        if engine.plan.stands:
+            return None
+        most = [call.most_rounds for call in self._served if call.most_rounds is not None]
+        if engine.plan.size.slots > 1 and any(call.queue for call in self._served):
+            most.append(ROUNDS_TO_AN_END)  # somebody waits, though not in the scheduler
+        return min(most, default=None)
+
+    def _fail(self, error: Exception, *, everyone: bool = False) -> None:
+        """Ends the calls that the engine serves, or everyone's, with an error; the next makes one anew."""
+        self.error = error
+        with self._mutex:
+            failed, self._served = self._served, []
+            engine, self.engine = self.engine, None
+            if everyone:
+                failed += self._waiting
+                self._waiting.clear()
+                self._leave()
+        # What the devices cannot hold, those that follow are told as well, and go on.
+        ends = self.leads and not isinstance(error, DeviceMemoryError)
+        self.leads = self.leads and not ends  # before anybody comes again
+        for call in failed:
+            call.work = None
+            call.fail(error)
+        if engine is not None:
+            engine.close()
+        if ends:
+            tell("end", f"{type(error).__name__}: {error}")
+
+    def _drop_idle(self) -> None:
+        if all(call.over for call in self._served):
+            self._drop()
+
+    def _drop(self) -> None:
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            engine.close()
+
+    @property
+    def _in_flight(self) -> bool:
+        return self.engine is not None and self.engine.runner.in_flight is not None
+
+    @property
+    def _calls(self) -> list[Call]:
+        return [*self._waiting, *self._served]
+
+    def _counted(self) -> list[Request]:
+        """Requests that wait or run, but for those that calls hold back."""
+        return [
+            request
+            for call in self._calls
+            for request in (call.requests if call.most_admitted is None else call.admitted)
+        ]
+
+
+# The loops of targets that have decoded; each goes with its target.
+_LOOPS: "weakref.WeakKeyDictionary[Target, EngineLoop]" = weakref.WeakKeyDictionary()
+
+
+def loop_for(target: Target) -> EngineLoop:
+    """The loop of a target; heads share it, as their engines do not coexist."""
+    return _LOOPS.get(target) or _LOOPS.setdefault(target, EngineLoop(target.mesh))
+
+
+def wait(calls: Iterable[Call]) -> None:
+    """Waits for news of calls that share it; makes a step of each where they are of several processes.
+
+    Args:
+        calls: The calls; of several that make their own steps, the batch of the first is collected.
+
+    Raises:
+        RuntimeError: This thread is that of a loop, which would wait for itself or for one that waits for it.
+        Exception: An engine's error, or work's.
+    """
+    calls = list(calls)
+    if isinstance(threading.current_thread(), _LoopThread):
+        raise RuntimeError("an engine calls this function, and cannot wait for one: use another thread")
+    if calls[0].in_callers_thread:
+        with _CALLERS_STEP:
+            for call in calls:
+                call.loop.launch()
+            calls[0].loop.collect()
+    else:
+        calls[0].news.wait()
+        calls[0].news.clear()
+    for call in calls:
+        if call.error is not None:
+            raise call.error
