@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 import uuid
+import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,7 @@ from jetspec_jax.engine.request import EngineFailed, Request
 from jetspec_jax.engine.serving import Group, groups_of, least_busy
 from jetspec_jax.engine.size import MAX_SLOTS
 from jetspec_jax.engine.standing import plan_standing
-from jetspec_jax.engine.stats import EngineStats
+from jetspec_jax.engine.stats import EngineStats, Tally
 from jetspec_jax.engine.wants import Kind
 from jetspec_jax.engine.wire import tell
 from jetspec_jax.llm import LLM, kinds_to_compile, refuse_keywords
@@ -153,7 +154,8 @@ class AsyncLLM:
         self._max_waiting, self._closed = max_waiting, False
         self._groups = groups_of(target, head)
         for group in self._groups:
-            group.loop.stand(self, leads=plan.led and is_first())
+            loop = group.loop
+            loop.server, loop.leads, loop.tally = weakref.ref(self), plan.led and is_first(), Tally()
         # Those that somebody waits for, and how to end those that have a name.
         self._requests: set[Request] = set()
         self._named: dict[str, Callable[[], object]] = {}
@@ -397,11 +399,12 @@ class AsyncLLM:
         for request in tuple(self._requests):
             request.fail(RuntimeError("this AsyncLLM was closed"))
         for group in self._groups:
-            group.loop.settle()
-            group.loop.step_down(self)
-            if group.loop.leads:
-                group.loop.leads = False
-                tell("end", None)
+            loop = group.loop
+            loop.settle()
+            if loop.server is not None and loop.server() is self:
+                leads, loop.server, loop.leads = loop.leads, None, False
+                if leads:
+                    tell("end", None)
 
     def _compile(self, group: Group, kinds: Sequence[Kind], scores: bool) -> None:
         """Makes the engine, and compiles its programs; blocks."""

@@ -45,7 +45,7 @@ from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.planning import EnginePlan, plan_engine
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, encode_chat, naming, read_prompt, templated
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.serving import BAR, groups_of, least_busy, serve
+from jetspec_jax.engine.serving import BAR, compile_chunks, groups_of, least_busy, serve
 from jetspec_jax.engine.size import DEFAULT_CAPACITY, MAX_SLOTS, slots_for
 from jetspec_jax.engine.small_trees import SMALL_TREES, SmallTrees, can_pay
 from jetspec_jax.engine.stream import STREAM_ROUNDS, Stream
@@ -392,8 +392,7 @@ class LLM:
         for count in BAR(counts, desc="compiling", unit=" batch sizes"):
             for params in kinds:
                 self.generate([prompt] * (count * copies), params, use_tqdm=False)
-            for group in groups_of(self.target, self.draft_head):
-                group.loop.compile_chunks()
+            compile_chunks(self.target)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer puts around a text.

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -27,12 +27,6 @@ from jetspec_jax.engine.stats import EngineStats, Tally
 from jetspec_jax.engine.wire import tell
 
 T = TypeVar("T")
-
-
-class _LoopThread(threading.Thread):
-    """The thread of a loop."""
-
-
 # Loops with a thread, which ends before the interpreter does: a thread that a program leaves in compiled code
 # aborts the process. A fork has the threads of none.
 _RUNNING: "set[EngineLoop]" = set()
@@ -63,12 +57,12 @@ class Call:
         queue: Requests that have not been admitted; the calls of several copies of a target share one.
         most_admitted: Requests that are admitted at a time, so that other callers' come in between; None
             admits all.
-        most_rounds: Rounds after which the caller wants to look, where a loop for calls alone decides.
-        work: Done once, between two dispatches, by the loop; None afterwards.
+        most_rounds: Rounds after which the caller wants to look, unless the engine stands for many.
+        work: Done once, by the loop between two dispatches; None afterwards.
         news: Set whenever there is news; calls that share a queue share it.
         config: JAX's settings in the caller's thread.
         admitted: Requests that the engine has.
-        error: Why engine or work failed; each request has the same error.
+        error: Why engine or work failed; the requests have the same error.
         result: What the work returned.
     """
 
@@ -87,7 +81,7 @@ class Call:
 
     @property
     def requests(self) -> list[Request]:
-        """Those that were admitted and have not been counted, and those that wait for it."""
+        """Those that are left of it."""
         return [*self.admitted, *self.queue]
 
     @property
@@ -102,7 +96,7 @@ class Call:
 
     def fail(self, error: Exception) -> None:
         """Ends all its requests with an error, and tells the caller."""
-        self.error = error
+        self.error, self.work = error, None
         for request in self.requests:
             request.fail(error)
         self.queue.clear()
@@ -123,42 +117,39 @@ class EngineLoop:
         mesh: The target's devices.
         engine: The engine; None before the first call.
         error: Why the last dispatch failed; None if it did not.
+        server: Leads to whatever serves others with an engine that stands, which calls join; or None.
         leads: Whether other processes follow this one, until an error of the engine ends them.
+        tally: Counts what it has done.
     """
 
     def __init__(self, mesh: Mesh | None, engine: Engine | None = None):
-        """Starts nothing.
-
-        Args:
-            mesh: The target's devices.
-            engine: The engine to begin with.
-        """
-        self.mesh, self.engine, self.leads = mesh, engine, False
+        """Starts nothing; an engine may be there to begin with."""
+        self.mesh, self.engine = mesh, engine
         self.error: BaseException | None = None
+        self.server: "weakref.ref[Any] | None" = None
+        self.leads, self.tally = False, Tally()
         self._config = thread_config()
-        self._server: "weakref.ref[Any] | None" = None
         # Guards what follows; held for moments only.
         self._mutex = threading.Lock()
         self._waiting: deque[Call] = deque()
         self._served: list[Call] = []
-        self._tally = Tally()
         self._thread: threading.Thread | None = None
+
+    @property
+    def stands(self) -> bool:
+        """Whether there is a server, whose engine calls join."""
+        return self.server is not None and self.server() is not None
 
     @property
     def work(self) -> int:
         """Requests that wait or run."""
         return sum(request.open for call in self._calls for request in call.requests)
 
-    def submit(self, call: Call, most_waiting: int | None = None) -> Call:
-        """Takes a call, whose requests are served from now on; waits for nobody.
-
-        Args:
-            call: The call.
-            most_waiting: Requests that may wait for a slot, beside those of calls that admit few at a time;
-                None is any number.
+    def submit(self, call: Call, most_waiting: int | None = None) -> None:
+        """Takes a call, all or none of it; waits for nobody.
 
         Raises:
-            QueueFull: Too many wait already; none is taken then.
+            QueueFull: More than ``most_waiting`` would wait for a slot, beside those that calls hold back.
             RuntimeError: The program ends.
         """
         if _PROGRAM_ENDED.is_set():
@@ -173,13 +164,12 @@ class EngineLoop:
             self._waiting.append(call)
         if self._thread is None and not call.in_callers_thread:
             # Of two that start at once one ends. An interrupt may strike here: the next call starts one.
-            _LoopThread(target=self._run, name="jetspec-engine", daemon=True).start()
-        return call
+            threading.Thread(target=self._run, name="jetspec-engine", daemon=True).start()
 
     def run(
         self, work: Callable[[], T], plan: EnginePlan | None = None, weights: DecodeWeights | None = None
     ) -> T:
-        """Does something between two dispatches, while nobody else is served; waits for it.
+        """Waits until something is done between two dispatches, while nobody else is served.
 
         Args:
             work: What to do.
@@ -225,20 +215,11 @@ class EngineLoop:
                 self.engine.collect()
             if self.engine.record is not None:
                 with self._mutex:
-                    self._tally.take(self.engine.record)
+                    self.tally.take(self.engine.record)
             self.error = None
 
-    def compile_chunks(self) -> None:
-        """Compiles the forwards of prompts of the engine, if there is one."""
-
-        def work() -> None:
-            if self.engine is not None and not self.engine.broken:
-                self.engine.runner.compile_chunks()
-
-        self.run(work)
-
     def make_beside(self, plan: EnginePlan, weights: DecodeWeights) -> Engine:
-        """An engine of the caller's own, as `run` makes it; an idle one goes first, unless it stands.
+        """For `run`: an engine of the caller's own. One that is idle goes before it, unless it stands.
 
         Raises:
             DeviceMemoryError: The device cannot hold it.
@@ -251,25 +232,6 @@ class EngineLoop:
         """Frees the engine, unless it serves somebody."""
         self.run(self._drop_idle)
 
-    def stand(self, server: object, *, leads: bool) -> None:
-        """Has calls join a server's engine from now on, as long as the server lives; counts anew.
-
-        Args:
-            server: Whatever has an engine that stands.
-            leads: Whether other processes follow this one.
-        """
-        self._server, self.leads, self._tally = weakref.ref(server), leads, Tally()
-
-    def step_down(self, server: object) -> None:
-        """The server has ended."""
-        if self._server is not None and self._server() is server:
-            self._server = None
-
-    @property
-    def stands(self) -> bool:
-        """Whether calls join the engine of a server."""
-        return self._server is not None and self._server() is not None
-
     def stats(self, num_pages: int) -> EngineStats:
         """Figures by now; from any thread, which waits for nobody.
 
@@ -279,7 +241,7 @@ class EngineLoop:
         engine = self.engine
         with self._mutex:
             pool = engine.scheduler.pool if engine is not None and engine.plan.stands else None
-            return self._tally.stats(self._counted(), num_pages, pool)
+            return self.tally.stats(self._counted(), num_pages, pool)
 
     def settle(self) -> None:
         """Waits until the thread has ended, unless it serves somebody."""
@@ -318,8 +280,7 @@ class EngineLoop:
             self._forget()
             if not (self._waiting or self._served):
                 self._leave()
-                return False
-        return True
+            return self._thread is not None
 
     def _leave(self) -> None:
         self._thread = None
@@ -330,7 +291,7 @@ class EngineLoop:
         for call in self._served:
             for request in call.admitted:
                 if not request.open:
-                    self._tally.end(request)
+                    self.tally.end(request)
             call.admitted = [request for request in call.admitted if request.open]
         self._served = [call for call in self._served if not call.over]
         self._waiting = deque(call for call in self._waiting if not call.over)
@@ -348,15 +309,13 @@ class EngineLoop:
                     self._make(call)
                 except Exception as error:
                     self.error = error
-                    call.work = None
                     call.fail(error)
-            work = call.work
             with self._mutex:
                 self._waiting.popleft()
-                if work is None and not call.over:
+                if call.work is None and not call.over:
                     self._served.append(call)
-            if work is not None:
-                self._do(call, work)
+            if call.work is not None:
+                self._do(call, call.work)
                 return True
         return False
 
@@ -364,16 +323,16 @@ class EngineLoop:
         engine, plan, weights = self.engine, call.plan, call.weights
         if plan is None or weights is None:
             return True
-        if engine is None or engine.broken or call.config != self._config:
+        if engine is None or call.config != self._config:
             return False
         same = plan.decoder.proposer is None or engine.weights.proposer is weights.proposer
         joins = self._served or (self.stands and engine.plan.stands)
         return same and (engine.plan.takes(plan) if joins else engine.plan.serves(plan))
 
     def _make(self, call: Call) -> None:
-        self._drop()  # its stores go before others are made
         assert call.plan is not None
         assert call.weights is not None
+        self._drop_idle()  # its stores go before others are made
         self._config = call.config
         with configured(self._config):
             self.engine = Engine(call.plan, call.weights)
@@ -393,21 +352,20 @@ class EngineLoop:
             most = math.inf if call.most_admitted is None else min(call.most_admitted, engine.plan.size.slots)
             room = most - sum(request.open for request in call.admitted)
             while room > 0 and (request := self._next_of(call)) is not None:
-                if request.open:
-                    room -= 1
-                    try:
+                room -= request.open
+                try:
+                    if request.open:
                         engine.admit(request)
-                    except (ValueError, DeviceMemoryError) as error:
-                        request.fail(error)
+                except (ValueError, DeviceMemoryError) as error:
+                    request.fail(error)
 
     def _next_of(self, call: Call) -> Request | None:
         with self._mutex:
             try:
-                request = call.queue.popleft()
+                call.admitted.append(call.queue.popleft())
             except IndexError:  # the loop of a copy has had the last one
                 return None
-            call.admitted.append(request)
-            return request
+            return call.admitted[-1]
 
     def _most_rounds(self, engine: Engine) -> int | None:
         if engine.plan.stands:
@@ -418,9 +376,9 @@ class EngineLoop:
         return min(most, default=None)
 
     def _fail(self, error: Exception, *, everyone: bool = False) -> None:
-        """Ends the calls that the engine serves, or everyone's, with an error; the next makes one anew."""
-        self.error = error
+        """Ends the calls that the engine serves, or all, with an error; the next one makes an engine anew."""
         with self._mutex:
+            self.error = error
             failed, self._served = self._served, []
             engine, self.engine = self.engine, None
             if everyone:
@@ -431,7 +389,6 @@ class EngineLoop:
         ends = self.leads and not isinstance(error, DeviceMemoryError)
         self.leads = self.leads and not ends  # before anybody comes again
         for call in failed:
-            call.work = None
             call.fail(error)
         if engine is not None:
             engine.close()
@@ -439,12 +396,8 @@ class EngineLoop:
             tell("end", f"{type(error).__name__}: {error}")
 
     def _drop_idle(self) -> None:
-        if all(call.over for call in self._served):
-            self._drop()
-
-    def _drop(self) -> None:
-        engine, self.engine = self.engine, None
-        if engine is not None:
+        if self.engine is not None and not self._served:
+            engine, self.engine = self.engine, None
             engine.close()
 
     @property
@@ -457,34 +410,29 @@ class EngineLoop:
 
     def _counted(self) -> list[Request]:
         """Requests that wait or run, but for those that calls hold back."""
-        return [
-            request
-            for call in self._calls
-            for request in (call.requests if call.most_admitted is None else call.admitted)
-        ]
+        counted = []
+        for call in self._calls:
+            counted += call.requests if call.most_admitted is None else call.admitted
+        return counted
 
 
-# The loops of targets that have decoded; each goes with its target.
+# The loops of targets; each goes with its target. Heads share it, as their engines do not coexist.
 _LOOPS: "weakref.WeakKeyDictionary[Target, EngineLoop]" = weakref.WeakKeyDictionary()
 
 
 def loop_for(target: Target) -> EngineLoop:
-    """The loop of a target; heads share it, as their engines do not coexist."""
+    """The loop of a target, whichever head drafts."""
     return _LOOPS.get(target) or _LOOPS.setdefault(target, EngineLoop(target.mesh))
 
 
-def wait(calls: Iterable[Call]) -> None:
-    """Waits for news of calls that share it; makes a step of each where they are of several processes.
-
-    Args:
-        calls: The calls; of several that make their own steps, the batch of the first is collected.
+def wait(calls: Sequence[Call]) -> None:
+    """Waits for news of calls that share it; where callers make the steps, for the batch of the first.
 
     Raises:
         RuntimeError: This thread is that of a loop, which would wait for itself or for one that waits for it.
         Exception: An engine's error, or work's.
     """
-    calls = list(calls)
-    if isinstance(threading.current_thread(), _LoopThread):
+    if threading.current_thread() in [loop._thread for loop in tuple(_RUNNING)]:
         raise RuntimeError("an engine calls this function, and cannot wait for one: use another thread")
     if calls[0].in_callers_thread:
         with _CALLERS_STEP:

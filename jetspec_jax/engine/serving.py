@@ -158,3 +158,9 @@ def _read(outputs: Sequence[Output]) -> list[Output]:
         if output.finish_reason is not None:
             output.request.cancel()  # a stop string is nothing that an engine knows of
     return [output for output in outputs if output.finish_reason is None]
+
+
+def compile_chunks(target: Target) -> None:
+    """Compiles the forwards of prompts of the engines of a target and its copies, where there are any."""
+    for loop in map(loop_for, (target, *target.copies)):
+        loop.run(lambda loop=loop: loop.engine and loop.engine.runner.compile_chunks())

@@ -71,9 +71,8 @@ class SmallTrees:
             plain, tree = (costs.at((1, bucket), costs.contexts[0], math.inf) for bucket in costs.buckets(1))
             if tree > MOST_RATIO * plain:
                 return plan
-        if not (loop.engine is not None and loop.engine.plan.has_trees_of(trees)) and not fits(
-            engine_bytes(trees)
-        ):
+        kept = loop.engine
+        if not (kept is not None and kept.plan.has_trees_of(trees)) and not fits(engine_bytes(trees)):
             return plan
         requests[0].budget, requests[0].depth = SMALL_TREES.budget, trees.decoder.depth
         return replace(trees, extras=plan.extras)

@@ -6,7 +6,7 @@ import pytest
 from jetspec_jax import LLM, SamplingParams, generate
 from jetspec_jax import llm as llm_module
 from jetspec_jax.engine import known_costs, round_costs, runner, small_trees
-from jetspec_jax.engine.loop import EngineLoop, loop_for
+from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.round_costs import RoundCosts
 from tests.decode.compilations import compilations
 
@@ -86,7 +86,7 @@ def test_they_begin_after_some_tokens(llm, monkeypatch):
 def test_they_begin_at_once_after_a_warm_up_for_greedy_requests(llm, monkeypatch, params, bucket):
     monkeypatch.setattr(small_trees, "PLAIN_TOKENS", 30)
     monkeypatch.setattr(llm, "generate", lambda *arguments, **settings: None)
-    monkeypatch.setattr(EngineLoop, "compile_chunks", lambda loop: None)
+    monkeypatch.setattr(llm_module, "compile_chunks", lambda target: None)
     llm.warm_up(1, params)
     assert planned(llm).decoder.bucket == bucket
 
