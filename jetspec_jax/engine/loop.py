@@ -182,6 +182,7 @@ class EngineLoop:
         call = Call(self, plan, weights, work=work)
         try:
             self.submit(call)
+            wait([call])  # which also raises what the work has raised
             while call.work is not None:
                 wait([call])
         finally:

@@ -1,6 +1,7 @@
 """A request on its way through an engine: a prompt, what was asked for, and the tokens so far."""
 
 import enum
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ from jetspec_jax.engine.pages import pages_for
 from jetspec_jax.engine.records import Adjusting
 from jetspec_jax.sampling.grammar import MOST_SECONDS, Matcher
 from jetspec_jax.sampling.params import SamplingParams
+
+_log = logging.getLogger("jetspec_jax")
 
 
 class DeadlinePassed(TimeoutError):
@@ -283,6 +286,7 @@ class Request:
             if told is not None:
                 told()
         except Exception as error:
+            _log.exception("a function that is told of a request has failed")
             self.told = None
             self.fail(error)
 

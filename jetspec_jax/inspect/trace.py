@@ -87,7 +87,7 @@ class Trace(Iterator[RoundTrace]):
         while (engine := self._engine) is not None and (self._seen or output.finish_reason is None):
             try:
                 if not self._seen:
-                    self._loop.run(lambda: engine.step(1, self._decode))
+                    self._loop.run(functools.partial(engine.step, 1, self._decode))
             except OutOfStep:
                 if not request.cancelled:
                     raise
