@@ -5,7 +5,6 @@ import math
 import time
 import uuid
 import weakref
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +26,6 @@ from jetspec_jax.device.processes import is_first
 from jetspec_jax.engine.admission import CheckedRequest, check_models, check_request
 from jetspec_jax.engine.following import follow
 from jetspec_jax.engine.logprobs import Logprob
-from jetspec_jax.engine.loop import Call
 from jetspec_jax.engine.output import Completion, Output, Round
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt
 from jetspec_jax.engine.request import EngineFailed, Request
@@ -156,9 +154,8 @@ class AsyncLLM:
         for group in self._groups:
             loop = group.loop
             loop.server, loop.leads, loop.tally = weakref.ref(self), plan.led and is_first(), Tally()
-        # Those that somebody waits for, and how to end those that have a name.
-        self._requests: set[Request] = set()
-        self._named: dict[str, Callable[[], object]] = {}
+        # The requests of each name, and how to abort them.
+        self._named: dict[str, tuple[Sequence[Request], Callable[[], object]]] = {}
 
     async def __aenter__(self) -> "AsyncLLM":
         """Itself."""
@@ -269,13 +266,14 @@ class AsyncLLM:
             _send(loop, news, ABORT)
 
         # In one step: several loops may bring one name at once.
-        if self._named.setdefault(name, end) is not end:
+        if self._named.setdefault(name, own := (requests, end)) is not own:
             raise ValueError(f"another request of the name {shown(name)} runs")
         timer = None
         [group] = least_busy(self._groups, 1)
-        call = group.call(self._plan, deque(requests))
+        call = group.call(self._plan, requests)
         try:
-            self._submit(call, self._max_waiting)
+            self._check_open()  # whoever closes it from now on ends these too
+            call.loop.submit(call, self._max_waiting)
             if deadline is not None and deadline < math.inf:
                 # The engine looks at deadlines too, but not while another call has it to itself.
                 timer = loop.call_later(deadline - time.monotonic(), news.put_nowait, _LATE)
@@ -318,13 +316,12 @@ class AsyncLLM:
                 timer.cancel()
             for request in requests:
                 request.cancel()
-            self._requests.difference_update(requests)
             self._named.pop(name, None)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request by its name, if it runs: its last deltas have the reason "abort"."""
-        if end := self._named.get(request_id):
-            end()
+        if named := self._named.get(request_id):
+            named[1]()
 
     async def get_tokenizer(self) -> Any:
         """As `LLM.get_tokenizer`."""
@@ -354,13 +351,13 @@ class AsyncLLM:
                 for group in self._groups:
                     checked = self.check(prompt, own)
                     requests += (made := checked.requests(self.llm.settings, self._plan.decoder))
-                    self._submit(group.call(self._plan, deque(made)))
+                    self._check_open()
+                    group.loop.submit(group.call(self._plan, made))
                 while any(request.open for request in requests):
                     await asyncio.sleep(0.01)
             finally:
                 for request in requests:
                     request.cancel()
-                self._requests.difference_update(requests)
             for request in requests:
                 if request.error is not None:
                     raise request.error
@@ -396,7 +393,7 @@ class AsyncLLM:
     def shutdown(self) -> None:
         """As `close`, under vLLM's name: blocks."""
         self._closed = True
-        for request in tuple(self._requests):
+        for request in [one for requests, _ in tuple(self._named.values()) for one in requests]:
             request.fail(RuntimeError("this AsyncLLM was closed"))
         for group in self._groups:
             loop = group.loop
@@ -409,18 +406,8 @@ class AsyncLLM:
     def _compile(self, group: Group, kinds: Sequence[Kind], scores: bool) -> None:
         """Makes the engine, and compiles its programs; blocks."""
         self._check_open()
-
-        def work() -> None:
-            assert group.loop.engine is not None
-            group.loop.engine.compile(kinds, scores=scores)
-
-        group.loop.run(work, self._plan.on(group.target.mesh), group.weights)
-
-    def _submit(self, call: Call, most_waiting: int | None = None) -> None:
-        # Noted first: whoever closes it meanwhile ends these too.
-        self._requests.update(call.queue)
-        self._check_open()
-        call.loop.submit(call, most_waiting)
+        loop, plan = group.loop, self._plan.on(group.target.mesh)
+        loop.run(lambda: loop.engine and loop.engine.compile(kinds, scores=scores), plan, group.weights)
 
     def _check_open(self) -> None:
         # Without those that follow, which an error has ended, nobody is served any more.

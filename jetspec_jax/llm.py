@@ -1,7 +1,6 @@
 """`LLM`: text and chats in, completions out."""
 
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -353,7 +352,7 @@ class LLM:
         read = read_single(self.target, prompt, sampling_params)
         plan, [request] = self._plan([read], sampling_params, routing)
         [group] = least_busy(groups_of(self.target, self.draft_head), 1)
-        call = group.call(plan, deque([request]), most_rounds=STREAM_ROUNDS)
+        call = group.call(plan, [request], most_rounds=STREAM_ROUNDS)
         return Stream(call, request, self.target.tokenizer)
 
     def warm_up(self, num_prompts: int | None = None, sampling_params: SamplingParams | None = None) -> None:

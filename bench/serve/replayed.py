@@ -131,9 +131,7 @@ class ReplayedEngine(Engine):
     def close(self) -> None:
         """Does nothing: there are no stores."""
 
-    def launch(
-        self, most_rounds: int | None = None, decode: Decode | None = None, *, timed: bool = True
-    ) -> None:
+    def launch(self, most_rounds: int | None = None, decode: Decode | None = None) -> None:
         """Decides on a dispatch; ``decode`` is not called."""
         worked = time.thread_time()
         self._batch = self.scheduler.next_batch(most_rounds)

@@ -2,12 +2,10 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 
-#: Values of `_SETTINGS`, in their order.
-ThreadConfig: TypeAlias = tuple[Any, ...]
 # All that decide where something is computed, how exactly, and what is refused.
 _SETTINGS: dict[str, Any] = {
     "jax_default_device": jax.default_device,
@@ -19,13 +17,13 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
-def thread_config() -> ThreadConfig:
+def thread_config() -> tuple[Any, ...]:
     """The settings of this thread."""
     return tuple(getattr(jax.config, name) for name in _SETTINGS)
 
 
 @contextlib.contextmanager
-def configured(config: ThreadConfig) -> Iterator[None]:
+def configured(config: tuple[Any, ...]) -> Iterator[None]:
     """Computes with the settings of another thread."""
     with contextlib.ExitStack() as stack:
         for wanted, own, setting in zip(config, thread_config(), _SETTINGS.values(), strict=True):

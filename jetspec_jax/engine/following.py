@@ -42,10 +42,10 @@ def follow(group: Group, plan: EnginePlan) -> None:
                 loop.engine = engine = Engine(plan, group.weights)
             elif what == "batch":
                 [batch] = values
-                engine.runner.launch(batch, timed=False, matchers=grammars.begin(batch))
+                engine.runner.launch(batch, matchers=grammars.begin(batch))
                 if batch.masked:
                     grammars.end(batch, engine.runner.collect().tokens)
-                engine.runner.forget()
+                engine.runner.in_flight = None
             elif what == "compile":
                 kinds, scores = values
                 engine.compile(kinds, scores=scores)

@@ -17,7 +17,7 @@ from jetspec_jax.checkpoint.loading import Target
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.device.processes import spans
-from jetspec_jax.device.thread_config import ThreadConfig, configured, thread_config
+from jetspec_jax.device.thread_config import configured, thread_config
 from jetspec_jax.engine.budget_policy import ROUNDS_TO_AN_END
 from jetspec_jax.engine.engine import LOST, Engine
 from jetspec_jax.engine.line import check_room
@@ -38,7 +38,8 @@ _CALLERS_STEP = threading.RLock()
 def _end_all() -> None:
     _PROGRAM_ENDED.set()
     for loop in tuple(_RUNNING):
-        loop.end()
+        if (thread := loop._thread) is not None:
+            thread.join()
 
 
 # JAX is imported, so that its own functions for the exit run after this one.
@@ -74,7 +75,7 @@ class Call:
     most_rounds: int | None = None
     work: Callable[[], Any] | None = None
     news: threading.Event = field(default_factory=threading.Event)
-    config: ThreadConfig = field(default_factory=thread_config)
+    config: tuple[Any, ...] = field(default_factory=thread_config)
     admitted: list[Request] = field(default_factory=list)
     error: BaseException | None = None
     result: Any = None
@@ -219,16 +220,6 @@ class EngineLoop:
                     self.tally.take(self.engine.record)
             self.error = None
 
-    def make_beside(self, plan: EnginePlan, weights: DecodeWeights) -> Engine:
-        """For `run`: an engine of the caller's own. One that is idle goes before it, unless it stands.
-
-        Raises:
-            DeviceMemoryError: The device cannot hold it.
-        """
-        if self.engine is not None and not self.engine.plan.stands:
-            self._drop_idle()
-        return Engine(plan, weights)
-
     def free(self) -> None:
         """Frees the engine, unless it serves somebody."""
         self.run(self._drop_idle)
@@ -250,14 +241,6 @@ class EngineLoop:
         if thread is not None and not self.work:
             thread.join()
 
-    def end(self) -> None:
-        """Ends all requests with an error, and waits until the thread has ended."""
-        thread = self._thread
-        for call in self._calls:
-            call.fail(RuntimeError("the program has ended"))
-        if thread is not None:
-            thread.join()
-
     def _run(self) -> None:
         with self._mutex:
             if self._thread is not None:
@@ -277,11 +260,13 @@ class EngineLoop:
             self._fail(failed, everyone=True)
 
     def _goes_on(self) -> bool:
+        if _PROGRAM_ENDED.is_set():
+            self._fail(RuntimeError("the program has ended"), everyone=True)
         with self._mutex:
             self._forget()
             if not (self._waiting or self._served):
                 self._leave()
-            return self._thread is not None
+            return self._thread is threading.current_thread()
 
     def _leave(self) -> None:
         self._thread = None
@@ -327,8 +312,8 @@ class EngineLoop:
         if engine is None or call.config != self._config:
             return False
         same = plan.decoder.proposer is None or engine.weights.proposer is weights.proposer
-        joins = self._served or (self.stands and engine.plan.stands)
-        return same and (engine.plan.takes(plan) if joins else engine.plan.serves(plan))
+        joins = bool(self._served) or (self.stands and engine.plan.stands)
+        return same and engine.plan.serves(plan, joining=joins)
 
     def _make(self, call: Call) -> None:
         assert call.plan is not None

@@ -26,10 +26,6 @@ class EngineFailed(RuntimeError):
     """The engine of a request has failed, whatever was asked for: ``__cause__`` is why."""
 
 
-def _nobody() -> None:
-    """The reader of a request that nobody reads."""
-
-
 class State(enum.Enum):
     """How far a request is."""
 
@@ -65,8 +61,8 @@ class Request:
             first of them wants it no longer.
         told: Called when it has got tokens, or failed; by whoever runs its engine, so it must be quick. What
             it raises ends the request, and it is called no more.
-        reader: Who reads its tokens; once that is gone, nobody waits for it. None waits for ever.
-        cancelled: Nobody waits for it, and it takes no more tokens. Any thread may set it, by `cancel`.
+        dropped: Nobody in this process waits for it. Any thread may set it, by `cancel`.
+        cancelled: Nobody waits for it at all, and it takes no more tokens.
         readable: How many of its tokens other threads may read, and its finish reason if these are all.
         error: Why it failed.
         tokens: What it has got; a token that ended it is the last.
@@ -110,7 +106,7 @@ class Request:
     shared: bool = False
     told: Callable[[], None] | None = None
     # All that several threads read and write: its callers', and the engine's.
-    reader: "Callable[[], Any] | None" = None
+    dropped: bool = False
     cancelled: bool = False
     # Replaced whole, so that other threads read both of one moment. Lists that it counts only grow.
     readable: tuple[int, str | None] = (0, None)
@@ -153,21 +149,17 @@ class Request:
     @property
     def open(self) -> bool:
         """Whether it waits or runs. If not, its slot and pages are free."""
-        gone = self.cancelled if self.shared else self.unwanted
-        return self.finish_reason is None and not gone
+        return self.finish_reason is None and not self.cancelled
 
     @property
     def unwanted(self) -> bool:
         """Whether it has ended, or nobody in this process waits for more of it."""
-        unread = self.reader is not None and self.reader() is None
-        return self.finish_reason is not None or self.cancelled or unread
+        return self.finish_reason is not None or self.dropped
 
     def cancel(self) -> None:
         """Ends it, from any thread, for whoever waits here: the next batch frees its slot and pages."""
-        if self.shared:
-            self.reader = _nobody
-        else:
-            self.cancelled = True
+        self.dropped = True
+        self.cancelled = self.cancelled or not self.shared
 
     @property
     def max_tokens(self) -> int:

@@ -53,9 +53,9 @@ class Group(NamedTuple):
         """The parameters of its engine."""
         return DecodeWeights(self.target.weights, None if self.head is None else self.head.weights)
 
-    def call(self, plan: EnginePlan, queue: deque[Request], **settings: Any) -> Call:
+    def call(self, plan: EnginePlan, requests: Sequence[Request] = (), **settings: Any) -> Call:
         """A call for these devices, of a plan for any group's; the settings are those of `Call`."""
-        return Call(self.loop, plan.on(self.target.mesh), self.weights, queue, **settings)
+        return Call(self.loop, plan.on(self.target.mesh), self.weights, deque(requests), **settings)
 
 
 def groups_of(target: Target, head: Head | None) -> list[Group]:
@@ -91,10 +91,7 @@ def serve(
         Exception: Whatever is wrong with the engine.
     """
     groups = least_busy(groups_of(target, head), len(requests))
-    queue, news = deque(requests), threading.Event()
-    settings = {"most_admitted": _share(requests, groups), "news": news}
-    calls = [group.call(plan, queue, **settings) for group in groups]
-    return _complete(calls, requests, target.tokenizer, bar)
+    return _complete([group.call(plan) for group in groups], requests, target.tokenizer, bar)
 
 
 def complete(
@@ -104,12 +101,8 @@ def complete(
     bar: Callable[..., Any] | None = BAR,
 ) -> list[Completion]:
     """As `serve`, with engines of the caller's own, which serve nobody else meanwhile."""
-    queue, news = deque(requests), threading.Event()
     loops = [EngineLoop(engine.plan.decoder.mesh, engine) for engine in engines]
-    calls = [
-        Call(loop, engine.plan, engine.weights, queue, _share(requests, engines), news=news)
-        for loop, engine in zip(loops, engines, strict=True)
-    ]
+    calls = [Call(loop, own.plan, own.weights) for loop, own in zip(loops, engines, strict=True)]
     try:
         return _complete(calls, requests, tokenizer, bar)
     finally:
@@ -117,20 +110,16 @@ def complete(
             loop.settle()
 
 
-def _share(requests: Sequence[Request], engines: Sequence[Any]) -> int:
-    """Requests for each engine at a time, at most."""
-    return -(-len(requests) // max(len(engines), 1))
-
-
 def _complete(
     calls: Sequence[Call], requests: Sequence[Request], tokenizer: Any, bar: Callable[..., Any] | None
 ) -> list[Completion]:
     outputs = [Output(request, tokenizer) for request in requests]
-    left, turns = outputs, deque(calls)
+    left, turns, queue, news = outputs, deque(calls), deque(requests), threading.Event()
     try:
         for request in requests:
-            request.told = calls[0].news.set
+            request.told = news.set
         for call in calls:
+            call.queue, call.news, call.most_admitted = queue, news, -(-len(requests) // len(calls))
             call.loop.submit(call)
         made = None if bar is None else bar(total=len(requests), unit=" completions")
         with contextlib.nullcontext() if made is None else contextlib.closing(made):

@@ -162,7 +162,7 @@ def regenerate(
             while todo and sum(map(_unfinished, begun)) < plan.size.slots and not deadline.passed():
                 planned = todo.popleft()
                 own = [requests[index] for index in planned.indices]
-                begun.append((planned, group.call(plan, deque(own), news=news), own))
+                begun.append((planned, group.call(plan, own, news=news), own))
                 group.loop.submit(begun[-1][1])
             if not begun:
                 deadline.stop(writer.progress)
