@@ -31,6 +31,8 @@ T = TypeVar("T")
 # aborts the process. A fork has the threads of none.
 _RUNNING: "set[EngineLoop]" = set()
 _PROGRAM_ENDED = threading.Event()
+# Seconds that the loop waits for a reader, who may be slow or gone.
+_MOMENT = 0.02
 # Held for a step in a caller's thread.
 _CALLERS_STEP = threading.RLock()
 
@@ -61,6 +63,7 @@ class Call:
         most_rounds: Rounds after which the caller wants to look, unless the engine stands for many.
         work: Done once, by the loop between two dispatches; None afterwards.
         news: Set whenever there is news; calls that share a queue share it.
+        ready: Set while the caller waits, having read all news before.
         config: JAX's settings in the caller's thread.
         admitted: Requests that the engine has.
         error: Why engine or work failed; the requests have the same error.
@@ -75,6 +78,7 @@ class Call:
     most_rounds: int | None = None
     work: Callable[[], Any] | None = None
     news: threading.Event = field(default_factory=threading.Event)
+    ready: threading.Event = field(default_factory=threading.Event)
     config: tuple[Any, ...] = field(default_factory=thread_config)
     admitted: list[Request] = field(default_factory=list)
     error: BaseException | None = None
@@ -201,6 +205,7 @@ class EngineLoop:
         if self._in_flight or self._begin():
             return
         if self.engine is not None and self._served:
+            self._hear_readers()
             self._admit(self.engine)
             if self.engine.busy:
                 with configured(self._config):
@@ -213,6 +218,8 @@ class EngineLoop:
             Exception: Whatever is wrong with the engine.
         """
         if self.engine is not None and self._in_flight:
+            for call in self._served:
+                call.ready.clear()
             with configured(self._config):
                 self.engine.collect()
             if self.engine.record is not None:
@@ -332,6 +339,12 @@ class EngineLoop:
         call.work = None
         call.news.set()
 
+    def _hear_readers(self) -> None:
+        """Gives callers a moment to find their stop strings, or the next batch would be for nothing."""
+        for call in self._served:
+            if call.most_admitted and any(request.params.stop for request in call.admitted if request.open):
+                call.ready.wait(_MOMENT)
+
     def _admit(self, engine: Engine) -> None:
         """Admits requests of all calls, so many of each as it wants at a time."""
         for call in self._served:
@@ -420,6 +433,8 @@ def wait(calls: Sequence[Call]) -> None:
     """
     if threading.current_thread() in [loop._thread for loop in tuple(_RUNNING)]:
         raise RuntimeError("an engine calls this function, and cannot wait for one: use another thread")
+    for call in calls:
+        call.ready.set()
     if calls[0].in_callers_thread:
         with _CALLERS_STEP:
             for call in calls:

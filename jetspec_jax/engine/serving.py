@@ -137,6 +137,8 @@ def _complete(
         # After an interrupt nobody waits for these.
         for request in requests:
             request.cancel()
+        for call in calls:
+            call.ready.set()
     return [output.completion() for output in outputs]
 
 

@@ -270,6 +270,19 @@ def test_a_stream_goes_on_while_nobody_reads(llm, expected):
     assert stream.completion.token_ids == expected
 
 
+def test_nothing_runs_for_a_call_that_a_stop_string_has_ended(llm, monkeypatch):
+    """Its reader finds the string, and the loop hears of that before it launches again."""
+    [whole] = llm.generate([PROMPT], LONG)
+    stop = whole.text[8:12]
+    launches, launch = [], Engine.launch
+    monkeypatch.setattr("jetspec_jax.engine.loop._MOMENT", PATIENCE)
+    monkeypatch.setattr(Engine, "launch", lambda *own: launches.append(own) or launch(*own))
+    [cut] = llm.generate([PROMPT], SamplingParams(max_tokens=200, ignore_eos=True, stop=stop))
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    loop_for(llm.target).settle()
+    assert len(launches) == 1
+
+
 def test_an_engine_that_is_closed_while_somebody_waits(llm, expected):
     with halted(begun(1)) as halt:
         thread, got = in_thread(lambda: list(llm.stream(PROMPT, LONG)))
