@@ -428,11 +428,15 @@ def wait(calls: Sequence[Call]) -> None:
     """Waits for news of calls that share it; where callers make the steps, for the batch of the first.
 
     Raises:
-        RuntimeError: This thread is that of a loop, which would wait for itself or for one that waits for it.
+        RuntimeError: This thread is that of a loop, which would wait for itself or for one that waits for it;
+            or a fork has no such thread.
         Exception: An engine's error, or work's.
     """
     if threading.current_thread() in [loop._thread for loop in tuple(_RUNNING)]:
         raise RuntimeError("an engine calls this function, and cannot wait for one: use another thread")
+    thread = calls[0].loop._thread
+    if thread is not None and not thread.is_alive():
+        raise RuntimeError("this process is a fork, without the thread that serves this request")
     for call in calls:
         call.ready.set()
     if calls[0].in_callers_thread:
