@@ -151,9 +151,11 @@ class AsyncLLM:
         self._plan, self._compilations = plan, Compilations()
         self._max_waiting, self._closed = max_waiting, False
         self._groups = groups_of(target, head)
-        for group in self._groups:
-            loop = group.loop
-            loop.server, loop.leads, loop.tally = weakref.ref(self), plan.led and is_first(), Tally()
+        # Other calls join their engine.
+        self._standing = [group.call(plan) for group in self._groups]
+        for own in self._standing:
+            loop = own.loop
+            loop.server, loop.leads, loop.tally = weakref.ref(own), plan.led and is_first(), Tally()
         # The requests of each name, and how to abort them.
         self._named: dict[str, tuple[Sequence[Request], Callable[[], object]]] = {}
 
@@ -395,13 +397,12 @@ class AsyncLLM:
         self._closed = True
         for request in [one for requests, _ in tuple(self._named.values()) for one in requests]:
             request.fail(RuntimeError("this AsyncLLM was closed"))
-        for group in self._groups:
-            loop = group.loop
+        standing, self._standing = self._standing, []
+        for loop in [own.loop for own in standing]:
             loop.settle()
-            if loop.server is not None and loop.server() is self:
-                leads, loop.server, loop.leads = loop.leads, None, False
-                if leads:
-                    tell("end", None)
+            if self._plan.led and loop.leads:
+                loop.leads = False
+                tell("end", None)
 
     def _compile(self, group: Group, kinds: Sequence[Kind], scores: bool) -> None:
         """Makes the engine, and compiles its programs; blocks."""
@@ -411,7 +412,7 @@ class AsyncLLM:
 
     def _check_open(self) -> None:
         # Without those that follow, which an error has ended, nobody is served any more.
-        left = self._plan.led and is_first() and not all(group.loop.leads for group in self._groups)
+        left = self._plan.led and is_first() and not all(own.loop.leads for own in self._standing)
         if self._closed or left:
             raise RuntimeError("this AsyncLLM is closed")
 

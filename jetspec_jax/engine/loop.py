@@ -55,8 +55,8 @@ class Call:
 
     Attributes:
         loop: The loop.
-        plan: The engine that is needed; None is any or none, for work alone.
-        weights: The engine's parameters.
+        plan: The `EnginePlan` of the engine that is needed; None is any or none, for work alone.
+        weights: That engine's parameters, as `DecodeWeights`.
         queue: Requests that have not been admitted; the calls of several copies of a target share one.
         most_admitted: Requests that are admitted at a time, so that other callers' come in between; None
             admits all.
@@ -71,8 +71,8 @@ class Call:
     """
 
     loop: "EngineLoop"
-    plan: EnginePlan | None = None
-    weights: DecodeWeights | None = None
+    plan: Any = None
+    weights: Any = None
     queue: deque[Request] = field(default_factory=deque)
     most_admitted: int | None = None
     most_rounds: int | None = None
@@ -99,6 +99,11 @@ class Call:
         """Whether its caller makes the steps: processes that share a mesh make the same calls in step."""
         return spans(self.loop.mesh) and not (self.plan is not None and self.plan.led)
 
+    def is_served_by(self, plan: EnginePlan, weights: DecodeWeights, *, joining: bool) -> bool:
+        """Whether an engine serves it: see `EnginePlan.serves`."""
+        same = self.plan.decoder.proposer is None or weights.proposer is self.weights.proposer
+        return same and plan.serves(self.plan, joining=joining)
+
     def fail(self, error: Exception) -> None:
         """Ends all its requests with an error, and tells the caller."""
         self.error, self.work = error, None
@@ -122,7 +127,7 @@ class EngineLoop:
         mesh: The target's devices.
         engine: The engine; None before the first call.
         error: Why the last dispatch failed; None if it did not.
-        server: Leads to whatever serves others with an engine that stands, which calls join; or None.
+        server: Leads to a call of whatever serves others with an engine that stands: calls join that engine.
         leads: Whether other processes follow this one, until an error of the engine ends them.
         tally: Counts what it has done.
     """
@@ -131,7 +136,7 @@ class EngineLoop:
         """Starts nothing; an engine may be there to begin with."""
         self.mesh, self.engine = mesh, engine
         self.error: BaseException | None = None
-        self.server: "weakref.ref[Any] | None" = None
+        self.server: Callable[[], Call | None] = lambda: None
         self.leads, self.tally = False, Tally()
         self._config = thread_config()
         # Guards what follows; held for moments only.
@@ -139,11 +144,6 @@ class EngineLoop:
         self._waiting: deque[Call] = deque()
         self._served: list[Call] = []
         self._thread: threading.Thread | None = None
-
-    @property
-    def stands(self) -> bool:
-        """Whether there is a server, whose engine calls join."""
-        return self.server is not None and self.server() is not None
 
     @property
     def work(self) -> int:
@@ -313,20 +313,17 @@ class EngineLoop:
         return False
 
     def _suits(self, call: Call) -> bool:
-        engine, plan, weights = self.engine, call.plan, call.weights
-        if plan is None or weights is None:
-            return True
-        if engine is None or call.config != self._config:
-            return False
-        same = plan.decoder.proposer is None or engine.weights.proposer is weights.proposer
-        joins = bool(self._served) or (self.stands and engine.plan.stands)
-        return same and engine.plan.serves(plan, joining=joins)
+        engine = self.engine
+        if call.plan is None or engine is None or call.config != self._config:
+            return call.plan is None
+        joining = bool(self._served) or (engine.plan.stands and self.server() is not None)
+        return call.is_served_by(engine.plan, engine.weights, joining=joining)
 
     def _make(self, call: Call) -> None:
-        assert call.plan is not None
-        assert call.weights is not None
         self._drop_idle()  # its stores go before others are made
-        self._config = call.config
+        self._config, server = call.config, self.server()
+        if server is not None and call.is_served_by(server.plan, server.weights, joining=True):
+            call = server
         with configured(self._config):
             self.engine = Engine(call.plan, call.weights)
 

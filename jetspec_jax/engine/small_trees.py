@@ -51,7 +51,7 @@ class SmallTrees:
     def plan(self, plan: EnginePlan, requests: list[Request]) -> EnginePlan:
         """The engine for a call that was planned as plain decoding; its request gets the trees, if any."""
         loop = loop_for(self._target)
-        if loop.stands or len(requests) != 1 or requests[0].params.temperature > 0:
+        if loop.server() is not None or len(requests) != 1 or requests[0].params.temperature > 0:
             return plan
         last, self._last = self._last, ()
         self._tokens += len(last)
