@@ -4,7 +4,8 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+import weakref
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,19 +21,20 @@ from jetspec_jax.arguments import (
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import serving_algorithm
 from jetspec_jax.device.compilations import Compilations
+from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.device.processes import is_first
 from jetspec_jax.engine.admission import CheckedRequest, check_models, check_request
-from jetspec_jax.engine.driver import Driver
 from jetspec_jax.engine.following import follow
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion, Output, Round
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt
-from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.serving import groups_of
+from jetspec_jax.engine.request import EngineFailed, Request
+from jetspec_jax.engine.serving import Group, groups_of, least_busy
 from jetspec_jax.engine.size import MAX_SLOTS
 from jetspec_jax.engine.standing import plan_standing
-from jetspec_jax.engine.stats import EngineStats
+from jetspec_jax.engine.stats import EngineStats, Tally
 from jetspec_jax.engine.wants import Kind
+from jetspec_jax.engine.wire import tell
 from jetspec_jax.llm import LLM, kinds_to_compile, refuse_keywords
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Hints
@@ -147,9 +149,15 @@ class AsyncLLM:
         )
         self._capacity, self._slots = plan.size.capacity, plan.size.slots
         self._plan, self._compilations = plan, Compilations()
-        self._drivers = [Driver(group, plan, max_waiting) for group in groups_of(target, head)]
-        # How to end those that have a name.
-        self._named: dict[str, Callable[[], object]] = {}
+        self._max_waiting, self._closed = max_waiting, False
+        self._groups = groups_of(target, head)
+        # Other calls join their engine.
+        self._standing = [group.call(plan) for group in self._groups]
+        for own in self._standing:
+            loop = own.loop
+            loop.server, loop.leads, loop.tally = weakref.ref(own), plan.led and is_first(), Tally()
+        # The requests of each name, and how to abort them.
+        self._named: dict[str, tuple[Sequence[Request], Callable[[], object]]] = {}
 
     async def __aenter__(self) -> "AsyncLLM":
         """Itself."""
@@ -167,7 +175,7 @@ class AsyncLLM:
     @property
     def errored(self) -> bool:
         """Whether the last dispatch failed; a later request makes the engine anew."""
-        return any(driver.error is not None for driver in self._drivers)
+        return any(group.loop.error is not None for group in self._groups)
 
     def check(
         self, prompt: Prompt | EncodedPrompt, sampling_params: SamplingParams | None = None
@@ -260,11 +268,14 @@ class AsyncLLM:
             _send(loop, news, ABORT)
 
         # In one step: several loops may bring one name at once.
-        if self._named.setdefault(name, end) is not end:
+        if self._named.setdefault(name, own := (requests, end)) is not own:
             raise ValueError(f"another request of the name {shown(name)} runs")
         timer = None
+        [group] = least_busy(self._groups, 1)
+        call = group.call(self._plan, requests)
         try:
-            min(self._drivers, key=lambda driver: driver.work).submit(requests)
+            self._check_open()  # whoever closes it from now on ends these too
+            call.loop.submit(call, self._max_waiting)
             if deadline is not None and deadline < math.inf:
                 # The engine looks at deadlines too, but not while another call has it to itself.
                 timer = loop.call_later(deadline - time.monotonic(), news.put_nowait, _LATE)
@@ -297,6 +308,11 @@ class AsyncLLM:
                     whole = going_on.pop(number).completion()
                 tokens, index = output.token_ids[known:], output.request.index
                 yield Delta(text, tokens, index, reason, whole, told, rounds, name, not going_on)
+        except Exception as error:
+            # Told apart from what is wrong with a request, whatever the type. A lack of memory has its own.
+            if error is call.error and not isinstance(error, DeviceMemoryError):
+                raise EngineFailed(str(error) or type(error).__name__) from error
+            raise
         finally:
             if timer is not None:
                 timer.cancel()
@@ -306,8 +322,8 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """Ends a request by its name, if it runs: its last deltas have the reason "abort"."""
-        if end := self._named.get(request_id):
-            end()
+        if named := self._named.get(request_id):
+            named[1]()
 
     async def get_tokenizer(self) -> Any:
         """As `LLM.get_tokenizer`."""
@@ -327,17 +343,18 @@ class AsyncLLM:
         self._check_first()
         params = sampling_params or SamplingParams()
         short, scores = kinds_to_compile(sampling_params), params.prompt_logprobs is not None
-        for driver in self._drivers:
-            await asyncio.to_thread(driver.compile, Kind.of(params).parts, scores=scores)
+        for group in self._groups:
+            await asyncio.to_thread(self._compile, group, Kind.of(params).parts, scores)
         # What else a request needs, with all the room that it needs there by now.
         prompt = [0] * min(2, self._capacity - 1)
         for own in short:
             requests: list[Request] = []
             try:
-                for driver in self._drivers:
+                for group in self._groups:
                     checked = self.check(prompt, own)
                     requests += (made := checked.requests(self.llm.settings, self._plan.decoder))
-                    driver.submit(made)
+                    self._check_open()
+                    group.loop.submit(group.call(self._plan, made))
                 while any(request.open for request in requests):
                     await asyncio.sleep(0.01)
             finally:
@@ -351,7 +368,7 @@ class AsyncLLM:
     def stats(self) -> EngineStats:
         """Figures by now, of all copies together; from any thread, which waits for nobody."""
         own = EngineStats(compilations=self._compilations.count)
-        return sum((driver.stats() for driver in self._drivers), own)
+        return sum((group.loop.stats(self._plan.size.num_pages) for group in self._groups), own)
 
     def follow(self) -> None:
         """Does what the first process decides, until that closes; for all others that share the models.
@@ -368,7 +385,7 @@ class AsyncLLM:
             raise ValueError("this process shares its models with no other, and has nobody to follow")
         if is_first():
             raise ValueError("process 0 serves requests, and the other processes follow it")
-        [group] = groups_of(self.llm.target, self.llm.draft_head)
+        [group] = self._groups
         follow(group, self._plan)
 
     async def close(self) -> None:
@@ -377,8 +394,27 @@ class AsyncLLM:
 
     def shutdown(self) -> None:
         """As `close`, under vLLM's name: blocks."""
-        for driver in self._drivers:
-            driver.close()
+        self._closed = True
+        for request in [one for requests, _ in tuple(self._named.values()) for one in requests]:
+            request.fail(RuntimeError("this AsyncLLM was closed"))
+        standing, self._standing = self._standing, []
+        for loop in [own.loop for own in standing]:
+            loop.settle()
+            if self._plan.led and loop.leads:
+                loop.leads = False
+                tell("end", None)
+
+    def _compile(self, group: Group, kinds: Sequence[Kind], scores: bool) -> None:
+        """Makes the engine, and compiles its programs; blocks."""
+        self._check_open()
+        loop, plan = group.loop, self._plan.on(group.target.mesh)
+        loop.run(lambda: loop.engine and loop.engine.compile(kinds, scores=scores), plan, group.weights)
+
+    def _check_open(self) -> None:
+        # Without those that follow, which an error has ended, nobody is served any more.
+        left = self._plan.led and is_first() and not all(own.loop.leads for own in self._standing)
+        if self._closed or left:
+            raise RuntimeError("this AsyncLLM is closed")
 
     def _check_first(self) -> None:
         if self._plan.led and not is_first():

@@ -38,6 +38,7 @@ from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.admission import check_places, plan_requests, read_single
 from jetspec_jax.engine.agreement import check_alike_engines
 from jetspec_jax.engine.known_costs import keep_costs_in
+from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.memory import check_engine_memory
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.planning import EnginePlan, plan_engine
@@ -46,7 +47,7 @@ from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import BAR, compile_chunks, groups_of, least_busy, serve
 from jetspec_jax.engine.size import DEFAULT_CAPACITY, MAX_SLOTS, slots_for
 from jetspec_jax.engine.small_trees import SMALL_TREES, SmallTrees, can_pay
-from jetspec_jax.engine.stream import DrivenStream, Stream
+from jetspec_jax.engine.stream import STREAM_ROUNDS, Stream
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Algorithm, Hints
 from jetspec_jax.vllm_names import CALLS, ENGINE
@@ -227,7 +228,7 @@ class LLM:
         if spans(meshes[0]):
             check_alike_engines(plan)
         # An engine that a loaded target keeps serves or makes room: the next one is checked when it is made.
-        if not isinstance(ours, Target) or ours.keeper.engine is None:
+        if not isinstance(ours, Target) or loop_for(ours).engine is None:
             for group in meshes:
                 check_engine_memory(
                     plan.on(group),
@@ -351,11 +352,8 @@ class LLM:
         read = read_single(self.target, prompt, sampling_params)
         plan, [request] = self._plan([read], sampling_params, routing)
         [group] = least_busy(groups_of(self.target, self.draft_head), 1)
-        if (driver := group.driver(plan)) is not None:
-            return DrivenStream(group.target, driver, request)
-        keeper = group.target.keeper
-        with keeper.line, keeper.lock:
-            return Stream(group.target, group.engine(plan), request)
+        call = group.call(plan, [request], most_rounds=STREAM_ROUNDS)
+        return Stream(call, request, self.target.tokenizer)
 
     def warm_up(self, num_prompts: int | None = None, sampling_params: SamplingParams | None = None) -> None:
         """Compiles what calls need, so that they compile nothing; with a progress bar on a terminal.

@@ -1,6 +1,7 @@
 """Admission: requests are checked here, once, before anything is done for them."""
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -251,7 +252,12 @@ def check_models(target: object, head: object) -> None:
     check_type("the target", target, Target, "a Target, as load_target returns it")
     check_type("the draft head", head, Head | None, "a Head, as load_draft_head returns it")
     if isinstance(target, Target):
-        target.keeper.check_process()
+        if (own := os.getpid()) != target.process:
+            raise RuntimeError(
+                f"process {own} is a fork of process {target.process}, which loaded the models, and cannot "
+                'use them: start processes by multiprocessing.get_context("spawn"), and load the models in '
+                "each"
+            )
         if isinstance(head, Head):
             check_places(target.meshes, head.meshes)
 

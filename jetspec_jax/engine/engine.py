@@ -42,8 +42,8 @@ class Engine:
     the first process alone has requests, and tells the others all that the runner is to do: see
     `jetspec_jax.engine.following`.
 
-    An interrupt may strike anywhere. While the host waits for the device it loses nothing; one that cuts a
-    decision short leaves host and device at odds, and the engine is `broken` then: it serves nobody any more.
+    An error or an interrupt that cuts a decision short leaves host and device at odds, and the engine is
+    `broken` then: it serves nobody any more.
     """
 
     def __init__(self, plan: EnginePlan, weights: DecodeWeights):
@@ -116,15 +116,12 @@ class Engine:
             self.runner.extend(joined.bad_words)
         self.plan = extended
 
-    def launch(
-        self, most_rounds: int | None = None, decode: Decode | None = None, *, timed: bool = True
-    ) -> None:
+    def launch(self, most_rounds: int | None = None, decode: Decode | None = None) -> None:
         """Starts what comes next: admissions, prompts, and rounds.
 
         Args:
             most_rounds: Rounds after which the caller wants to look; None leaves it to the policy.
             decode: What runs the rounds; None is the decoder that the policy chooses.
-            timed: Whether the caller collects as soon as the rounds end.
 
         Raises:
             RuntimeError: A launch was not collected or was cut short, or no request can ever run.
@@ -142,7 +139,7 @@ class Engine:
             batch = self.scheduler.next_batch(most_rounds, now)
             if self._leads:
                 tell("batch", batch)
-            self.runner.launch(batch, decode, timed=timed, matchers=self.scheduler.matchers)
+            self.runner.launch(batch, decode, matchers=self.scheduler.matchers)
 
     def collect(self) -> list[Request]:
         """Waits for what was launched, and hands out its tokens: the requests that were served.
@@ -152,18 +149,15 @@ class Engine:
         """
         if self.broken:
             raise RuntimeError(LOST)
-        flight = self.runner.in_flight
-        if flight is None:
+        if self.runner.in_flight is None:
             raise RuntimeError("no batch was launched")
         try:
             record = self.runner.collect()
         except Exception:  # of the device: the batch will never come; an interrupt is none
             self.broken = True
             raise
-        if self.runner.in_flight is not flight:
-            return []  # a call from inside this one, as a signal's handler makes, has handed it out
         with self._undivided():
-            self.runner.forget()
+            self.runner.in_flight = None
             self.record = record
             served = self.scheduler.take(record)
         for request in served:
@@ -197,10 +191,10 @@ class Engine:
             self.runner.compile_scores()
 
     def close(self) -> None:
-        """Frees the stores, whoever still holds the engine; its requests are lost."""
+        """Frees the stores, whoever still holds the engine; its requests fail."""
         self.broken = True
         for request in self.scheduler.requests:
-            request.cancel()
+            request.fail(RuntimeError(LOST))
         self.runner.free()
 
     @contextlib.contextmanager

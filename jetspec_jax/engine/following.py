@@ -3,7 +3,6 @@
 import contextlib
 from typing import Any
 
-from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.grammars import FollowedMatchers
@@ -26,32 +25,29 @@ def follow(group: Group, plan: EnginePlan) -> None:
         RuntimeError: An error has ended the work of the first process.
         OutOfStep: That process does something else.
     """
-    keeper, head, grammars = group.target.keeper, group.head, FollowedMatchers(group.target)
+    loop, grammars = group.loop, FollowedMatchers(group.target)
     engine: Any = None
-    with keeper.line, keeper.lock:
-        while True:
-            what, values = hear()
-            if what == "end":
-                [words] = values
-                if words is not None:
-                    raise RuntimeError(f"process 0 serves no more: {words}")
-                return
-            # What the devices cannot hold, the first process is told as well, and goes on.
-            with contextlib.suppress(DeviceMemoryError):
-                if what == "engine":
-                    if keeper.engine is not None:
-                        keeper.engine.close()
-                    keeper.engine = engine = None
-                    weights = DecodeWeights(group.target.weights, None if head is None else head.weights)
-                    keeper.engine = engine = Engine(plan, weights)
-                elif what == "batch":
-                    [batch] = values
-                    engine.runner.launch(batch, timed=False, matchers=grammars.begin(batch))
-                    if batch.masked:
-                        grammars.end(batch, engine.runner.collect().tokens)
-                    engine.runner.forget()
-                elif what == "compile":
-                    kinds, scores = values
-                    engine.compile(kinds, scores=scores)
-                else:
-                    engine.extend(*values)
+    while True:
+        what, values = hear()
+        if what == "end":
+            [words] = values
+            if words is not None:
+                raise RuntimeError(f"process 0 serves no more: {words}")
+            return
+        # What the devices cannot hold, the first process is told as well, and goes on.
+        with contextlib.suppress(DeviceMemoryError):
+            if what == "engine":
+                engine = None
+                loop.free()
+                loop.engine = engine = Engine(plan, group.weights)
+            elif what == "batch":
+                [batch] = values
+                engine.runner.launch(batch, matchers=grammars.begin(batch))
+                if batch.masked:
+                    grammars.end(batch, engine.runner.collect().tokens)
+                engine.runner.in_flight = None
+            elif what == "compile":
+                kinds, scores = values
+                engine.compile(kinds, scores=scores)
+            else:
+                engine.extend(*values)

@@ -2,7 +2,6 @@
 
 import math
 import time
-import weakref
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -116,13 +115,16 @@ class Output:
             tokenizer: A transformers tokenizer, or None.
         """
         self.request = request
-        request.reader = weakref.ref(self)
         params = request.params
         self._stop = tuple(params.stop or ())
         self._keep_stop, self._skip_special = params.include_stop_str_in_output, params.skip_special_tokens
         self._min_tokens = params.min_tokens
         self._detokenizer = detokenizer_of(tokenizer)
         self._begin()
+
+    def __del__(self) -> None:
+        """Nobody waits for the request any more."""
+        self.request.cancel()
 
     def _begin(self) -> None:
         self.token_ids: list[int] = []

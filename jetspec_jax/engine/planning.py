@@ -115,29 +115,30 @@ class EnginePlan:
         """Whether its engine stays for requests that come and go, whatever their number."""
         return self.slices is not None
 
-    def serves(self, other: "EnginePlan") -> bool:
-        """Whether an engine of this plan does what one of the other would do; one that stands, any less."""
+    def serves(self, other: "EnginePlan", *, joining: bool = False) -> bool:
+        """Whether an engine of this plan does what one of the other would do; one that stands, any less.
+
+        Args:
+            other: What is needed.
+            joining: Whether requests join those that run, and may wait for them: for fewer slots than were
+                asked for where the engine stands, and for as many else.
+        """
         mine, wanted = self.size, other.size
-        if self.stands and not other.stands:
-            same = mine.slots >= wanted.slots
-        else:
+        if other.stands or not (self.stands or joining):
             kept, asked = (
-                (own.size.slots, own.size.chunks, own.size.snapshots, own.least_nodes)
+                (own.size.slots, own.size.chunks, own.size.snapshots, own.least_nodes, own.slices)
                 for own in (self, other)
             )
-            same = kept == asked and self.slices == other.slices
+            enough = kept == asked
+        else:
+            enough = mine.slots >= wanted.slots or (joining and self.stands)
         return (
-            same
+            enough
             and self.has_trees_of(other)
             and (self.dtype, self.led) == (other.dtype, other.led)
             and mine.capacity >= wanted.capacity
-            and mine.num_pages >= wanted.num_pages
+            and (joining or mine.num_pages >= wanted.num_pages)
         )
-
-    def takes(self, other: "EnginePlan") -> bool:
-        """Whether requests for the other's engine may wait for slots of this one's, which stands."""
-        same = (self.dtype, self.led) == (other.dtype, other.led)
-        return self.stands and same and self.has_trees_of(other) and self.size.capacity >= other.size.capacity
 
     def has_trees_of(self, other: "EnginePlan") -> bool:
         """Whether the decoders are equal; one that stands may choose among sizes of the other's trees."""

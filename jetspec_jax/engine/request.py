@@ -1,6 +1,7 @@
 """A request on its way through an engine: a prompt, what was asked for, and the tokens so far."""
 
 import enum
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,8 @@ from jetspec_jax.engine.records import Adjusting
 from jetspec_jax.sampling.grammar import MOST_SECONDS, Matcher
 from jetspec_jax.sampling.params import SamplingParams
 
+_log = logging.getLogger("jetspec_jax")
+
 
 class DeadlinePassed(TimeoutError):
     """A request was not served by the time that it had."""
@@ -21,10 +24,6 @@ class DeadlinePassed(TimeoutError):
 
 class EngineFailed(RuntimeError):
     """The engine of a request has failed, whatever was asked for: ``__cause__`` is why."""
-
-
-def _nobody() -> None:
-    """The reader of a request that nobody reads."""
 
 
 class State(enum.Enum):
@@ -60,10 +59,10 @@ class Request:
         matcher: Its way through the grammar that its output follows; None without one.
         shared: Whether several processes serve it: then it is cancelled for all at the same step, once the
             first of them wants it no longer.
-        told: Called when it has got tokens, or failed; by whoever runs its engine, so it must be quick and
-            raise nothing.
-        reader: Who reads its tokens; once that is gone, nobody waits for it. None waits for ever.
-        cancelled: Nobody waits for it, and it takes no more tokens. Any thread may set it, by `cancel`.
+        told: Called when it has got tokens, or failed; by whoever runs its engine, so it must be quick. What
+            it raises ends the request, and it is called no more.
+        dropped: Nobody in this process waits for it. Any thread may set it, by `cancel`.
+        cancelled: Nobody waits for it at all, and it takes no more tokens.
         readable: How many of its tokens other threads may read, and its finish reason if these are all.
         error: Why it failed.
         tokens: What it has got; a token that ended it is the last.
@@ -107,7 +106,7 @@ class Request:
     shared: bool = False
     told: Callable[[], None] | None = None
     # All that several threads read and write: its callers', and the engine's.
-    reader: "Callable[[], Any] | None" = None
+    dropped: bool = False
     cancelled: bool = False
     # Replaced whole, so that other threads read both of one moment. Lists that it counts only grow.
     readable: tuple[int, str | None] = (0, None)
@@ -150,21 +149,17 @@ class Request:
     @property
     def open(self) -> bool:
         """Whether it waits or runs. If not, its slot and pages are free."""
-        gone = self.cancelled if self.shared else self.unwanted
-        return self.finish_reason is None and not gone
+        return self.finish_reason is None and not self.cancelled
 
     @property
     def unwanted(self) -> bool:
         """Whether it has ended, or nobody in this process waits for more of it."""
-        unread = self.reader is not None and self.reader() is None
-        return self.finish_reason is not None or self.cancelled or unread
+        return self.finish_reason is not None or self.dropped
 
     def cancel(self) -> None:
         """Ends it, from any thread, for whoever waits here: the next batch frees its slot and pages."""
-        if self.shared:
-            self.reader = _nobody
-        else:
-            self.cancelled = True
+        self.dropped = True
+        self.cancelled = self.cancelled or not self.shared
 
     @property
     def max_tokens(self) -> int:
@@ -278,8 +273,14 @@ class Request:
 
     def tell(self) -> None:
         """Tells whoever wants to know that there is news of it."""
-        if self.told is not None:
-            self.told()
+        told = self.told
+        try:
+            if told is not None:
+                told()
+        except Exception as error:
+            _log.exception("a function that is told of a request has failed")
+            self.told = None
+            self.fail(error)
 
     def follow(self) -> None:
         """Takes its tokens through its grammar; it fails where that is slow or has no way on."""

@@ -85,7 +85,6 @@ class Runner:
         batch: Batch,
         decode: Decode | None = None,
         *,
-        timed: bool = True,
         matchers: Mapping[int, Matcher] | None = None,
     ) -> None:
         """Starts a batch; `collect` waits for it. The caller has collected the one before.
@@ -93,7 +92,6 @@ class Runner:
         Args:
             batch: What to do.
             decode: What runs the rounds; None is `decode` of the bucket's decoder.
-            timed: Whether `collect` follows as soon as the rounds end.
             matchers: By slot, the grammars that outputs follow: with any, this waits for all rounds but the
                 last.
         """
@@ -125,8 +123,7 @@ class Runner:
         self._copy(own for own in batch.copies if own.after == len(batch.chunks))
         # Rounds that wait for a prompt, for the compiler or for the host are not timed.
         alone = not (batch.chunks or batch.copies or scored or matchers)
-        timed = timed and alone and rounds in self._compiled
-        started = time.perf_counter() if timed else None
+        started = time.perf_counter() if alone and rounds in self._compiled else None
         records = None
         if batch.rounds:
             own = self._live(batch.live)
@@ -203,7 +200,7 @@ class Runner:
         self._scores.compile(self.size.capacity)
 
     def collect(self) -> DispatchRecord:
-        """Waits for the batch that was launched; may be repeated until `forget`.
+        """Waits for the batch that was launched; may be repeated while that is in flight.
 
         Raises:
             RuntimeError: No batch was launched.
@@ -232,10 +229,6 @@ class Runner:
         return DispatchRecord(
             batch.bucket, batch.live, None, np.zeros(shape, np.int32), np.zeros(shape[:2], np.int32)
         )
-
-    def forget(self) -> None:
-        """The batch that was launched has been collected."""
-        self.in_flight = None
 
     def free(self) -> None:
         """Frees the stores, whoever still names them; the runner is of no use afterwards."""

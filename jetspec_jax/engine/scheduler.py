@@ -77,11 +77,6 @@ class Scheduler:
         return [slot for slot in range(self.size.slots) if slot not in taken]
 
     @property
-    def room(self) -> int:
-        """Requests that would get a slot at once."""
-        return self.size.slots - len(self.requests)
-
-    @property
     def matchers(self) -> dict[int, Matcher]:
         """By slot, the grammars of those that decode in the last batch."""
         return {own.slot: own.matcher for own in self._members if own.matcher is not None}

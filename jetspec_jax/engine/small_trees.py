@@ -16,6 +16,7 @@ from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.memory import array_bytes, fits
 from jetspec_jax.engine.known_costs import known_costs
+from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.memory import engine_bytes
 from jetspec_jax.engine.planning import EnginePlan, plan_engine
 from jetspec_jax.engine.request import Request
@@ -49,9 +50,8 @@ class SmallTrees:
 
     def plan(self, plan: EnginePlan, requests: list[Request]) -> EnginePlan:
         """The engine for a call that was planned as plain decoding; its request gets the trees, if any."""
-        driver = self._target.keeper.driver
-        served = driver is not None and driver() is not None  # by the engine of other callers
-        if served or len(requests) != 1 or requests[0].params.temperature > 0:
+        loop = loop_for(self._target)
+        if loop.server() is not None or len(requests) != 1 or requests[0].params.temperature > 0:
             return plan
         last, self._last = self._last, ()
         self._tokens += len(last)
@@ -71,7 +71,7 @@ class SmallTrees:
             plain, tree = (costs.at((1, bucket), costs.contexts[0], math.inf) for bucket in costs.buckets(1))
             if tree > MOST_RATIO * plain:
                 return plan
-        kept = self._target.keeper.engine
+        kept = loop.engine
         if not (kept is not None and kept.plan.has_trees_of(trees)) and not fits(engine_bytes(trees)):
             return plan
         requests[0].budget, requests[0].depth = SMALL_TREES.budget, trees.decoder.depth

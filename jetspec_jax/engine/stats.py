@@ -60,7 +60,7 @@ class EngineStats:
 
 
 class Tally:
-    """Counts what one engine after the other has done for the requests of a driver."""
+    """Counts what a loop has done for requests, with one engine after the other."""
 
     def __init__(self) -> None:
         """Begins at nothing."""

@@ -5,7 +5,8 @@ and the same parts of a round, in a program that also returns what passes betwee
 """
 
 import functools
-from collections.abc import Generator, Iterator
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,10 +25,10 @@ from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord
 from jetspec_jax.device.processes import OutOfStep
 from jetspec_jax.engine.admission import plan_requests, read_single
 from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.loop import EngineLoop, loop_for
 from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.serving import give_back, take_engine
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import NO_PARENT, ROOT_INDEX, Auto, Hints, TokenTree, algorithm_of
 from pallas_kernels import shards
@@ -71,20 +72,41 @@ class RoundTrace(NamedTuple):
 class Trace(Iterator[RoundTrace]):
     """The rounds of one request, decoded as they are asked for; closed or dropped, it holds nothing."""
 
-    def __init__(self, target: Target, engine: Engine, request: Request):
-        """Takes over an engine of its own, with its only request."""
-        self._output = Output(request, target.tokenizer)
-        self._rounds = _rounds(target, engine, self._output)
+    def __init__(self, loop: EngineLoop, engine: Engine, request: Request, tokenizer: Any):
+        """Takes over an engine, whose only request it is; each round is one between two of the loop's."""
+        self._output, self._loop = Output(request, tokenizer), loop
+        self._engine: Engine | None = engine
+        self._seen: deque[_Seen] = deque()
+        wants = {"adjusts": request.params.adjusts, "logprobs": request.params.logprobs is not None}
+        self._decoder = engine.runner.decoder_for(engine.plan.decoder.bucket, **wants)
+        engine.admit(request)
 
     def __next__(self) -> RoundTrace:
         """Decodes the next round."""
-        return next(self._rounds)
+        output, request = self._output, self._output.request
+        while (engine := self._engine) is not None and (self._seen or output.finish_reason is None):
+            try:
+                if not self._seen:
+                    self._loop.run(functools.partial(engine.step, 1, self._decode))
+            except OutOfStep:
+                if not request.cancelled:
+                    raise
+            if request.cancelled and request.finish_reason is None:
+                break  # the first process has closed its trace
+            output.update()
+            passed = jax.device_get(self._seen.popleft())
+            if passed.accepted.counts[request.slot]:  # none while it waits for a page
+                return _of_slot(passed, request.slot)
+        self.close()
+        raise StopIteration
 
     def close(self) -> None:
         """Ends the request; its stores are free again."""
-        self._rounds.close()
-        # From Python 3.12 on, a generator that is closed before its first step keeps its arguments.
-        self._rounds = _no_rounds()
+        engine, self._engine = self._engine, None
+        self._output.request.cancel()
+        self._seen.clear()
+        if engine is not None:
+            engine.close()
 
     @property
     def text(self) -> str:
@@ -95,6 +117,14 @@ class Trace(Iterator[RoundTrace]):
     def completion(self) -> Completion | None:
         """The whole completion once the request has ended, None before."""
         return None if self._output.finish_reason is None else self._output.completion()
+
+    def _decode(
+        self, weights: DecodeWeights, state: DecodeState, _: np.int32
+    ) -> tuple[DecodeState, RoundRecord]:
+        traced_round = jit_rounds(_traced_round, self._decoder.bucket)
+        state, (record, passed) = traced_round(self._decoder, weights, state)
+        self._seen.append(passed)
+        return state, jax.tree.map(lambda one: one[None], record)
 
 
 def trace_rounds(
@@ -145,48 +175,12 @@ def trace_rounds(
         proposer=proposer,
         implementation=implementation,
     )
-    weights = proposer_weights if head is None else head.weights
-    with target.keeper.line, target.keeper.lock:
-        engine = take_engine(target, plan, weights)
-        engine.admit(request)
-    return Trace(target, engine, request)
-
-
-def _no_rounds() -> Generator[RoundTrace]:
-    yield from ()
-
-
-def _rounds(target: Target, engine: Engine, output: Output) -> Generator[RoundTrace]:
-    """Serves an engine's only request, one round a step."""
-    seen: list[_Seen] = []
-    request, bucket = output.request, engine.plan.decoder.bucket
-    wants = {"adjusts": request.params.adjusts, "logprobs": request.params.logprobs is not None}
-    decoder = engine.runner.decoder_for(bucket, **wants)
-    traced_round = jit_rounds(_traced_round, decoder.bucket)
-
-    def decode(weights: DecodeWeights, state: DecodeState, _: np.int32) -> tuple[DecodeState, RoundRecord]:
-        state, (record, passed) = traced_round(decoder, weights, state)
-        seen.append(passed)
-        return state, jax.tree.map(lambda one: one[None], record)
-
-    try:
-        while output.finish_reason is None:
-            try:
-                engine.step(1, decode)
-            except OutOfStep:
-                if not request.cancelled:
-                    raise
-            if request.cancelled and request.finish_reason is None:
-                return  # the first process has closed its trace
-            output.update()
-            if not seen:
-                continue  # the step collected what an interrupted call had launched
-            passed = jax.device_get(seen.pop())
-            if passed.accepted.counts[request.slot]:  # none while it waits for a page
-                yield _of_slot(passed, request.slot)
-    finally:
-        request.cancel()
-        give_back(target, engine)
+    weights = DecodeWeights(target.weights, proposer_weights if head is None else head.weights)
+    loop = loop_for(target)
+    if loop.engine is not None and not loop.engine.plan.stands:
+        loop.free()  # two sets of stores need not coexist
+    engine = loop.run(functools.partial(Engine, plan, weights))
+    return Trace(loop, engine, request, target.tokenizer)
 
 
 class _Seen(NamedTuple):

@@ -265,16 +265,18 @@ class TestLeaving:
 
     @pytest.mark.parametrize("looks", range(7))
     def test_who_goes_at_any_moment_leaves_nothing(self, made, looks):
-        """Also between two looks at it: readers are dropped by other threads."""
+        """Also between two looks at it: it is cancelled by another thread."""
 
         class Fading(Request):
             left_looks = None
 
             @property
-            def unwanted(self):
+            def open(self):
                 if self.left_looks is not None:
                     self.left_looks -= 1
-                return super().unwanted or (self.left_looks is not None and self.left_looks < 0)
+                    if self.left_looks < 0:
+                        self.cancel()
+                return super().open
 
         scheduler, device = made(slots=2, pages=4)
         fades = Fading(np.arange(70, dtype=np.int32), SamplingParams(max_tokens=60, seed=1), budget=BUCKET)

@@ -94,7 +94,7 @@ class World:
             return
         if self.readers.pop(request, None) is not None:
             self.ends["unread"] += 1
-        elif request.reader is None:
+        else:
             request.cancel()
             self.ends["cancelled"] += 1
 

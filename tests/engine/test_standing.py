@@ -13,9 +13,9 @@ from jetspec_jax import LLM, AsyncLLM, SamplingParams, generate
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.device import memory
 from jetspec_jax.engine import round_costs, standing
-from jetspec_jax.engine.driver import Driver
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.extras import Extras
+from jetspec_jax.engine.loop import EngineLoop, loop_for
 from jetspec_jax.engine.memory import engine_bytes
 from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.engine.standing import plan_standing
@@ -90,7 +90,7 @@ def test_a_warm_up_compiles_all_and_figures_add_up(models, monkeypatch):
             with compilations() as seen:
                 alone = await whole(llm, prompts[0], params[0])
                 got = await asyncio.gather(*[whole(llm, *own) for own in zip(prompts, params, strict=True)])
-            while llm._drivers[0]._thread is not None:  # the rounds after an end count too
+            while loop_for(models[0])._thread is not None:  # the rounds after an end count too
                 await asyncio.sleep(0.001)
             return seen, before, alone, got, llm.stats()
 
@@ -164,13 +164,15 @@ def test_a_call_and_other_callers_run_together(models, monkeypatch):
     long, short = SamplingParams(max_tokens=200, ignore_eos=True), SamplingParams(max_tokens=9)
     prompts = [[number, 5] for number in range(8)]
     expected, brief = generate(models[0], prompts, long), generate(models[0], prompts, short)
-    submit, requests, completions = Driver.submit, collections.defaultdict(list), []
+    submit, requests, completions = EngineLoop.submit, collections.defaultdict(list), []
 
-    def noted(driver, asked, **settings):
-        submit(driver, asked, **settings)
-        requests[asked[0].params.max_tokens] += asked
+    def noted(loop, call, *arguments):
+        asked = list(call.queue)
+        submit(loop, call, *arguments)
+        for request in asked:
+            requests[request.params.max_tokens].append(request)
 
-    monkeypatch.setattr(Driver, "submit", noted)
+    monkeypatch.setattr(EngineLoop, "submit", noted)
 
     def call():
         completions.extend(beside.generate(prompts, long))
@@ -178,7 +180,7 @@ def test_a_call_and_other_callers_run_together(models, monkeypatch):
     async def run():
         async with AsyncLLM(*models, max_slots=4, **trees) as llm:
             await llm.warm_up()
-            engine = models[0].keeper.engine
+            engine = loop_for(models[0]).engine
             thread = threading.Thread(target=call)
             with halted(begun(1)):
                 thread.start()
@@ -190,7 +192,7 @@ def test_a_call_and_other_callers_run_together(models, monkeypatch):
             got = [one.token_ids for one in await asyncio.gather(*others)]
             pieces = await asyncio.to_thread(list, streamed)
             await asyncio.to_thread(join, thread)
-            assert models[0].keeper.engine is engine
+            assert loop_for(models[0]).engine is engine
             return got, pieces, streamed.completion
 
     got, pieces, streamed = asyncio.run(run())
