@@ -24,17 +24,17 @@ from jetspec_jax.device.compilations import Compilations
 from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.device.processes import is_first
 from jetspec_jax.engine.admission import CheckedRequest, check_models, check_request
-from jetspec_jax.engine.following import follow
+from jetspec_jax.engine.broadcast import send
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion, Output, Round
+from jetspec_jax.engine.persistent import plan_persistent
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt
 from jetspec_jax.engine.request import EngineFailed, Request
+from jetspec_jax.engine.round_kinds import Kind
 from jetspec_jax.engine.serving import Group, groups_of, least_busy
 from jetspec_jax.engine.size import MAX_SLOTS
-from jetspec_jax.engine.standing import plan_standing
 from jetspec_jax.engine.stats import EngineStats, Tally
-from jetspec_jax.engine.wants import Kind
-from jetspec_jax.engine.wire import tell
+from jetspec_jax.engine.worker import run_worker
 from jetspec_jax.llm import LLM, kinds_to_compile, refuse_keywords
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Hints
@@ -139,7 +139,7 @@ class AsyncLLM:
             self.llm.settings = replace(self.llm.settings, algorithm=serving_algorithm())
         target: Target = self.llm.target
         head: Head | None = self.llm.draft_head
-        plan = plan_standing(
+        plan = plan_persistent(
             target,
             head,
             self.llm.settings,
@@ -152,12 +152,16 @@ class AsyncLLM:
         self._max_waiting, self._closed = max_waiting, False
         self._groups = groups_of(target, head)
         # Other calls join their engine.
-        self._standing = [group.call(plan) for group in self._groups]
-        for own in self._standing:
+        self._server_calls = [group.call(plan) for group in self._groups]
+        for own in self._server_calls:
             loop = own.loop
-            loop.server, loop.leads, loop.tally = weakref.ref(own), plan.led and is_first(), Tally()
+            loop.server, loop.has_workers, loop.tally = (
+                weakref.ref(own),
+                plan.has_workers and is_first(),
+                Tally(),
+            )
         # The requests of each name, and how to abort them.
-        self._named: dict[str, tuple[Sequence[Request], Callable[[], object]]] = {}
+        self._running: dict[str, tuple[Sequence[Request], Callable[[], object]]] = {}
 
     async def __aenter__(self) -> "AsyncLLM":
         """Itself."""
@@ -260,7 +264,7 @@ class AsyncLLM:
         for number, request in enumerate(requests):
             request.arrival, request.deadline = arrival, deadline
             request.priority, request.cache_salt = priority, cache_salt
-            request.told = _teller(request, number, loop, news)
+            request.on_update = _notifier(request, number, loop, news)
             request.budget = request.budget if budget is None else budget
         outputs = [Output(request, self.llm.target.tokenizer) for request in requests]
 
@@ -268,7 +272,7 @@ class AsyncLLM:
             _send(loop, news, ABORT)
 
         # In one step: several loops may bring one name at once.
-        if self._named.setdefault(name, own := (requests, end)) is not own:
+        if self._running.setdefault(name, own := (requests, end)) is not own:
             raise ValueError(f"another request of the name {shown(name)} runs")
         timer = None
         [group] = least_busy(self._groups, 1)
@@ -284,7 +288,7 @@ class AsyncLLM:
             while going_on:
                 heard = await news.get()
                 if heard == _LATE:
-                    raise next(iter(going_on.values())).request.too_late(time.monotonic())
+                    raise next(iter(going_on.values())).request.deadline_error(time.monotonic())
                 if isinstance(heard, str):
                     for output in going_on.values():
                         output.request.cancel()  # at once: whoever reads the deltas may be slow
@@ -318,11 +322,11 @@ class AsyncLLM:
                 timer.cancel()
             for request in requests:
                 request.cancel()
-            self._named.pop(name, None)
+            self._running.pop(name, None)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request by its name, if it runs: its last deltas have the reason "abort"."""
-        if named := self._named.get(request_id):
+        if named := self._running.get(request_id):
             named[1]()
 
     async def get_tokenizer(self) -> Any:
@@ -381,12 +385,12 @@ class AsyncLLM:
             RuntimeError: An error has ended the work of the first process.
             OutOfStep: That process does something else.
         """
-        if not self._plan.led:
+        if not self._plan.has_workers:
             raise ValueError("this process shares its models with no other, and has nobody to follow")
         if is_first():
             raise ValueError("process 0 serves requests, and the other processes follow it")
         [group] = self._groups
-        follow(group, self._plan)
+        run_worker(group, self._plan)
 
     async def close(self) -> None:
         """Ends all requests with an error, and the thread; the models stay loaded."""
@@ -395,14 +399,14 @@ class AsyncLLM:
     def shutdown(self) -> None:
         """As `close`, under vLLM's name: blocks."""
         self._closed = True
-        for request in [one for requests, _ in tuple(self._named.values()) for one in requests]:
+        for request in [one for requests, _ in tuple(self._running.values()) for one in requests]:
             request.fail(RuntimeError("this AsyncLLM was closed"))
-        standing, self._standing = self._standing, []
+        standing, self._server_calls = self._server_calls, []
         for loop in [own.loop for own in standing]:
             loop.settle()
-            if self._plan.led and loop.leads:
-                loop.leads = False
-                tell("end", None)
+            if self._plan.has_workers and loop.has_workers:
+                loop.has_workers = False
+                send("end", None)
 
     def _compile(self, group: Group, kinds: Sequence[Kind], scores: bool) -> None:
         """Makes the engine, and compiles its programs; blocks."""
@@ -412,16 +416,20 @@ class AsyncLLM:
 
     def _check_open(self) -> None:
         # Without those that follow, which an error has ended, nobody is served any more.
-        left = self._plan.led and is_first() and not all(own.loop.leads for own in self._standing)
+        left = (
+            self._plan.has_workers
+            and is_first()
+            and not all(own.loop.has_workers for own in self._server_calls)
+        )
         if self._closed or left:
             raise RuntimeError("this AsyncLLM is closed")
 
     def _check_first(self) -> None:
-        if self._plan.led and not is_first():
+        if self._plan.has_workers and not is_first():
             raise ValueError("requests go to process 0; this process follows it: call follow()")
 
 
-def _teller(
+def _notifier(
     request: Request, number: int, loop: asyncio.AbstractEventLoop, news: asyncio.Queue[Any]
 ) -> Callable[[], None]:
     """What an engine's thread calls: puts the number of its tokens where the loop reads it."""

@@ -22,6 +22,7 @@ from jetspec_jax.demo import DEMO
 from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.loop import loop_for
+from jetspec_jax.engine.persistent import plan_persistent
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.records import Batch, DispatchRecord
 from jetspec_jax.engine.request import Request, State
@@ -29,7 +30,6 @@ from jetspec_jax.engine.round_costs import Pair, RoundCosts
 from jetspec_jax.engine.runner import Decode, Flight, Runner
 from jetspec_jax.engine.scheduler import Scheduler
 from jetspec_jax.engine.size import chunks_for
-from jetspec_jax.engine.standing import plan_standing
 
 RESULTS = Path(__file__).parents[1] / "results"
 #: Rounds of one request and of eight, recorded on one H200.
@@ -146,9 +146,9 @@ class ReplayedEngine(Engine):
         prompts = sum(int(chunk.counts.sum()) for chunk in batch.chunks)
         self.record = record if prompts else record._replace(seconds=seconds or None)
         time.sleep(seconds + prompts / PREFILL_PER_SECOND)
-        served = self.scheduler.take(self.record)
+        served = self.scheduler.update(self.record)
         for request in served:
-            request.tell()
+            request.notify()
         self.thread_seconds += time.thread_time() - worked
         return served
 
@@ -156,7 +156,7 @@ class ReplayedEngine(Engine):
         """The record of a batch's rounds, and their seconds; a slot ends when it has all of its tokens."""
         live, turns, bucket = len(batch.live), batch.rounds, batch.bucket
         requests = self.scheduler.requests
-        left = {request.slot: request.left for request in requests if request.state is State.DECODING}
+        left = {request.slot: request.remaining for request in requests if request.state is State.DECODING}
         members = np.array([left.get(slot, 0) for slot in batch.live], np.int64)
         committed = np.ones((turns, live), np.int64)
         reach: tuple[Any, ...] = ()
@@ -191,7 +191,7 @@ def replay(llm: AsyncLLM, given: Mapping[str, Any], reports: Sequence[str], task
     """
     served, head = llm.llm, llm.llm.draft_head
     names = ("max_slots", "capacity", "implementation")
-    plan = plan_standing(served.target, head, served.settings, **{name: given.get(name) for name in names})
+    plan = plan_persistent(served.target, head, served.settings, **{name: given.get(name) for name in names})
     paths = [Path(name) if Path(name).exists() else RESULTS / name for name in reports]
     recorded = RecordedRounds([json.loads(path.read_text(encoding="utf-8")) for path in paths])
     proposer = None if plan.decoder.proposer is None or head is None else head.weights

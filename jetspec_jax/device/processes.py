@@ -54,7 +54,7 @@ class Followed(Protocol):
     cancelled: bool
 
     @property
-    def unwanted(self) -> bool:
+    def done_here(self) -> bool:
         """Whether this process no longer needs the object; read only in the first process."""
         ...
 
@@ -276,7 +276,7 @@ class _Store:
     def _send(self, store: Any, process_id: int, about: str, value: Any) -> None:
         closed = []
         if process_id == 0:
-            closed = [number for number, thing in self._followed.items() if thing.unwanted]
+            closed = [number for number, thing in self._followed.items() if thing.done_here]
         self._set(store, process_id, about, value, closed)
         self._close(closed)
 

@@ -11,16 +11,16 @@ from dataclasses import replace
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.device.processes import agreed, is_first, spans
 from jetspec_jax.engine.agreement import check_alike_engines
+from jetspec_jax.engine.broadcast import send
 from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget, LatePolicy
 from jetspec_jax.engine.extras import USUAL_BAD_WORDS, Extras
 from jetspec_jax.engine.memory import check_engine_memory, check_extra_memory
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.engine.request import Request
+from jetspec_jax.engine.round_kinds import Kind
 from jetspec_jax.engine.runner import Decode, Runner
 from jetspec_jax.engine.scheduler import Scheduler
-from jetspec_jax.engine.wants import Kind
-from jetspec_jax.engine.wire import tell
 from pallas_kernels.dispatch import gpu_problem
 
 #: What those are told whose requests were in an engine that broke.
@@ -40,7 +40,7 @@ class Engine:
     On a mesh of several processes all make the same calls. Before every launch the first process says what
     time it is, how long the last one took, and which requests it no longer wants. Of an engine that is led
     the first process alone has requests, and tells the others all that the runner is to do: see
-    `jetspec_jax.engine.following`.
+    `jetspec_jax.engine.worker`.
 
     An error or an interrupt that cuts a decision short leaves host and device at odds, and the engine is
     `broken` then: it serves nobody any more.
@@ -57,12 +57,12 @@ class Engine:
             DeviceMemoryError: The device cannot hold the stores and what a round needs beside them.
             ValueError: Several processes want different engines.
         """
-        self._step, self._leads = "", plan.led and is_first()
-        if self._leads:
-            tell("engine")
+        self._step, self._broadcasts = "", plan.has_workers and is_first()
+        if self._broadcasts:
+            send("engine")
         if spans(plan.decoder.mesh):
             check_alike_engines(plan)
-            self._step = "" if plan.led else f"a step of engine {next(_NUMBERS)}"
+            self._step = "" if plan.has_workers else f"a step of engine {next(_NUMBERS)}"
         check_engine_memory(plan)
         if plan.decoder.proposer is None:
             weights = weights._replace(proposer=None)
@@ -80,9 +80,9 @@ class Engine:
             self.runner.free()  # the traceback may hold on to them
             raise
         if plan.decoder.implementation is None:
-            say_which_attention()
+            log_attention_fallback()
         if not plan.size.shares_pages:
-            say_what_is_not_shared(plan.decoder.target.model_type)
+            log_no_prefix_sharing(plan.decoder.target.model_type)
 
     def admit(self, request: Request) -> Request:
         """Queues a request; what it wants that none before it has wanted gets its place on the device.
@@ -108,8 +108,8 @@ class Engine:
         joined, plan = self.plan.extras | extras, self.plan
         if self.broken or joined == plan.extras:
             return
-        if self._leads:
-            tell("extend", joined)
+        if self._broadcasts:
+            send("extend", joined)
         extended = replace(plan, extras=joined)
         check_extra_memory(extended)
         if (joined.adjusts, joined.bad_words) != (plan.extras.adjusts, plan.extras.bad_words):
@@ -137,8 +137,8 @@ class Engine:
             policy.seconds, now = agreed([policy.seconds, now], f"{self._step}: {how}")
         with self._undivided():
             batch = self.scheduler.next_batch(most_rounds, now)
-            if self._leads:
-                tell("batch", batch)
+            if self._broadcasts:
+                send("batch", batch)
             self.runner.launch(batch, decode, matchers=self.scheduler.matchers)
 
     def collect(self) -> list[Request]:
@@ -159,9 +159,9 @@ class Engine:
         with self._undivided():
             self.runner.in_flight = None
             self.record = record
-            served = self.scheduler.take(record)
+            served = self.scheduler.update(record)
         for request in served:
-            request.tell()
+            request.notify()
         return served
 
     def step(self, most_rounds: int | None = None, decode: Decode | None = None) -> list[Request]:
@@ -182,8 +182,8 @@ class Engine:
         """
         adjusts, logprobs = (any(getattr(kind, name) for kind in kinds) for name in ("adjusts", "logprobs"))
         self.extend(Extras(adjusts, USUAL_BAD_WORDS if adjusts else (0, 0), logprobs, scores))
-        if self._leads:
-            tell("compile", kinds, scores)
+        if self._broadcasts:
+            send("compile", kinds, scores)
         self.runner.compile_chunks()
         for kind in kinds:
             self.runner.compile_rounds(kind)
@@ -221,14 +221,14 @@ class Engine:
 
 
 @functools.cache
-def say_which_attention() -> None:
+def log_attention_fallback() -> None:
     """Logs, once in a process, why the GPU kernels cannot run, if they cannot."""
     if problem := gpu_problem():
         _log.warning("tree attention runs on XLA: %s", problem)
 
 
 @functools.cache
-def say_what_is_not_shared(model_type: str) -> None:
+def log_no_prefix_sharing(model_type: str) -> None:
     """Logs, once in a process for each type of model, that requests share no pages."""
     _log.info(
         "%s: each slot has windows or states of its own, and this engine keeps no snapshots of them, "

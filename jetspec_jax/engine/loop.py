@@ -18,13 +18,13 @@ from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.device.processes import spans
 from jetspec_jax.device.thread_config import configured, thread_config
+from jetspec_jax.engine.broadcast import send
 from jetspec_jax.engine.budget_policy import ROUNDS_TO_AN_END
 from jetspec_jax.engine.engine import LOST, Engine
-from jetspec_jax.engine.line import check_room
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.request import EngineFailed, Request
 from jetspec_jax.engine.stats import EngineStats, Tally
-from jetspec_jax.engine.wire import tell
+from jetspec_jax.engine.waiting_queue import check_room
 
 T = TypeVar("T")
 # Loops with a thread, which ends before the interpreter does: a thread that a program leaves in compiled code
@@ -97,7 +97,7 @@ class Call:
     @property
     def in_callers_thread(self) -> bool:
         """Whether its caller makes the steps: processes that share a mesh make the same calls in step."""
-        return spans(self.loop.mesh) and not (self.plan is not None and self.plan.led)
+        return spans(self.loop.mesh) and not (self.plan is not None and self.plan.has_workers)
 
     def is_served_by(self, plan: EnginePlan, weights: DecodeWeights, *, joining: bool) -> bool:
         """Whether an engine serves it: see `EnginePlan.serves`."""
@@ -128,7 +128,7 @@ class EngineLoop:
         engine: The engine; None before the first call.
         error: Why the last dispatch failed; None if it did not.
         server: Leads to a call of whatever serves others with an engine that stands: calls join that engine.
-        leads: Whether other processes follow this one, until an error of the engine ends them.
+        has_workers: Whether other processes follow this one, until an error of the engine ends them.
         tally: Counts what it has done.
     """
 
@@ -137,7 +137,7 @@ class EngineLoop:
         self.mesh, self.engine = mesh, engine
         self.error: BaseException | None = None
         self.server: Callable[[], Call | None] = lambda: None
-        self.leads, self.tally = False, Tally()
+        self.has_workers, self.tally = False, Tally()
         self._config = thread_config()
         # Guards what follows; held for moments only.
         self._mutex = threading.Lock()
@@ -205,7 +205,7 @@ class EngineLoop:
         if self._in_flight or self._begin():
             return
         if self.engine is not None and self._served:
-            self._hear_readers()
+            self._wait_for_readers()
             self._admit(self.engine)
             if self.engine.busy:
                 with configured(self._config):
@@ -224,7 +224,7 @@ class EngineLoop:
                 self.engine.collect()
             if self.engine.record is not None:
                 with self._mutex:
-                    self.tally.take(self.engine.record)
+                    self.tally.add_dispatch(self.engine.record)
             self.error = None
 
     def free(self) -> None:
@@ -239,7 +239,7 @@ class EngineLoop:
         """
         engine = self.engine
         with self._mutex:
-            pool = engine.scheduler.pool if engine is not None and engine.plan.stands else None
+            pool = engine.scheduler.pool if engine is not None and engine.plan.persistent else None
             return self.tally.stats(self._counted(), num_pages, pool)
 
     def settle(self) -> None:
@@ -284,7 +284,7 @@ class EngineLoop:
         for call in self._served:
             for request in call.admitted:
                 if not request.open:
-                    self.tally.end(request)
+                    self.tally.add_request(request)
             call.admitted = [request for request in call.admitted if request.open]
         self._served = [call for call in self._served if not call.over]
         self._waiting = deque(call for call in self._waiting if not call.over)
@@ -316,7 +316,7 @@ class EngineLoop:
         engine = self.engine
         if call.plan is None or engine is None or call.config != self._config:
             return call.plan is None
-        joining = bool(self._served) or (engine.plan.stands and self.server() is not None)
+        joining = bool(self._served) or (engine.plan.persistent and self.server() is not None)
         return call.is_served_by(engine.plan, engine.weights, joining=joining)
 
     def _make(self, call: Call) -> None:
@@ -336,7 +336,7 @@ class EngineLoop:
         call.work = None
         call.news.set()
 
-    def _hear_readers(self) -> None:
+    def _wait_for_readers(self) -> None:
         """Gives callers a moment to find their stop strings, or the next batch would be for nothing."""
         for call in self._served:
             if call.most_admitted and any(request.params.stop for request in call.admitted if request.open):
@@ -364,7 +364,7 @@ class EngineLoop:
             return call.admitted[-1]
 
     def _most_rounds(self, engine: Engine) -> int | None:
-        if engine.plan.stands:
+        if engine.plan.persistent:
             return None
         most = [call.most_rounds for call in self._served if call.most_rounds is not None]
         if engine.plan.size.slots > 1 and any(call.queue for call in self._served):
@@ -382,14 +382,14 @@ class EngineLoop:
                 self._waiting.clear()
                 self._leave()
         # What the devices cannot hold, those that follow are told as well, and go on.
-        ends = self.leads and not isinstance(error, DeviceMemoryError)
-        self.leads = self.leads and not ends  # before anybody comes again
+        ends = self.has_workers and not isinstance(error, DeviceMemoryError)
+        self.has_workers = self.has_workers and not ends  # before anybody comes again
         for call in failed:
             call.fail(error)
         if engine is not None:
             engine.close()
         if ends:
-            tell("end", f"{type(error).__name__}: {error}")
+            send("end", f"{type(error).__name__}: {error}")
 
     def _drop_idle(self) -> None:
         if self.engine is not None and not self._served:

@@ -117,7 +117,7 @@ def _complete(
     left, turns, queue, news = outputs, deque(calls), deque(requests), threading.Event()
     try:
         for request in requests:
-            request.told = news.set
+            request.on_update = news.set
         for call in calls:
             call.queue, call.news, call.most_admitted = queue, news, -(-len(requests) // len(calls))
             call.loop.submit(call)

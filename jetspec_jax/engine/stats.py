@@ -67,11 +67,11 @@ class Tally:
         self._ended = EngineStats()
         self._rounds = EngineStats()
 
-    def end(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """Counts a request that is over."""
         self._ended += _of_request(request)
 
-    def take(self, record: DispatchRecord) -> None:
+    def add_dispatch(self, record: DispatchRecord) -> None:
         """Counts a dispatch."""
         if not len(record.tokens):
             return

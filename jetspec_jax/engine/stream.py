@@ -30,7 +30,7 @@ class Stream(Iterator[str]):
         self._lock, self._closed = threading.RLock(), False
         self._output, self._sent = Output(request, tokenizer), 0
         self._call: Call | None = call
-        request.told = call.news.set
+        request.on_update = call.news.set
         call.loop.submit(call)
 
     def __enter__(self) -> "Stream":

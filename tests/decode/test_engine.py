@@ -12,7 +12,7 @@ import pytest
 from jetspec_jax import LLM, SamplingParams, draft_logits, generate, generate_tree
 from jetspec_jax.cache.pages import NO_PAGE, PAGE_SIZE
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine.engine import say_which_attention
+from jetspec_jax.engine.engine import log_attention_fallback
 from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.models import bind
 from tests.decode.oracle import OracleProposer, plant
@@ -438,7 +438,7 @@ def test_leaving_a_stream_frees_its_pages(llm):
 @pytest.mark.parametrize("problem", ["no GPU: the default device is a cpu", None])
 def test_kernels_that_cannot_run_are_said_once(target, caplog, monkeypatch, problem):
     monkeypatch.setattr("jetspec_jax.engine.engine.gpu_problem", lambda: problem)
-    say_which_attention.cache_clear()
+    log_attention_fallback.cache_clear()
     with caplog.at_level(logging.WARNING, "jetspec_jax"):
         TinyEngine(target, implementation="xla")  # who names it need not be told
         assert caplog.messages == []

@@ -45,7 +45,7 @@ def add(scheduler, *requests):
 
 def step(scheduler, device, rounds=None, now=None):
     batch = scheduler.next_batch(rounds, now)
-    scheduler.take(device.run(batch), now)
+    scheduler.update(device.run(batch), now)
     return batch
 
 

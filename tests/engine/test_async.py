@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jetspec_jax import LLM, AsyncLLM, DeviceMemoryError, SamplingParams, TreeDecoder, generate
-from jetspec_jax.engine.line import QueueFull
 from jetspec_jax.engine.loop import EngineLoop, loop_for
 from jetspec_jax.engine.request import DeadlinePassed, EngineFailed
+from jetspec_jax.engine.waiting_queue import QueueFull
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
 from tests.engine.halting import begun, halted, paused

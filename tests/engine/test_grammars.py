@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, StructuredOutputsParams
-from jetspec_jax.engine.grammars import FollowedMatchers, matcher_for
+from jetspec_jax.engine.grammars import WorkerMatchers, matcher_for
 from jetspec_jax.engine.records import Admission, Batch
 from tests.engine.processes_worker import of_forms
 
@@ -29,7 +29,7 @@ def admission(target, slot, params, output=()):
 def test_what_is_committed_is_taken_once(target):
     """Also of a request that goes on, and where rounds have been taken while they ran."""
     a, b, c, d = target.tokenizer.convert_tokens_to_ids(list("abcd"))
-    followed, own = FollowedMatchers(target), matcher_for(target, PARAMS, target.eos_token_ids)
+    followed, own = WorkerMatchers(target), matcher_for(target, PARAMS, target.eos_token_ids)
     own.advance([a, b, c])
     admitted = (admission(target, 0, SamplingParams()), admission(target, 2, PARAMS, (a, b, c)))
     first = batch(admissions=admitted, masked=(2,))

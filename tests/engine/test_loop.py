@@ -187,7 +187,7 @@ def test_a_callback_that_raises_ends_its_request_alone(llm, models, expected):
         halt.set()
         plan, [request] = plan_requests(*models, llm.settings, [PROMPT], PARAMS)
         call = Group(*models).call(plan, [request], most_rounds=2)
-        request.told = fail
+        request.on_update = fail
         call.loop.submit(call)
         join(other)
         until(lambda: not request.open)
@@ -201,7 +201,7 @@ def test_a_call_from_inside_of_an_engine_is_refused(llm, models, expected, of):
     other = llm if of == "the same target" else LLM(random_target(CONFIG, 1))
     plan, [request] = plan_requests(*models, llm.settings, [PROMPT], PARAMS)
     call = Group(*models).call(plan, [request], most_rounds=2)
-    request.told = lambda: other.generate([PROMPT], PARAMS)
+    request.on_update = lambda: other.generate([PROMPT], PARAMS)
     call.loop.submit(call)
     until(lambda: not request.open)
     assert isinstance(request.error, RuntimeError)

@@ -8,11 +8,11 @@ import pytest
 from jetspec_jax import SamplingParams
 from jetspec_jax.cache.pages import NO_PAGE
 from jetspec_jax.engine.budget_policy import Dispatch, FixedBudget, LiveSlot
-from jetspec_jax.engine.line import MOST_OVERTAKEN
 from jetspec_jax.engine.metrics import RequestMetrics
 from jetspec_jax.engine.output import Output
 from jetspec_jax.engine.request import DeadlinePassed, Request, State
 from jetspec_jax.engine.scheduler import MASKED_ROUNDS
+from jetspec_jax.engine.waiting_queue import MOST_OVERTAKEN
 from jetspec_jax.sampling.grammar import Matcher
 from jetspec_jax.sampling.token_sets import NO_CHOICE
 from tests.engine.fake_device import expected_tokens
@@ -41,7 +41,7 @@ def test_a_token_that_is_no_choice_is_an_error(made):
     record = device.run(scheduler.next_batch(1))
     record.tokens[0, own.slot, 1] = NO_CHOICE
     with pytest.raises(ValueError, match="the target's logits are not numbers"):
-        scheduler.take(record)
+        scheduler.update(record)
     assert own.tokens == []
 
 
@@ -50,7 +50,7 @@ def test_what_an_idle_slot_holds_does_not_matter(made):
     [own] = add(scheduler, request(5, 9))
     record = device.run(scheduler.next_batch(1))
     record.tokens[0, 1 - own.slot] = NO_CHOICE
-    scheduler.take(record)
+    scheduler.update(record)
     assert own.tokens == expected_tokens(own)[:STEP]
 
 
@@ -194,7 +194,7 @@ class TestPrefill:
         [own] = add(scheduler, request(150, 9))
         batch = scheduler.next_batch()
         assert (batch.live, batch.rounds) == ((), 0)
-        assert scheduler.take(device.run(batch)) == []
+        assert scheduler.update(device.run(batch)) == []
         finish(scheduler, device)
         assert_served(own)
 
@@ -256,10 +256,10 @@ class TestLeaving:
         runs, waits = add(scheduler, request(60, 30), request(50, 30, start=1))
         batch = scheduler.next_batch(1)
         assert slots_of(batch) == [0]
-        scheduler.take(device.run(batch))
+        scheduler.update(device.run(batch))
         batch = scheduler.next_batch(1)
         assert (batch.releases, slots_of(batch)) == ((), [0])
-        scheduler.take(device.run(batch))
+        scheduler.update(device.run(batch))
         finish(scheduler, device)
         assert_served(waits)
 
@@ -303,7 +303,7 @@ class TestLeaving:
         assert slots_of(batch) == [late.slot] == [runs.slot]
         flies.cancel()
         late.cancel()
-        assert scheduler.take(device.run(batch)) == []
+        assert scheduler.update(device.run(batch)) == []
         assert [len(own.tokens) for own in (runs, flies, waits, late)] == [3, 3, 0, 0]
         assert slots_of(step(scheduler, device)) == [stays.slot]
         finish(scheduler, device)
@@ -319,7 +319,7 @@ class TestLeaving:
         own.shared = True
         step(scheduler, device, 1)
         own.cancel()
-        assert (own.unwanted, own.cancelled, own.state) == (True, False, State.DECODING)
+        assert (own.done_here, own.cancelled, own.state) == (True, False, State.DECODING)
         count = len(own.tokens)
         step(scheduler, device, 1)
         assert len(own.tokens) > count

@@ -129,7 +129,7 @@ class TestPressure:
             step(scheduler, device, 4)
         got = list(own.tokens)
         # As if others had needed its pages.
-        scheduler._holdings.free(own)
+        scheduler._allocator.free(own)
         own.preempt()
         [admission] = scheduler.next_batch(1).admissions
         assert admission.anchor == got[-1]

@@ -8,11 +8,11 @@ import pytest
 
 from jetspec_jax import SamplingParams
 from jetspec_jax.engine.budget_policy import Dispatch
-from jetspec_jax.engine.line import MOST_OVERTAKEN, QueueFull, check_room
 from jetspec_jax.engine.output import Output
 from jetspec_jax.engine.request import DeadlinePassed, Request, State
 from jetspec_jax.engine.scheduler import Scheduler
 from jetspec_jax.engine.size import EngineSize
+from jetspec_jax.engine.waiting_queue import MOST_OVERTAKEN, QueueFull, check_room
 from tests.engine.fake_device import VOCAB, FakeDevice, expected_tokens
 from tests.marks import wide
 
@@ -109,7 +109,7 @@ class World:
             self.leave()
         record = self.device.run(batch)
         self.now += BATCH
-        served = scheduler.take(record, self.now)
+        served = scheduler.update(record, self.now)
         assert not batch.rounds or (record.tree_sizes > 0).any(), "no progress"
         assert all(request.tokens for request in served if request.open)
         self.check()
@@ -119,14 +119,14 @@ class World:
         scheduler = self.scheduler
         holding = [request for request in self.requests if request.pages]
         scheduler.pool.check([request.pages for request in holding])
-        scheduler._holdings.snapshots.check()
+        scheduler._allocator.snapshots.check()
         slots = [request.slot for request in scheduler.requests if request.slot >= 0]
         assert len(set(slots)) == len(slots)
         for request in holding:
             assert request.slot >= 0
             assert len(request.pages) <= request.num_pages
             # Who shares a page has the same salt, and the same tokens up to its end.
-            for index, page in enumerate(request.pages[: request.named]):
+            for index, page in enumerate(request.pages[: request.cached_pages]):
                 others = [own for own in holding if own is not request and page in own.pages]
                 assert all(own.pages[index] == page for own in others)
                 assert all(own.cache_salt == request.cache_salt for own in others)
@@ -147,7 +147,7 @@ class World:
         assert self.scheduler.free_pages == self.scheduler.pool.num_free == self.size.num_pages
 
     def step_quietly(self):
-        self.scheduler.take(self.device.run(self.scheduler.next_batch(now=self.now)), self.now)
+        self.scheduler.update(self.device.run(self.scheduler.next_batch(now=self.now)), self.now)
         self.now += BATCH
 
     def check_outputs(self):

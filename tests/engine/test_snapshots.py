@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams
+from jetspec_jax.engine.broadcast import pack, unpack
 from jetspec_jax.engine.pages import PagePool
 from jetspec_jax.engine.records import SlotCopy
 from jetspec_jax.engine.request import Request, State
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.engine.snapshots import Snapshots
-from jetspec_jax.engine.wire import pack, unpack
 from tests.decode.tiny import HYBRID, SLIDING, TINY
 from tests.engine.scheduling import STEP, add, assert_served, finish, make, request, slots_of, step
 
@@ -36,7 +36,7 @@ class TestPlaces:
     @pytest.fixture
     def pool(self):
         pool = PagePool(6)
-        pool.share(pool.take(6), self.KEYS)
+        pool.register(pool.allocate(6), self.KEYS)
         return pool
 
     def test_the_longest_beginning_ends_with_one(self, pool):
@@ -64,8 +64,8 @@ class TestPlaces:
         own = Snapshots(3, pool)
         for key in self.KEYS[:3]:
             own.keep(key)
-        pool.give_back([1])
-        pool.take(1)  # the page of the second name goes
+        pool.free([1])
+        pool.allocate(1)  # the page of the second name goes
         assert own.keep(self.KEYS[3]) == 1
         assert own.keep(self.KEYS[4]) == 0
 
@@ -175,7 +175,7 @@ class TestHits:
         length = own.length - 1
         assert length > 192
         # As if others had needed its pages.
-        scheduler._holdings.free(own)
+        scheduler._allocator.free(own)
         own.preempt()
         batch = step(scheduler, device, 1)
         assert batch.admissions[0].length == 128

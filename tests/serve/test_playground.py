@@ -203,7 +203,7 @@ def standing(http, llm):
     asked = {"prompt": PROMPT, "max_tokens": 2}
     assert http.post("/v1/completions", json=asked).status_code == 200
     engine = loop_for(llm.llm.target).engine
-    assert engine.plan.stands
+    assert engine.plan.persistent
     return engine
 
 

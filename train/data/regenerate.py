@@ -151,7 +151,7 @@ def regenerate(
     )
     group, news, count = Group(target, head), threading.Event(), writer.settings.count
     for request in requests:
-        request.told = news.set
+        request.on_update = news.set
 
     begun: list[tuple[PlannedShard, Call, list[Request]]] = []
     done = count - sum(len(planned.indices) for planned in todo)

@@ -15,7 +15,7 @@ from jetspec_jax.tree import BUCKETS
 from pallas_kernels.dispatch import gpu_problem
 
 
-def plan_standing(
+def plan_persistent(
     target: Target,
     head: Head | None,
     settings: TreeSettings,
@@ -56,7 +56,7 @@ def plan_standing(
             implementation=implementation,
             mesh=target.mesh,
         )
-        made = replace(made, led=spans(target.mesh))
+        made = replace(made, has_workers=spans(target.mesh))
         if gpu:
             return made.for_many()
         least = max(made.decoder.bucket, BUCKETS[1])

@@ -12,13 +12,13 @@ import pytest
 from jetspec_jax import LLM, AsyncLLM, SamplingParams, generate
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.device import memory
-from jetspec_jax.engine import round_costs, standing
+from jetspec_jax.engine import persistent, round_costs
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.extras import Extras
 from jetspec_jax.engine.loop import EngineLoop, loop_for
 from jetspec_jax.engine.memory import engine_bytes
+from jetspec_jax.engine.persistent import plan_persistent
 from jetspec_jax.engine.records import DispatchRecord
-from jetspec_jax.engine.standing import plan_standing
 from jetspec_jax.engine.stats import EngineStats, Tally
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
@@ -117,7 +117,7 @@ def test_a_tally_counts_rounds():
     tokens = np.full((2, 2, 4), -1, np.int32)
     tokens[0, 0, :3], tokens[0, 1, :1], tokens[1, 0, :2] = 1, 1, 1
     tally = Tally()
-    tally.take(DispatchRecord(8, (0, 2), None, tokens, np.array([[8, 8], [5, 0]], np.int32)))
+    tally.add_dispatch(DispatchRecord(8, (0, 2), None, tokens, np.array([[8, 8], [5, 0]], np.int32)))
     assert tally.stats([], 7, None) == EngineStats(
         pages=7,
         dispatches=1,
@@ -132,29 +132,29 @@ def test_a_tally_counts_rounds():
 
 def test_slots_by_memory(models, monkeypatch):
     target, head = models
-    monkeypatch.setattr(standing, "gpu_problem", lambda: None)
+    monkeypatch.setattr(persistent, "gpu_problem", lambda: None)
     settings = TreeSettings(32, 3, algorithm="auto")
     monkeypatch.setattr(memory, "free_bytes", lambda *_: None)
-    most = plan_standing(target, head, settings)
+    most = plan_persistent(target, head, settings)
     assert (most.size.slots, most.size.live) == (256, (1, 2, 4, 8, 16, 32, 64, 128))
     assert [decoder.bucket for decoder in most.decoders] == [1, 2, 4, 8, 16, 32]
     assert most.size.prefill_tokens == 1024
-    fixed = plan_standing(target, head, TreeSettings(32, 3), max_slots=256)
+    fixed = plan_persistent(target, head, TreeSettings(32, 3), max_slots=256)
     wanted = Extras(adjusts=True, logprobs=True)
     # Trees of all slots at once are never run where there is a choice.
     needs = [engine_bytes(replace(own, extras=wanted)) for own in (most, fixed)]
     assert 1.5 * sum(needs[0].values()) < sum(needs[1].values())
     for slots in (256, 64, 1):
-        plan = plan_standing(target, head, settings, max_slots=slots)
+        plan = plan_persistent(target, head, settings, max_slots=slots)
         free = sum(engine_bytes(replace(plan, extras=wanted)).values())
         monkeypatch.setattr(memory, "free_bytes", lambda *_, free=free: free)
-        assert plan_standing(target, head, settings).size.slots == slots
+        assert plan_persistent(target, head, settings).size.slots == slots
         if slots > 1:
             monkeypatch.setattr(memory, "free_bytes", lambda *_, free=free: free - 1)
-            assert plan_standing(target, head, settings).size.slots == slots // 2
+            assert plan_persistent(target, head, settings).size.slots == slots // 2
     monkeypatch.undo()
-    assert plan_standing(target, None, PLAIN).size.live == (1, 4)
-    assert plan_standing(target, None, PLAIN).size.slots == 8
+    assert plan_persistent(target, None, PLAIN).size.live == (1, 4)
+    assert plan_persistent(target, None, PLAIN).size.slots == 8
 
 
 def test_a_call_and_other_callers_run_together(models, monkeypatch):

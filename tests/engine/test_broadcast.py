@@ -1,4 +1,4 @@
-"""Records that processes tell each other."""
+"""Records that process 0 broadcasts."""
 
 import json
 
@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams
+from jetspec_jax.engine.broadcast import pack, unpack
 from jetspec_jax.engine.extras import Extras
 from jetspec_jax.engine.records import Adjusting, Admission, Batch, Chunk, Growth
-from jetspec_jax.engine.wants import Kind
-from jetspec_jax.engine.wire import pack, unpack
+from jetspec_jax.engine.round_kinds import Kind
 
 
 def test_all_comes_back_as_it_was():
@@ -41,5 +41,5 @@ def test_all_comes_back_as_it_was():
 
 
 def test_nothing_else_is_told():
-    with pytest.raises(TypeError, match="object is nothing that processes tell each other"):
+    with pytest.raises(TypeError, match="object cannot be broadcast between processes"):
         pack([object()])
