@@ -250,4 +250,4 @@ def test_one_name_for_two_loops_at_once(models):
         thread.start()
     join(*threads)
     asyncio.run(llm.close())
-    assert got == ["another request of the name 'mine' runs"] * 3
+    assert got == ["another request with the id 'mine' runs"] * 3
