@@ -83,10 +83,10 @@ def regeneration_settings(
         raise ValueError(f"the seed must be at least 0, not {min(seed)}")
     digest, seen = hashlib.sha256(), {name: {} for name in SAMPLED_BY}
     for tokens, params in zip(prompts.tokens, prompts.params, strict=True):
-        own = {name: getattr(params, name) for name in SAMPLED_BY}
-        digest.update(json.dumps([len(np.asarray(tokens)), own]).encode())
+        sampling = {name: getattr(params, name) for name in SAMPLED_BY}
+        digest.update(json.dumps([len(np.asarray(tokens)), sampling]).encode())
         digest.update(np.asarray(tokens, "<i4").tobytes())
-        for name, value in own.items():
+        for name, value in sampling.items():
             seen[name][value] = None
     lengths = [int(value) for value in seen.pop("max_tokens")]
     return DocumentsSettings(
@@ -141,11 +141,12 @@ def regenerate(
     if not todo:
         return
     deadline.check(writer.progress)
-    params = [replace(own, seed=document_seed(seed, index)) for index, own in enumerate(prompts.params)]
+    params = [replace(each, seed=document_seed(seed, index)) for index, each in enumerate(prompts.params)]
     lengths = [
-        check_request(target, tokens, own).tokens for tokens, own in zip(prompts.tokens, params, strict=True)
+        check_request(target, tokens, each).tokens
+        for tokens, each in zip(prompts.tokens, params, strict=True)
     ]
-    # For the longest of all documents, finished ones included: a resumed run has the same shapes.
+    # The longest of all documents, finished ones included: a resumed run has the same shapes.
     plan, requests = plan_requests(
         target, head, tree, prompts.tokens, params, max_slots=slots, capacity=max(lengths)
     )
@@ -161,31 +162,31 @@ def regenerate(
             # The next shard begins before this one is finished, so that no slot is idle.
             while todo and sum(map(_unfinished, begun)) < plan.size.slots and not deadline.passed():
                 planned = todo.popleft()
-                own = [requests[index] for index in planned.indices]
-                begun.append((planned, group.call(plan, own, news=news), own))
+                shard_requests = [requests[index] for index in planned.indices]
+                begun.append((planned, group.call(plan, shard_requests, news=news), shard_requests))
                 group.loop.submit(begun[-1][1])
             if not begun:
                 deadline.stop(writer.progress)
             wait([call for _, call, _ in begun])
             finished = [shard for shard in begun if not _unfinished(shard)]
             begun = [shard for shard in begun if _unfinished(shard)]
-            for planned, _, own in finished:
-                writer.write(planned, [_document(request) for request in own], _ended(own))
-                done += len(own)
+            for planned, _, served in finished:
+                writer.write(planned, [_document(request) for request in served], _count_stopped(served))
+                done += len(served)
             bar.update(done + sum(len(shard[2]) - _unfinished(shard) for shard in begun) - bar.n)
     finally:
         bar.close()
         for request in requests:
             request.cancel()
-        group.loop.free()  # what comes next needs the memory
+        group.loop.free()  # later steps need the memory
 
 
 def _unfinished(shard: tuple[PlannedShard, Call, list[Request]]) -> int:
     return sum(request.readable[1] is None for request in shard[2])
 
 
-def _ended(requests: Sequence[Request]) -> int:
-    """How many have come to an end of their own."""
+def _count_stopped(requests: Sequence[Request]) -> int:
+    """Number of requests that ended at a stop token; raises the first request's error."""
     for request in requests:
         if request.error is not None:
             raise request.error
@@ -193,6 +194,6 @@ def _ended(requests: Sequence[Request]) -> int:
 
 
 def _document(request: Request) -> Document:
-    own = np.asarray(request.tokens, np.int32)
-    learn = np.arange(len(request.prompt) + len(own)) >= len(request.prompt)
-    return Document(np.concatenate([request.prompt, own]), learn)
+    output = np.asarray(request.tokens, np.int32)
+    learn = np.arange(len(request.prompt) + len(output)) >= len(request.prompt)
+    return Document(np.concatenate([request.prompt, output]), learn)
