@@ -158,6 +158,10 @@ class Scheduler:
         self._running = self._members = ()
         return served
 
+    def drop_closed(self) -> None:
+        """Lets go of requests that are over, while nothing is in flight."""
+        self._end(time.monotonic())
+
     def _end(self, now: float) -> None:
         """Lets go of those that nobody waits for, or whose time is over."""
         everyone, self._requests = self._requests, []
