@@ -23,6 +23,7 @@ from jetspec_jax.decode.settings import serving_algorithm
 from jetspec_jax.device.compilations import Compilations
 from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.device.processes import is_first
+from jetspec_jax.device.thread_config import thread_config
 from jetspec_jax.engine.admission import CheckedRequest, check_models, check_request
 from jetspec_jax.engine.broadcast import send
 from jetspec_jax.engine.logprobs import Logprob
@@ -175,7 +176,7 @@ class AsyncLLM:
     @property
     def errored(self) -> bool:
         """Whether the last dispatch failed; a later request makes a new engine."""
-        return any(group.loop.error is not None for group in self._groups)
+        return any(group.loop.failed for group in self._groups)
 
     def check(
         self, prompt: Prompt | EncodedPrompt, sampling_params: SamplingParams | None = None
@@ -344,7 +345,7 @@ class AsyncLLM:
         params = sampling_params or SamplingParams()
         short, scores = kinds_to_compile(sampling_params), params.prompt_logprobs is not None
         for group in self._groups:
-            await asyncio.to_thread(self._compile, group, Kind.of(params).parts, scores)
+            await asyncio.to_thread(self._compile, group, Kind.of(params).parts, scores, thread_config())
         # Short requests compile the other programs and allocate the arrays.
         prompt = [0] * min(2, self._capacity - 1)
         for params in short:
@@ -406,11 +407,13 @@ class AsyncLLM:
                 loop.has_workers = False
                 send("end", None)
 
-    def _compile(self, group: Group, kinds: Sequence[Kind], scores: bool) -> None:
-        """Makes the engine and compiles its programs; blocks."""
+    def _compile(self, group: Group, kinds: Sequence[Kind], scores: bool, config: tuple[Any, ...]) -> None:
+        """Makes the engine and compiles its programs, with JAX's settings of the caller's thread; blocks."""
         self._check_open()
         loop, plan = group.loop, self._plan.on(group.target.mesh)
-        loop.run(lambda: loop.engine and loop.engine.compile(kinds, scores=scores), plan, group.weights)
+        loop.run(
+            lambda: loop.engine and loop.engine.compile(kinds, scores=scores), plan, group.weights, config
+        )
 
     def _check_open(self) -> None:
         # An error of the engine ends the workers; without them no request can be served.

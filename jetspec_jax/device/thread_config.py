@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-# All that decide where something is computed, how exactly, and what is refused.
+# Those that decide where something is computed, how exactly, and with which types.
 _SETTINGS: dict[str, Any] = {
     "jax_default_device": jax.default_device,
     "jax_default_matmul_precision": jax.default_matmul_precision,
@@ -26,7 +26,7 @@ def thread_config() -> tuple[Any, ...]:
 def configured(config: tuple[Any, ...]) -> Iterator[None]:
     """Computes with the settings of another thread."""
     with contextlib.ExitStack() as stack:
-        for wanted, own, setting in zip(config, thread_config(), _SETTINGS.values(), strict=True):
-            if wanted != own:
-                stack.enter_context(setting(wanted))
+        for value, current, context in zip(config, thread_config(), _SETTINGS.values(), strict=True):
+            if value != current:
+                stack.enter_context(context(value))
         yield

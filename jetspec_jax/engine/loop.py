@@ -1,8 +1,10 @@
-"""The loop of an engine: one thread launches and collects for all who want tokens of a target."""
+"""The loop of an engine: one thread launches and collects for all callers of a target."""
 
 import atexit
+import contextlib
 import math
 import os
+import queue
 import threading
 import time
 import weakref
@@ -31,7 +33,7 @@ T = TypeVar("T")
 # aborts the process. A fork has the threads of none.
 _RUNNING: "set[EngineLoop]" = set()
 _PROGRAM_ENDED = threading.Event()
-# Seconds that the loop waits for a reader, who may be slow or gone.
+# Seconds that the loop waits for a caller to read its tokens, and between two looks at a thread that may end.
 _MOMENT = 0.02
 # Held for a step in a caller's thread.
 _CALLERS_STEP = threading.RLock()
@@ -47,6 +49,33 @@ def _end_all() -> None:
 # JAX is imported, so that its own functions for the exit run after this one.
 atexit.register(_end_all)
 os.register_at_fork(after_in_child=_RUNNING.clear)
+
+
+class Flag:
+    """A `threading.Event` that an interrupt of one thread cannot leave locked for the others.
+
+    An event's lock is taken in Python, where an interrupt may strike between taking and releasing it.
+    """
+
+    def __init__(self) -> None:
+        """Not set."""
+        self._set: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def set(self) -> None:
+        """Sets the flag; wakes a thread that waits for it."""
+        self._set.put(None)
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Returns once the flag is set, or after so many seconds; one thread at a time may wait."""
+        with contextlib.suppress(queue.Empty):
+            self._set.get(timeout=seconds)
+            self._set.put(None)
+
+    def clear(self) -> None:
+        """Unsets the flag."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._set.get_nowait()
 
 
 @dataclass(eq=False)
@@ -77,8 +106,8 @@ class Call:
     most_admitted: int | None = None
     most_rounds: int | None = None
     work: Callable[[], Any] | None = None
-    news: threading.Event = field(default_factory=threading.Event)
-    ready: threading.Event = field(default_factory=threading.Event)
+    news: Flag = field(default_factory=Flag)
+    ready: Flag = field(default_factory=Flag)
     config: tuple[Any, ...] = field(default_factory=thread_config)
     admitted: list[Request] = field(default_factory=list)
     error: BaseException | None = None
@@ -86,7 +115,7 @@ class Call:
 
     @property
     def requests(self) -> list[Request]:
-        """Those that are left of it."""
+        """Admitted requests, then queued ones."""
         return [*self.admitted, *self.queue]
 
     @property
@@ -126,7 +155,8 @@ class EngineLoop:
     Attributes:
         mesh: The target's devices.
         engine: The engine; None before the first call.
-        error: Why the last dispatch failed; None if it did not.
+        failed: Whether the last dispatch failed. The error itself would hold its callers' frames, and so the
+            target.
         server: Leads to a call of whatever serves others with an engine that stands: calls join that engine.
         has_workers: Whether other processes follow this one, until an error of the engine ends them.
         tally: Counts what it has done.
@@ -135,7 +165,7 @@ class EngineLoop:
     def __init__(self, mesh: Mesh | None, engine: Engine | None = None):
         """Starts nothing; an engine may be there to begin with."""
         self.mesh, self.engine = mesh, engine
-        self.error: BaseException | None = None
+        self.failed = False
         self.server: Callable[[], Call | None] = lambda: None
         self.has_workers, self.tally = False, Tally()
         self._config = thread_config()
@@ -146,7 +176,7 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
 
     @property
-    def work(self) -> int:
+    def open_requests(self) -> int:
         """Requests that wait or run."""
         return sum(request.open for call in self._calls for request in call.requests)
 
@@ -172,7 +202,11 @@ class EngineLoop:
             threading.Thread(target=self._run, name="jetspec-engine", daemon=True).start()
 
     def run(
-        self, work: Callable[[], T], plan: EnginePlan | None = None, weights: DecodeWeights | None = None
+        self,
+        work: Callable[[], T],
+        plan: EnginePlan | None = None,
+        weights: DecodeWeights | None = None,
+        config: tuple[Any, ...] | None = None,
     ) -> T:
         """Waits until something is done between two dispatches, while nobody else is served.
 
@@ -180,11 +214,12 @@ class EngineLoop:
             work: What to do.
             plan: The engine that is needed for it; None is any or none.
             weights: That engine's parameters.
+            config: JAX's settings; None is those of this thread.
 
         Raises:
             Exception: Whatever the work raises.
         """
-        call = Call(self, plan, weights, work=work)
+        call = Call(self, plan, weights, work=work, config=config or thread_config())
         try:
             self.submit(call)
             wait([call])  # which also raises what the work has raised
@@ -225,7 +260,7 @@ class EngineLoop:
             if self.engine.record is not None:
                 with self._mutex:
                     self.tally.add_dispatch(self.engine.record)
-            self.error = None
+            self.failed = False
 
     def free(self) -> None:
         """Frees the engine, unless it serves somebody."""
@@ -245,8 +280,8 @@ class EngineLoop:
     def settle(self) -> None:
         """Waits until the thread has ended, unless it serves somebody."""
         thread = self._thread
-        if thread is not None and not self.work:
-            thread.join()
+        while thread is not None and thread.is_alive() and not self.open_requests:
+            thread.join(_MOMENT)
 
     def _run(self) -> None:
         with self._mutex:
@@ -255,7 +290,7 @@ class EngineLoop:
             self._thread = threading.current_thread()
             _RUNNING.add(self)
         try:
-            while self._goes_on():
+            while self._has_work():
                 try:
                     self.launch()
                     self.collect()
@@ -266,16 +301,18 @@ class EngineLoop:
             failed.__cause__ = error
             self._fail(failed, everyone=True)
 
-    def _goes_on(self) -> bool:
+    def _has_work(self) -> bool:
         if _PROGRAM_ENDED.is_set():
             self._fail(RuntimeError("the program has ended"), everyone=True)
         with self._mutex:
             self._forget()
             if not (self._waiting or self._served):
-                self._leave()
+                self._end_thread()
             return self._thread is threading.current_thread()
 
-    def _leave(self) -> None:
+    def _end_thread(self) -> None:
+        if self.engine is not None:
+            self.engine.scheduler.drop_closed()  # their errors hold frames of callers, and so the target
         self._thread = None
         _RUNNING.discard(self)
 
@@ -301,12 +338,13 @@ class EngineLoop:
                 try:
                     self._make(call)
                 except Exception as error:
-                    self.error = error
+                    # An engine that is too large for another caller says nothing of a server's.
+                    self.failed = self.failed or (call.plan is not None and call.plan.persistent)
                     call.fail(error)
             with self._mutex:
-                self._waiting.popleft()
                 if call.work is None and not call.over:
                     self._served.append(call)
+                self._waiting.popleft()  # last: an interrupt of a caller that makes the steps loses no call
             if call.work is not None:
                 self._do(call, call.work)
                 return True
@@ -374,18 +412,21 @@ class EngineLoop:
     def _fail(self, error: Exception, *, everyone: bool = False) -> None:
         """Ends the calls that the engine serves, or all, with an error; the next one makes an engine anew."""
         with self._mutex:
-            self.error = error
+            self.failed = True
             failed, self._served = self._served, []
             engine, self.engine = self.engine, None
             if everyone:
                 failed += self._waiting
                 self._waiting.clear()
-                self._leave()
+                self._end_thread()
         # What the devices cannot hold, those that follow are told as well, and go on.
         ends = self.has_workers and not isinstance(error, DeviceMemoryError)
         self.has_workers = self.has_workers and not ends  # before anybody comes again
         for call in failed:
             call.fail(error)
+        with self._mutex:
+            for request in [request for call in failed for request in call.admitted]:
+                self.tally.add_request(request)
         if engine is not None:
             engine.close()
         if ends:

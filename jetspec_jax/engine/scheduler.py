@@ -160,6 +160,10 @@ class Scheduler:
         self._running = self._decoding = ()
         return served
 
+    def drop_closed(self) -> None:
+        """Removes requests that have ended; nothing may be in flight."""
+        self._remove_ended(time.monotonic())
+
     def _remove_ended(self, now: float) -> None:
         """Removes requests that have ended, were cancelled, or passed their deadline."""
         requests, self._requests = self._requests, []

@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.state import DecodeWeights
-from jetspec_jax.engine.engine import Engine
-from jetspec_jax.engine.loop import Call, EngineLoop, loop_for, wait
+from jetspec_jax.engine.engine import LOST, Engine
+from jetspec_jax.engine.loop import Call, EngineLoop, Flag, loop_for, wait
 from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.request import Request
@@ -66,7 +66,7 @@ def groups_of(target: Target, head: Head | None) -> list[Group]:
 
 def least_busy(groups: Sequence[Group], count: int) -> list[Group]:
     """So many of some groups, or all: those with the least work, in their order."""
-    chosen = sorted(range(len(groups)), key=lambda number: groups[number].loop.work)[:count]
+    chosen = sorted(range(len(groups)), key=lambda number: groups[number].loop.open_requests)[:count]
     return [groups[number] for number in sorted(chosen)]
 
 
@@ -100,7 +100,13 @@ def complete(
     tokenizer: Any,
     bar: Callable[..., Any] | None = BAR,
 ) -> list[Completion]:
-    """As `serve`, with engines of the caller's own, which serve nobody else meanwhile."""
+    """As `serve`, with engines of the caller's own, which serve nobody else meanwhile.
+
+    Raises:
+        RuntimeError: An engine is broken.
+    """
+    if any(engine.broken for engine in engines):
+        raise RuntimeError(LOST)
     loops = [EngineLoop(engine.plan.decoder.mesh, engine) for engine in engines]
     calls = [Call(loop, own.plan, own.weights) for loop, own in zip(loops, engines, strict=True)]
     try:
@@ -114,7 +120,7 @@ def _complete(
     calls: Sequence[Call], requests: Sequence[Request], tokenizer: Any, bar: Callable[..., Any] | None
 ) -> list[Completion]:
     outputs = [Output(request, tokenizer) for request in requests]
-    left, turns, queue, news = outputs, deque(calls), deque(requests), threading.Event()
+    left, turns, queue, news = outputs, deque(calls), deque(requests), Flag()
     try:
         for request in requests:
             request.on_update = news.set

@@ -177,7 +177,8 @@ def trace_rounds(
     )
     weights = DecodeWeights(target.weights, proposer_weights if head is None else head.weights)
     loop = loop_for(target)
-    if loop.engine is not None and not loop.engine.plan.persistent:
+    idle = loop.engine
+    if idle is not None and not idle.plan.persistent:
         loop.free()  # so that two sets of stores do not coexist
     engine = loop.run(functools.partial(Engine, plan, weights))
     return Trace(loop, engine, request, target.tokenizer)

@@ -1,5 +1,6 @@
 """The loop of an engine: whatever happens to a caller, or to its thread, nobody waits for ever."""
 
+import contextlib
 import gc
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from jetspec_jax import LLM, SamplingParams, TreeDecoder, generate
 from jetspec_jax.engine.admission import plan_requests
 from jetspec_jax.engine.engine import LOST, Engine
-from jetspec_jax.engine.loop import EngineLoop, loop_for
+from jetspec_jax.engine.loop import EngineLoop, Flag, loop_for
 from jetspec_jax.engine.request import EngineFailed
 from jetspec_jax.engine.serving import Group
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
@@ -44,7 +45,7 @@ def llm(models):
     yield LLM(*models, **TREE)
     loop = loop_for(models[0])
     until(lambda: loop._thread is None)
-    assert loop.work == 0
+    assert loop.open_requests == 0
     if loop.engine is not None:
         assert loop.engine.scheduler.free_pages == loop.engine.plan.size.num_pages
 
@@ -86,6 +87,44 @@ def test_a_loop_is_freed_with_its_target():
     assert loop() is engine() is None
 
 
+def test_a_target_is_freed_after_an_error_of_its_engine(monkeypatch):
+    """No error that is kept holds the frames of a caller. What the engine did is counted nevertheless."""
+
+    def broken(engine):
+        raise RuntimeError("the device is gone")
+
+    def called(target):
+        with contextlib.suppress(RuntimeError):
+            generate(target, [PROMPT], PARAMS)
+            raise AssertionError("the call has not failed")
+
+    target = random_target(CONFIG, 1)
+    monkeypatch.setattr(Engine, "collect", broken)
+    called(target)
+    loop = loop_for(target)
+    assert loop.failed
+    assert loop.stats(0).prefix_queries == len(PROMPT)
+    found = weakref.ref(target)
+    loop.settle()
+    del target, loop
+    gc.collect()
+    assert found() is None
+
+
+def test_a_flag_is_set_until_it_is_cleared():
+    flag = Flag()
+    flag.set()
+    flag.set()
+    flag.wait()
+    flag.wait()  # at once: it is still set
+    flag.clear()
+    thread, got = in_thread(flag.wait)
+    assert not got
+    flag.set()
+    join(thread)
+    assert got == [None]
+
+
 def test_calls_that_need_different_engines_are_served_as_they_came(models, expected, monkeypatch):
     """A busy engine is waited for, and those that come later do not pass, though it would suit them."""
     target, tree, served = models[0], LLM(*models, **TREE), []
@@ -102,7 +141,7 @@ def test_calls_that_need_different_engines_are_served_as_they_came(models, expec
         until(lambda: served == [16])
         for number, own in enumerate([plain, tree, plain], 2):
             calls.append(in_thread(lambda own=own: own.generate([PROMPT], PARAMS)))
-            until(lambda number=number: loop_for(target).work == number)
+            until(lambda number=number: loop_for(target).open_requests == number)
         assert len(served) == 1
         halt.set()
         for thread, _ in calls:
@@ -128,7 +167,7 @@ def test_nobody_starves_behind_calls_that_never_stop(models, expected):
         assert got == [None]
 
 
-@pytest.mark.parametrize("name", ["_goes_on", "launch", "collect"])
+@pytest.mark.parametrize("name", ["_has_work", "launch", "collect"])
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
 def test_a_thread_that_dies_says_so_and_the_next_call_works(llm, expected, monkeypatch, name, error):
     """Also to those who wait for their turn."""
@@ -136,7 +175,7 @@ def test_a_thread_that_dies_says_so_and_the_next_call_works(llm, expected, monke
     target = llm.target
 
     def strike(loop):
-        if loop.work == 2 and not struck.is_set():
+        if loop.open_requests == 2 and not struck.is_set():
             struck.set()
             raise error
         return run(loop)
@@ -145,7 +184,7 @@ def test_a_thread_that_dies_says_so_and_the_next_call_works(llm, expected, monke
         calls = [
             in_thread(lambda own=own: own.generate([PROMPT], PARAMS)) for own in (llm, LLM(target, budget=1))
         ]
-        until(lambda: loop_for(target).work == 2)
+        until(lambda: loop_for(target).open_requests == 2)
         monkeypatch.setattr(EngineLoop, name, strike)
     for thread, got in calls:
         join(thread)
@@ -167,9 +206,9 @@ def test_an_error_of_an_engine_is_not_that_of_calls_that_wait(llm, expected, mon
         patch.setattr(TreeDecoder, "decode", fail)
         with paused(llm.target):
             first, failed = in_thread(lambda: llm.generate([PROMPT], PARAMS))
-            until(lambda: loop_for(llm.target).work == 1)
+            until(lambda: loop_for(llm.target).open_requests == 1)
             second, got = in_thread(lambda: plain.generate([PROMPT], PARAMS))
-            until(lambda: loop_for(llm.target).work == 2)
+            until(lambda: loop_for(llm.target).open_requests == 2)
         join(first, second)
     assert [str(error) for error in failed] == ["the device is gone"]
     assert type(failed[0]) is OSError
@@ -183,7 +222,7 @@ def test_a_callback_that_raises_ends_its_request_alone(llm, models, expected):
 
     with halted(begun(2)) as halt:
         other, got = in_thread(lambda: llm.generate([PROMPT], PARAMS))
-        until(lambda: loop_for(llm.target).work == 1)
+        until(lambda: loop_for(llm.target).open_requests == 1)
         halt.set()
         plan, [request] = plan_requests(*models, llm.settings, [PROMPT], PARAMS)
         call = Group(*models).call(plan, [request], most_rounds=2)
@@ -207,7 +246,7 @@ def test_a_call_from_inside_of_an_engine_is_refused(llm, models, expected, of):
     assert isinstance(request.error, RuntimeError)
     assert "cannot wait for one" in str(request.error)
     assert tokens_of(llm.generate([PROMPT], PARAMS)) == expected
-    until(lambda: loop_for(other.target).work == 0)
+    until(lambda: loop_for(other.target).open_requests == 0)
 
 
 def test_two_loops_at_once(llm, expected):
@@ -257,10 +296,10 @@ def test_a_stream_that_is_dropped_frees_its_slot(llm):
         stream = llm.stream(PROMPT, LONG)
         next(stream)
         loop = loop_for(llm.target)
-        assert loop.work == 1
+        assert loop.open_requests == 1
         del stream
         gc.collect()
-        assert loop.work == 0
+        assert loop.open_requests == 0
 
 
 def test_a_stream_goes_on_while_nobody_reads(llm, expected):
@@ -299,7 +338,7 @@ def test_work_runs_alone_and_its_error_is_the_callers(llm, expected):
     loop, calls = loop_for(llm.target), []
     with paused(llm.target):
         thread, got = in_thread(lambda: llm.generate([PROMPT], PARAMS))
-        until(lambda: loop.work == 1)
+        until(lambda: loop.open_requests == 1)
         calls += loop.engine.scheduler.requests if loop.engine else []
     join(thread)
     assert calls == []

@@ -122,7 +122,7 @@ def test_an_open_stream_shares_its_engine(target, head, expected):
         engine = loop_for(target).engine
         other = threading.Thread(target=lambda: got.extend(llm.generate([PROMPT], PARAMS)))
         other.start()
-        until(lambda: loop_for(target).work == 2)
+        until(lambda: loop_for(target).open_requests == 2)
         halt.set()
         join(other)
     # One slot: the other call waited for it, and the stream's text is all there.
