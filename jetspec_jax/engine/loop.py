@@ -1,4 +1,4 @@
-"""The loop of an engine: one thread launches and collects for all callers of a target."""
+"""The engine loop: one thread that owns a target's engine and serves all callers."""
 
 import atexit
 import contextlib
@@ -29,11 +29,11 @@ from jetspec_jax.engine.stats import EngineStats, Tally
 from jetspec_jax.engine.waiting_queue import check_room
 
 T = TypeVar("T")
-# Loops with a thread, which ends before the interpreter does: a thread that a program leaves in compiled code
-# aborts the process. A fork has the threads of none.
+# Loops with a running thread. It ends before the interpreter does: a thread in compiled code at exit aborts
+# the process. A fork has none of these threads.
 _RUNNING: "set[EngineLoop]" = set()
 _PROGRAM_ENDED = threading.Event()
-# Seconds that the loop waits for a caller to read its tokens, and between two looks at a thread that may end.
+# Seconds that the loop waits for a caller to read its tokens, and between two checks whether a thread ended.
 _MOMENT = 0.02
 # Held for a step in a caller's thread.
 _CALLERS_STEP = threading.RLock()
@@ -46,33 +46,32 @@ def _end_all() -> None:
             thread.join()
 
 
-# JAX is imported, so that its own functions for the exit run after this one.
+# JAX is already imported, so its own exit functions run after this one.
 atexit.register(_end_all)
 os.register_at_fork(after_in_child=_RUNNING.clear)
 
 
 class Flag:
-    """A `threading.Event` that an interrupt of one thread cannot leave locked for the others.
+    """A `threading.Event` that an interrupt of one thread cannot leave locked for other threads.
 
-    An event's lock is taken in Python, where an interrupt may strike between taking and releasing it.
+    An event acquires its lock in Python code, where an interrupt may leave it locked.
     """
 
     def __init__(self) -> None:
-        """Not set."""
         self._set: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def set(self) -> None:
-        """Sets the flag; wakes a thread that waits for it."""
+        """Sets the flag; wakes the waiting thread."""
         self._set.put(None)
 
     def wait(self, seconds: float | None = None) -> None:
-        """Returns once the flag is set, or after so many seconds; one thread at a time may wait."""
+        """Waits until the flag is set, or for ``seconds``; only one thread may wait at a time."""
         with contextlib.suppress(queue.Empty):
             self._set.get(timeout=seconds)
             self._set.put(None)
 
     def clear(self) -> None:
-        """Unsets the flag."""
+        """Clears the flag."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._set.get_nowait()
@@ -80,23 +79,23 @@ class Flag:
 
 @dataclass(eq=False)
 class Call:
-    """Requests of one caller, or work, for the loop of a target.
+    """Requests of one caller, or a function to run, for the loop of a target.
 
     Attributes:
         loop: The loop.
-        plan: The `EnginePlan` of the engine that is needed; None is any or none, for work alone.
+        plan: The `EnginePlan` of the required engine; None if ``work`` needs no engine.
         weights: That engine's parameters, as `DecodeWeights`.
-        queue: Requests that have not been admitted; the calls of several copies of a target share one.
-        most_admitted: Requests that are admitted at a time, so that other callers' come in between; None
-            admits all.
-        most_rounds: Rounds after which the caller wants to look, unless the engine stands for many.
-        work: Done once, by the loop between two dispatches; None afterwards.
-        news: Set whenever there is news; calls that share a queue share it.
-        ready: Set while the caller waits, having read all news before.
+        queue: Requests that are not admitted yet; the calls of several copies of a target share one queue.
+        most_admitted: Most requests that are admitted at a time, so that other callers' requests run in
+            between; None admits all.
+        most_rounds: Most rounds per dispatch, unless the engine is persistent.
+        work: A function that the loop runs once, between two dispatches; None afterwards.
+        news: Set when requests have new tokens or the call has failed; calls that share a queue share it.
+        ready: Set while the caller waits, having read all tokens.
         config: JAX's settings in the caller's thread.
-        admitted: Requests that the engine has.
-        error: Why engine or work failed; the requests have the same error.
-        result: What the work returned.
+        admitted: Requests in the engine.
+        error: The engine's or the function's error; the requests have the same error.
+        result: The function's result.
     """
 
     loop: "EngineLoop"
@@ -120,21 +119,21 @@ class Call:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to do for it."""
+        """Whether all its requests and its function have ended."""
         return self.work is None and not any(request.open for request in self.requests)
 
     @property
     def in_callers_thread(self) -> bool:
-        """Whether its caller makes the steps: processes that share a mesh make the same calls in step."""
+        """Whether its caller runs the steps, because processes that share a mesh make the same calls."""
         return spans(self.loop.mesh) and not (self.plan is not None and self.plan.has_workers)
 
     def is_served_by(self, plan: EnginePlan, weights: DecodeWeights, *, joining: bool) -> bool:
-        """Whether an engine serves it: see `EnginePlan.serves`."""
+        """Whether an engine can serve it: see `EnginePlan.serves`."""
         same = self.plan.decoder.proposer is None or weights.proposer is self.weights.proposer
         return same and plan.serves(self.plan, joining=joining)
 
     def fail(self, error: Exception) -> None:
-        """Ends all its requests with an error, and tells the caller."""
+        """Fails all its requests, and wakes the caller."""
         self.error, self.work = error, None
         for request in self.requests:
             request.fail(error)
@@ -143,33 +142,34 @@ class Call:
 
 
 class EngineLoop:
-    """Owns the engine of a target, which serves all calls: first come, first served.
+    """Owns the engine of a target, which serves all calls in order of arrival.
 
-    A call that the engine suits shares its slots with those that run. One that needs another waits until the
-    engine is idle, and all that come later wait behind it; then its engine takes the place of the other, so
-    that two sets of stores do not coexist.
+    A call shares the slots with running calls if the engine can serve it. Else it waits until the engine is
+    idle, and all later calls wait behind it; then a new engine replaces the old one, so that two sets of
+    stores do not coexist.
 
-    The thread lives while there is something to do. Callers wait for news, so an interrupt strikes nobody
-    else. Of a mesh of several processes the callers make the steps themselves, in all processes alike.
+    The thread lives while there are calls. Callers wait for a flag, so an interrupt affects the interrupted
+    caller only. If several processes share the mesh, the callers run the steps, in the same order in all
+    processes.
 
     Attributes:
         mesh: The target's devices.
         engine: The engine; None before the first call.
-        failed: Whether the last dispatch failed. The error itself would hold its callers' frames, and so the
-            target.
-        server: Leads to a call of whatever serves others with an engine that stands: calls join that engine.
-        has_workers: Whether other processes follow this one, until an error of the engine ends them.
-        tally: Counts what it has done.
+        failed: Whether the last dispatch failed. The error itself would keep its callers' frames alive, and
+            so the target.
+        server: Returns the call of an `AsyncLLM`, whose persistent engine other calls join; or None.
+        has_workers: Whether worker processes run this loop's batches; an error of the engine ends them.
+        tally: Statistics.
     """
 
     def __init__(self, mesh: Mesh | None, engine: Engine | None = None):
-        """Starts nothing; an engine may be there to begin with."""
+        """A loop without a thread, with or without an engine."""
         self.mesh, self.engine = mesh, engine
         self.failed = False
         self.server: Callable[[], Call | None] = lambda: None
         self.has_workers, self.tally = False, Tally()
         self._config = thread_config()
-        # Guards what follows; held for moments only.
+        # Protects the attributes below; held briefly.
         self._mutex = threading.Lock()
         self._waiting: deque[Call] = deque()
         self._served: list[Call] = []
@@ -177,15 +177,16 @@ class EngineLoop:
 
     @property
     def open_requests(self) -> int:
-        """Requests that wait or run."""
+        """Number of waiting and running requests."""
         return sum(request.open for call in self._calls for request in call.requests)
 
     def submit(self, call: Call, most_waiting: int | None = None) -> None:
-        """Takes a call, all or none of it; waits for nobody.
+        """Queues a call as a whole, without waiting.
 
         Raises:
-            QueueFull: More than ``most_waiting`` would wait for a slot, beside those that calls hold back.
-            RuntimeError: The program ends.
+            QueueFull: More than ``most_waiting`` requests would wait for a slot, not counting requests that
+                calls have not admitted yet.
+            RuntimeError: The program is exiting.
         """
         if _PROGRAM_ENDED.is_set():
             raise RuntimeError("the program has ended")
@@ -198,7 +199,8 @@ class EngineLoop:
                 request.arrival = request.arrival or now
             self._waiting.append(call)
         if self._thread is None and not call.in_callers_thread:
-            # Of two that start at once one ends. An interrupt may strike here: the next call starts one.
+            # If two threads start at once, one ends. An interrupt may occur here: the next call starts a
+            # thread.
             threading.Thread(target=self._run, name="jetspec-engine", daemon=True).start()
 
     def run(
@@ -208,21 +210,21 @@ class EngineLoop:
         weights: DecodeWeights | None = None,
         config: tuple[Any, ...] | None = None,
     ) -> T:
-        """Waits until something is done between two dispatches, while nobody else is served.
+        """Runs a function between two dispatches and waits for its result; no other call runs meanwhile.
 
         Args:
-            work: What to do.
-            plan: The engine that is needed for it; None is any or none.
+            work: The function.
+            plan: The engine that it requires; None if it needs no engine.
             weights: That engine's parameters.
             config: JAX's settings; None is those of this thread.
 
         Raises:
-            Exception: Whatever the work raises.
+            Exception: The function's or the engine's error.
         """
         call = Call(self, plan, weights, work=work, config=config or thread_config())
         try:
             self.submit(call)
-            wait([call])  # which also raises what the work has raised
+            wait([call])  # raises the function's error
             while call.work is not None:
                 wait([call])
         finally:
@@ -230,10 +232,10 @@ class EngineLoop:
         return call.result
 
     def launch(self) -> None:
-        """Gives calls their engine and launches a batch, if they need any; not while one is in flight.
+        """Starts waiting calls and launches a batch, if there are requests and none is in flight.
 
         Raises:
-            Exception: Whatever is wrong with the engine.
+            Exception: An error of the engine.
         """
         if self.engine is not None and self.engine.broken:
             self._fail(RuntimeError(LOST))
@@ -250,7 +252,7 @@ class EngineLoop:
         """Waits for the batch in flight, if any, and hands out its tokens.
 
         Raises:
-            Exception: Whatever is wrong with the engine.
+            Exception: An error of the engine.
         """
         if self.engine is not None and self._in_flight:
             for call in self._served:
@@ -263,14 +265,14 @@ class EngineLoop:
             self.failed = False
 
     def free(self) -> None:
-        """Frees the engine, unless it serves somebody."""
+        """Frees the engine, unless it has requests."""
         self.run(self._drop_idle)
 
     def stats(self, num_pages: int) -> EngineStats:
-        """Figures by now; from any thread, which waits for nobody.
+        """Statistics so far; from any thread, without waiting for a dispatch.
 
         Args:
-            num_pages: Pages that there will be, once there is an engine that stands.
+            num_pages: Pages of the persistent engine, also before it exists.
         """
         engine = self.engine
         with self._mutex:
@@ -278,7 +280,7 @@ class EngineLoop:
             return self.tally.stats(self._counted(), num_pages, pool)
 
     def settle(self) -> None:
-        """Waits until the thread has ended, unless it serves somebody."""
+        """Waits until the thread has ended, unless it has requests."""
         thread = self._thread
         while thread is not None and thread.is_alive() and not self.open_requests:
             thread.join(_MOMENT)
@@ -296,7 +298,7 @@ class EngineLoop:
                     self.collect()
                 except Exception as error:
                     self._fail(error)
-        except BaseException as error:  # nobody may wait for a thread that is gone
+        except BaseException as error:  # no caller may wait for a thread that has ended
             failed = EngineFailed(f"the engine's thread has ended: {error!r}")
             failed.__cause__ = error
             self._fail(failed, everyone=True)
@@ -312,12 +314,12 @@ class EngineLoop:
 
     def _end_thread(self) -> None:
         if self.engine is not None:
-            self.engine.scheduler.drop_closed()  # their errors hold frames of callers, and so the target
+            self.engine.scheduler.drop_closed()  # their errors keep callers' frames alive, and so the target
         self._thread = None
         _RUNNING.discard(self)
 
     def _forget(self) -> None:
-        """Lets go of requests and calls that are over."""
+        """Removes requests and calls that have ended."""
         for call in self._served:
             for request in call.admitted:
                 if not request.open:
@@ -327,61 +329,61 @@ class EngineLoop:
         self._waiting = deque(call for call in self._waiting if not call.over)
 
     def _begin(self) -> bool:
-        """Lets the first calls in as long as the engine suits them; whether work was done instead."""
+        """Starts waiting calls while the engine can serve them; True if a function ran instead."""
         with self._mutex:
             self._forget()
         while self._waiting:
             call = self._waiting[0]
-            if not (call.over or self._suits(call)):
+            if not (call.over or self._can_serve(call)):
                 if self._served:
-                    return False  # nobody passes it
+                    return False  # later calls wait behind it
                 try:
-                    self._make(call)
+                    self._make_engine(call)
                 except Exception as error:
-                    # An engine that is too large for another caller says nothing of a server's.
+                    # An engine that is too large for one caller is not a failure of a server.
                     self.failed = self.failed or (call.plan is not None and call.plan.persistent)
                     call.fail(error)
             with self._mutex:
                 if call.work is None and not call.over:
                     self._served.append(call)
-                self._waiting.popleft()  # last: an interrupt of a caller that makes the steps loses no call
+                self._waiting.popleft()  # last: an interrupt of a caller that runs the steps loses no call
             if call.work is not None:
-                self._do(call, call.work)
+                self._run_work(call, call.work)
                 return True
         return False
 
-    def _suits(self, call: Call) -> bool:
+    def _can_serve(self, call: Call) -> bool:
         engine = self.engine
         if call.plan is None or engine is None or call.config != self._config:
             return call.plan is None
         joining = bool(self._served) or (engine.plan.persistent and self.server() is not None)
         return call.is_served_by(engine.plan, engine.weights, joining=joining)
 
-    def _make(self, call: Call) -> None:
-        self._drop_idle()  # its stores go before others are made
+    def _make_engine(self, call: Call) -> None:
+        self._drop_idle()  # frees its stores before new ones are allocated
         self._config, server = call.config, self.server()
         if server is not None and call.is_served_by(server.plan, server.weights, joining=True):
             call = server
         with configured(self._config):
             self.engine = Engine(call.plan, call.weights)
 
-    def _do(self, call: Call, work: Callable[[], Any]) -> None:
+    def _run_work(self, call: Call, work: Callable[[], Any]) -> None:
         try:
             with configured(call.config):
                 call.result = work()
         except BaseException as error:
-            call.error = error  # the caller's
+            call.error = error  # raised in the caller's thread
         call.work = None
         call.news.set()
 
     def _wait_for_readers(self) -> None:
-        """Gives callers a moment to find their stop strings, or the next batch would be for nothing."""
+        """Waits briefly for callers to find their stop strings, or the next batch would be wasted."""
         for call in self._served:
             if call.most_admitted and any(request.params.stop for request in call.admitted if request.open):
                 call.ready.wait(_MOMENT)
 
     def _admit(self, engine: Engine) -> None:
-        """Admits requests of all calls, so many of each as it wants at a time."""
+        """Admits requests of all calls, at most ``most_admitted`` of each."""
         for call in self._served:
             most = math.inf if call.most_admitted is None else min(call.most_admitted, engine.plan.size.slots)
             room = most - sum(request.open for request in call.admitted)
@@ -397,7 +399,7 @@ class EngineLoop:
         with self._mutex:
             try:
                 call.admitted.append(call.queue.popleft())
-            except IndexError:  # the loop of a copy has had the last one
+            except IndexError:  # another copy's loop admitted the last request
                 return None
             return call.admitted[-1]
 
@@ -406,11 +408,11 @@ class EngineLoop:
             return None
         most = [call.most_rounds for call in self._served if call.most_rounds is not None]
         if engine.plan.size.slots > 1 and any(call.queue for call in self._served):
-            most.append(ROUNDS_TO_AN_END)  # somebody waits, though not in the scheduler
+            most.append(ROUNDS_TO_AN_END)  # requests wait, though not in the scheduler
         return min(most, default=None)
 
     def _fail(self, error: Exception, *, everyone: bool = False) -> None:
-        """Ends the calls that the engine serves, or all, with an error; the next one makes an engine anew."""
+        """Fails the calls that the engine serves, or all calls; the next call makes a new engine."""
         with self._mutex:
             self.failed = True
             failed, self._served = self._served, []
@@ -419,9 +421,9 @@ class EngineLoop:
                 failed += self._waiting
                 self._waiting.clear()
                 self._end_thread()
-        # What the devices cannot hold, those that follow are told as well, and go on.
+        # Workers get the same error for a lack of memory, and continue.
         ends = self.has_workers and not isinstance(error, DeviceMemoryError)
-        self.has_workers = self.has_workers and not ends  # before anybody comes again
+        self.has_workers = self.has_workers and not ends  # before a caller submits again
         for call in failed:
             call.fail(error)
         with self._mutex:
@@ -446,29 +448,29 @@ class EngineLoop:
         return [*self._waiting, *self._served]
 
     def _counted(self) -> list[Request]:
-        """Requests that wait or run, but for those that calls hold back."""
+        """Waiting and running requests, except those that calls have not admitted yet."""
         counted = []
         for call in self._calls:
             counted += call.requests if call.most_admitted is None else call.admitted
         return counted
 
 
-# The loops of targets; each goes with its target. Heads share it, as their engines do not coexist.
+# Loops by target, freed with it. All heads of a target share a loop, as their engines do not coexist.
 _LOOPS: "weakref.WeakKeyDictionary[Target, EngineLoop]" = weakref.WeakKeyDictionary()
 
 
 def loop_for(target: Target) -> EngineLoop:
-    """The loop of a target, whichever head drafts."""
+    """The loop of a target, for any head."""
     return _LOOPS.get(target) or _LOOPS.setdefault(target, EngineLoop(target.mesh))
 
 
 def wait(calls: Sequence[Call]) -> None:
-    """Waits for news of calls that share it; where callers make the steps, for the batch of the first.
+    """Waits for news of calls that share a flag; if callers run the steps, runs one step.
 
     Raises:
-        RuntimeError: This thread is that of a loop, which would wait for itself or for one that waits for it;
-            or a fork has no such thread.
-        Exception: An engine's error, or work's.
+        RuntimeError: This is a loop's thread, which would wait for itself; or this process is a fork, which
+            has no such thread.
+        Exception: The error of an engine or a function.
     """
     if threading.current_thread() in [loop._thread for loop in tuple(_RUNNING)]:
         raise RuntimeError("an engine calls this function, and cannot wait for one: use another thread")

@@ -1,4 +1,4 @@
-"""Requests of a call, served to their ends by the loop of a target, or by those of all its copies."""
+"""Serves the requests of a call to their ends, by the loops of a target and its copies."""
 
 import contextlib
 import functools
@@ -23,12 +23,12 @@ class Bar(tqdm):
     """A progress bar with a lock of its own: an interrupt may leave tqdm's held, and others waiting."""
 
     def __init__(self, *arguments: Any, **settings: Any):
-        """As tqdm's, on a terminal alone."""
+        """As tqdm's, on a terminal only."""
         super().__init__(*arguments, **{"disable": unseen(), **settings})
 
 
 Bar.set_lock(threading.RLock())
-#: A progress bar on a terminal, if it takes a while.
+#: A progress bar on a terminal, for long calls.
 BAR = functools.partial(Bar, delay=2, miniters=0, leave=False)
 
 
@@ -36,8 +36,8 @@ class Group(NamedTuple):
     """Devices with a copy of the models.
 
     Attributes:
-        target: The target there.
-        head: The draft head there; None if there is none.
+        target: The target on these devices.
+        head: The draft head on these devices; None without a head.
     """
 
     target: Target
@@ -45,7 +45,7 @@ class Group(NamedTuple):
 
     @property
     def loop(self) -> EngineLoop:
-        """That of its target."""
+        """The loop of its target."""
         return loop_for(self.target)
 
     @property
@@ -54,18 +54,18 @@ class Group(NamedTuple):
         return DecodeWeights(self.target.weights, None if self.head is None else self.head.weights)
 
     def call(self, plan: EnginePlan, requests: Sequence[Request] = (), **settings: Any) -> Call:
-        """A call for these devices, of a plan for any group's; the settings are those of `Call`."""
+        """A call for these devices, from a plan for any group; the settings are those of `Call`."""
         return Call(self.loop, plan.on(self.target.mesh), self.weights, deque(requests), **settings)
 
 
 def groups_of(target: Target, head: Head | None) -> list[Group]:
-    """A target and its head, which `check_models` has checked, and all their copies."""
+    """Groups of a target and its head, checked by `check_models`, and of all their copies."""
     heads = (None,) * len(target.meshes) if head is None else (head, *head.copies)
-    return [Group(*own) for own in zip((target, *target.copies), heads, strict=True)]
+    return [Group(*models) for models in zip((target, *target.copies), heads, strict=True)]
 
 
 def least_busy(groups: Sequence[Group], count: int) -> list[Group]:
-    """So many of some groups, or all: those with the least work, in their order."""
+    """At most ``count`` groups: those with the fewest requests, in their order."""
     chosen = sorted(range(len(groups)), key=lambda number: groups[number].loop.open_requests)[:count]
     return [groups[number] for number in sorted(chosen)]
 
@@ -77,18 +77,18 @@ def serve(
     requests: Sequence[Request],
     bar: Callable[..., Any] | None = BAR,
 ) -> list[Completion]:
-    """Serves requests to their ends, with the target and its copies, no more of them than requests.
+    """Serves requests to their ends, with the target and its copies, at most one copy per request.
 
     Args:
         target: The target.
         head: Its draft head, or None.
-        plan: Of the engine of each.
-        requests: The requests, first come, first served by whichever engine has a free slot.
-        bar: What makes a progress bar, called as tqdm is; None for no bar.
+        plan: The plan of each copy's engine.
+        requests: The requests, in order; any engine with a free slot serves the next one.
+        bar: Makes a progress bar, called like tqdm; None for no bar.
 
     Raises:
-        DeviceMemoryError: The device cannot hold the engine; the next call makes what worked before anew.
-        Exception: Whatever is wrong with the engine.
+        DeviceMemoryError: The device cannot hold the engine; earlier calls still work.
+        Exception: An error of the engine.
     """
     groups = least_busy(groups_of(target, head), len(requests))
     return _complete([group.call(plan) for group in groups], requests, target.tokenizer, bar)
@@ -100,7 +100,7 @@ def complete(
     tokenizer: Any,
     bar: Callable[..., Any] | None = BAR,
 ) -> list[Completion]:
-    """As `serve`, with engines of the caller's own, which serve nobody else meanwhile.
+    """As `serve`, with the caller's engines, which serve no other call meanwhile.
 
     Raises:
         RuntimeError: An engine is broken.
@@ -108,7 +108,7 @@ def complete(
     if any(engine.broken for engine in engines):
         raise RuntimeError(LOST)
     loops = [EngineLoop(engine.plan.decoder.mesh, engine) for engine in engines]
-    calls = [Call(loop, own.plan, own.weights) for loop, own in zip(loops, engines, strict=True)]
+    calls = [Call(loop, engine.plan, engine.weights) for loop, engine in zip(loops, engines, strict=True)]
     try:
         return _complete(calls, requests, tokenizer, bar)
     finally:
@@ -120,27 +120,27 @@ def _complete(
     calls: Sequence[Call], requests: Sequence[Request], tokenizer: Any, bar: Callable[..., Any] | None
 ) -> list[Completion]:
     outputs = [Output(request, tokenizer) for request in requests]
-    left, turns, queue, news = outputs, deque(calls), deque(requests), Flag()
+    running, turns, queue, news = outputs, deque(calls), deque(requests), Flag()
     try:
         for request in requests:
             request.on_update = news.set
         for call in calls:
             call.queue, call.news, call.most_admitted = queue, news, -(-len(requests) // len(calls))
             call.loop.submit(call)
-        made = None if bar is None else bar(total=len(requests), unit=" completions")
-        with contextlib.nullcontext() if made is None else contextlib.closing(made):
-            while left:
+        progress = None if bar is None else bar(total=len(requests), unit=" completions")
+        with contextlib.nullcontext() if progress is None else contextlib.closing(progress):
+            while running:
                 wait(turns)
                 turns.rotate(-1)
-                going_on = _read(left)
-                if isinstance(made, Bar):  # so that a single long one is seen to go on
+                still_running = _read(running)
+                if isinstance(progress, Bar):  # shows progress of a single long completion
                     tokens = sum(len(each.token_ids) for each in outputs)
-                    made.set_postfix_str(f"{tokens} tokens", refresh=False)
-                if made is not None:
-                    made.update(len(left) - len(going_on))
-                left = going_on
+                    progress.set_postfix_str(f"{tokens} tokens", refresh=False)
+                if progress is not None:
+                    progress.update(len(running) - len(still_running))
+                running = still_running
     finally:
-        # After an interrupt nobody waits for these.
+        # After an interrupt no caller waits for these.
         for request in requests:
             request.cancel()
         for call in calls:
@@ -149,15 +149,15 @@ def _complete(
 
 
 def _read(outputs: Sequence[Output]) -> list[Output]:
-    """Takes in what requests have got; those that go on."""
+    """Reads new tokens of all outputs; returns the outputs that still run."""
     for output in outputs:
         output.update()
         if output.finish_reason is not None:
-            output.request.cancel()  # a stop string is nothing that an engine knows of
+            output.request.cancel()  # engines do not know stop strings
     return [output for output in outputs if output.finish_reason is None]
 
 
 def compile_chunks(target: Target) -> None:
-    """Compiles the forwards of prompts of the engines of a target and its copies, where there are any."""
+    """Compiles the prefill forwards of a target's and its copies' engines, if these exist."""
     for loop in map(loop_for, (target, *target.copies)):
         loop.run(lambda loop=loop: loop.engine and loop.engine.runner.compile_chunks())

@@ -1,4 +1,4 @@
-"""A completion piece by piece, while it is decoded."""
+"""Streams a completion while it is decoded."""
 
 import threading
 from collections.abc import Iterator
@@ -9,16 +9,16 @@ from jetspec_jax.engine.loop import Call, wait
 from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.request import Request
 
-# Rounds between two pieces of a stream: text appears while it is accepted, and little overshoots a stop.
+# Rounds between two pieces of a stream: few, so that text appears early and little overshoots a stop.
 STREAM_ROUNDS = 2
 
 
 class Stream(Iterator[str]):
-    """Pieces of text as they are accepted; what overshoots the end is discarded.
+    """Pieces of text as they are accepted; tokens after the end are discarded.
 
     A stream that is closed, left as a context, or dropped before its end frees its slot. It may be iterated
-    and closed from any thread. Of several processes the first decides: where it has closed its stream, those
-    of the others end too.
+    and closed from any thread. If several processes share the models, closing the stream in process 0 ends it
+    in all of them.
 
     Attributes:
         completion: The whole completion once the stream has ended, None before.
@@ -34,22 +34,20 @@ class Stream(Iterator[str]):
         call.loop.submit(call)
 
     def __enter__(self) -> "Stream":
-        """The stream itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends the request."""
         self.close()
 
     def __next__(self) -> str:
-        """The next piece of text, which is never empty.
+        """The next piece of text, never empty.
 
         Raises:
-            Exception: Whatever is wrong with the engine that decodes it.
+            Exception: An error of the engine.
         """
         sent = None
         try:
-            with self._lock:  # directly: a generator that holds it outlives an interrupt
+            with self._lock:  # not in a generator, which would keep it locked after an interrupt
                 while not self._closed:
                     text = self._settled()
                     if len(text) > self._sent:
@@ -60,12 +58,12 @@ class Stream(Iterator[str]):
                     self._wait()
         except BaseException:
             if sent is not None:
-                self._sent = sent  # an interrupt on the way out: the piece is still to come
+                self._sent = sent  # interrupted before the return: the piece is returned later
             raise
         raise StopIteration
 
     def _settled(self) -> str:
-        """The text so far."""
+        """The final text so far."""
         self._output.update()
         if self._output.finish_reason is not None and self.completion is None:
             self._leave()
@@ -82,15 +80,15 @@ class Stream(Iterator[str]):
             if not request.cancelled:
                 raise
         if request.cancelled and request.finish_reason is None:
-            self.close()  # the first process has
+            self.close()  # process 0 has closed its stream
 
     def close(self) -> None:
-        """Ends the request; its slot and pages are free again. Waits for nobody."""
+        """Ends the request, whose slot and pages are freed; does not wait."""
         self._closed = True
         self._leave()
 
     def _leave(self) -> None:
-        call, self._call = self._call, None  # the engine is not kept by a stream that has ended
+        call, self._call = self._call, None  # an ended stream keeps no engine
         self._output.request.cancel()
         if call is not None:
             call.news.set()
