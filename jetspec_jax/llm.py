@@ -55,7 +55,7 @@ from jetspec_jax.vllm_names import CALLS, ENGINE
 _log = logging.getLogger("jetspec_jax")
 
 PLAIN_NOTICE = (
-    "decoding plainly, which is the fastest on a CPU; for trees name a budget: budget=128 or --budget 128"
+    "decoding plainly, which is the fastest on a CPU; for trees set a budget: budget=128 or --budget 128"
 )
 
 
@@ -179,8 +179,7 @@ class LLM:
             for name, value in (("tokenizer", tokenizer), ("chat_template", template)):
                 if value is not None:
                     raise ValueError(
-                        f"{name} is for a target that is yet to be loaded, and this one is loaded already: "
-                        "give it to load_target"
+                        f"{name} has no effect on a target that is loaded already: give it to load_target"
                     )
             ours = target
         else:
@@ -467,7 +466,7 @@ def kinds_to_compile(sampling_params: SamplingParams | None) -> list[SamplingPar
 def _target_of(target: str | Path | Target, model: str | Path | Target) -> str | Path | Target:
     """The target, from the two arguments for it."""
     if target is not UNNAMED and model is not UNNAMED:
-        raise ValueError("give the target once: model is another name of it")
+        raise ValueError("give the target once: model is an alias of target")
     given = target if model is UNNAMED else model
     check_type("the target", given, str | Path | Target, "a folder, a hub id or a Target")
     return given
@@ -500,8 +499,8 @@ def _meshes_of(
         )
         if meshes is not None and asked not in (meshes, (None,)):
             raise ValueError(
-                f"the loaded target lies on {describe_meshes(meshes)}, and what is asked for is "
-                f"{describe_meshes(asked)}: load it there, or leave mesh and sizes out"
+                f"the loaded target lies on {describe_meshes(meshes)}, and the arguments ask for "
+                f"{describe_meshes(asked)}: load it there, or omit the mesh and the sizes"
             )
         meshes = meshes or asked
     if meshes is not None and isinstance(head, Head):

@@ -132,7 +132,7 @@ def check_request(
     if most > room:
         raise ValueError(
             f"{count} prompt tokens plus max_tokens={shown(most)} lie beyond the context limit of {limit}; "
-            f"max_tokens could be at most {room}, or None to go on to the limit"
+            f"use at most {room}, or None to generate up to the limit"
         )
     if params.stop and target.tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and the target has none; use stop_token_ids")
@@ -244,7 +244,7 @@ def read_single(
     """
     check_models(target, None)
     if isinstance(sampling_params, SamplingParams) and sampling_params.n != 1:
-        raise ValueError(f"n must be 1 to follow one completion, not {sampling_params.n}; use generate")
+        raise ValueError(f"n must be 1 for a stream or a trace, not {sampling_params.n}; use generate")
     return read_prompt(target, prompt)
 
 

@@ -72,8 +72,9 @@ def check_choices_left(
 
     forbidden = {word[0] for word in words if len(word) == 1}
     if not count_allowed(forbidden):
-        raise ValueError("no token could be chosen: bad_words forbid all that are allowed")
+        raise ValueError("no token could be chosen: bad_words forbid all allowed tokens")
     if params.min_tokens and not count_allowed(forbidden.union(endings)):
         raise ValueError(
-            f"no token could be chosen before min_tokens={params.min_tokens}: all that are allowed end it"
+            f"no token could be chosen before min_tokens={params.min_tokens}: all allowed tokens end the "
+            "output"
         )

@@ -92,7 +92,7 @@ class Engine:
         """
         if self._step and not request.shared:
             raise ValueError(
-                "an engine of several processes takes requests of plan_requests alone, which compares them"
+                "an engine of several processes serves only requests of plan_requests, which compares them"
             )
         self.extend(Extras.of([request]))
         self.scheduler.add(request)

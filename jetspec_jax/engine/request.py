@@ -267,8 +267,8 @@ class Request:
         """The error of a request whose deadline has passed, by `time.monotonic`."""
         assert self.deadline is not None
         return DeadlinePassed(
-            f"the request had {self.deadline - self.arrival:.3f} s; after {now - self.arrival:.3f} s it "
-            f"{'still waits for a slot' if self.slot < 0 else f'has {len(self.tokens)} tokens'}"
+            f"the timeout of {self.deadline - self.arrival:.3f} s passed: after {now - self.arrival:.3f} s "
+            f"the request {'still waits for a slot' if self.slot < 0 else f'has {len(self.tokens)} tokens'}"
         )
 
     def notify(self) -> None:

@@ -32,7 +32,7 @@ def run_worker(group: Group, plan: EnginePlan) -> None:
         if action == "end":
             [reason] = values
             if reason is not None:
-                raise RuntimeError(f"process 0 serves no more: {reason}")
+                raise RuntimeError(f"process 0 has stopped serving: {reason}")
             return
         # Process 0 gets the same error, fails the requests, and continues.
         with contextlib.suppress(DeviceMemoryError):

@@ -113,7 +113,7 @@ REQUESTS = pytest.mark.parametrize(
         (
             [1],
             {"allowed_token_ids": (5, 6), "stop_token_ids": (5, 6, 7), "min_tokens": 1},
-            "no token could be chosen before min_tokens=1: all that are allowed end it",
+            "no token could be chosen before min_tokens=1: all allowed tokens end the output",
         ),
         (
             [1] * (LIMIT - 4),
@@ -166,7 +166,7 @@ def test_requests_of_an_llm(target, head):
 @pytest.mark.parametrize(
     ("words", "allowed", "message"),
     [
-        (["a", "b"], (0, 1), "no token could be chosen: bad_words forbid all that are allowed"),
+        (["a", "b"], (0, 1), "no token could be chosen: bad_words forbid all allowed tokens"),
         ([" "], None, "a bad word must have 1 to 64 tokens, and ' ' has 0"),
         (["x" * 65], None, "a bad word must have 1 to 64 tokens, and .* has 65"),
         ([f"{i:b}".replace("1", "a").replace("0", "b") for i in range(1, 1026)], None, "at most 1024"),

@@ -136,7 +136,10 @@ class TestLine:
 class TestDeadlines:
     @pytest.mark.parametrize(
         ("slots", "message"),
-        [(1, r"had 1.500 s; after 2.000 s it still waits for a slot"), (2, r"after 2.000 s it has 6 tokens")],
+        [
+            (1, r"of 1.500 s passed: after 2.000 s the request still waits for a slot"),
+            (2, r"after 2.000 s the request has 6 tokens"),
+        ],
     )
     def test_one_that_passes_ends_the_request(self, made, slots, message):
         scheduler, device = made(slots=slots)
