@@ -34,7 +34,7 @@ class State(enum.Enum):
     DECODING = "decodes"
     FINISHED = "has all its tokens"
     FAILED = "has an error"
-    CANCELLED = "nobody waits for it"
+    CANCELLED = "was cancelled"
 
 
 @dataclass(eq=False)

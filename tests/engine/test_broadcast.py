@@ -34,9 +34,9 @@ def test_all_comes_back_as_it_was():
     sent = batch, Extras(True, (2, 3)), (Kind(logprobs=True),), "text", None
     back = unpack(json.loads(json.dumps(pack(sent))))
     assert repr(back) == repr(sent)
-    own = back[0].admissions[0]
-    assert own.params == params
-    assert own.pages.dtype == np.int32
+    admission = back[0].admissions[0]
+    assert admission.params == params
+    assert admission.pages.dtype == np.int32
     np.testing.assert_array_equal(back[0].chunks[0].tokens, tokens)
 
 

@@ -56,10 +56,10 @@ class World:
     def request(self):
         """A prompt that begins like others, with whatever a caller may ask for."""
         rng, capacity = self.rng, self.size.capacity
-        most, own = int(rng.integers(1, 300)), int(rng.integers(1, 90))
+        most, more = int(rng.integers(1, 300)), int(rng.integers(1, 90))
         begin, end = self.texts[int(rng.integers(3))][: int(rng.choice([0, 64, 100, 128, 192]))], []
         if len(begin) == 0 or rng.random() < 0.8:
-            end = rng.integers(0, VOCAB, own)
+            end = rng.integers(0, VOCAB, more)
         prompt = np.concatenate([begin, end])[: capacity - most]
         return Request(
             prompt.astype(np.int32),
@@ -74,7 +74,7 @@ class World:
         request = self.request()
         if self.most_waiting is not None:
             try:
-                waiting = sum(own.state is State.WAITING for own in self.scheduler.requests)
+                waiting = sum(other.state is State.WAITING for other in self.scheduler.requests)
                 check_room(waiting, 1, self.most_waiting)
             except QueueFull:
                 self.refused += 1
@@ -127,11 +127,11 @@ class World:
             assert len(request.pages) <= request.num_pages
             # Who shares a page has the same salt, and the same tokens up to its end.
             for index, page in enumerate(request.pages[: request.cached_pages]):
-                others = [own for own in holding if own is not request and page in own.pages]
-                assert all(own.pages[index] == page for own in others)
-                assert all(own.cache_salt == request.cache_salt for own in others)
+                others = [other for other in holding if other is not request and page in other.pages]
+                assert all(other.pages[index] == page for other in others)
+                assert all(other.cache_salt == request.cache_salt for other in others)
                 end = 64 * (index + 1)
-                assert all((own.span(0, end) == request.span(0, end)).all() for own in others)
+                assert all((other.span(0, end) == request.span(0, end)).all() for other in others)
 
     def finish(self):
         for _ in range(20_000):
