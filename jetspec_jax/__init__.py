@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from jetspec_jax.device.compilation_cache import enable_compilation_cache
     from jetspec_jax.device.joining import join_processes
     from jetspec_jax.device.memory import DeviceMemoryError
-    from jetspec_jax.engine.line import QueueFull
     from jetspec_jax.engine.output import Completion
     from jetspec_jax.engine.request import DeadlinePassed, EngineFailed
+    from jetspec_jax.engine.waiting_queue import QueueFull
     from jetspec_jax.generation import generate, generate_tree
     from jetspec_jax.inspect.forward import draft_logits, logits, tree_logits
     from jetspec_jax.llm import LLM
@@ -86,7 +86,7 @@ _PLACES = {
     "jetspec_jax.device.compilation_cache": ("enable_compilation_cache",),
     "jetspec_jax.device.joining": ("join_processes",),
     "jetspec_jax.device.memory": ("DeviceMemoryError",),
-    "jetspec_jax.engine.line": ("QueueFull",),
+    "jetspec_jax.engine.waiting_queue": ("QueueFull",),
     "jetspec_jax.engine.output": ("Completion",),
     "jetspec_jax.engine.request": (
         "DeadlinePassed",

@@ -1,10 +1,11 @@
-"""`AsyncLLM`: completions for many callers of an event loop at once, piece by piece."""
+"""`AsyncLLM`: streams completions to many callers of an event loop at once."""
 
 import asyncio
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+import weakref
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,46 +21,48 @@ from jetspec_jax.arguments import (
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import serving_algorithm
 from jetspec_jax.device.compilations import Compilations
+from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.device.processes import is_first
+from jetspec_jax.device.thread_config import thread_config
 from jetspec_jax.engine.admission import CheckedRequest, check_models, check_request
-from jetspec_jax.engine.driver import Driver
-from jetspec_jax.engine.following import follow
+from jetspec_jax.engine.broadcast import send
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion, Output, Round
+from jetspec_jax.engine.persistent import plan_persistent
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt
-from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.serving import groups_of
+from jetspec_jax.engine.request import EngineFailed, Request
+from jetspec_jax.engine.round_kinds import Kind
+from jetspec_jax.engine.serving import Group, groups_of, least_busy
 from jetspec_jax.engine.size import MAX_SLOTS
-from jetspec_jax.engine.standing import plan_standing
-from jetspec_jax.engine.stats import EngineStats
-from jetspec_jax.engine.wants import Kind
+from jetspec_jax.engine.stats import EngineStats, Tally
+from jetspec_jax.engine.worker import run_worker
 from jetspec_jax.llm import LLM, kinds_to_compile, refuse_keywords
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Hints
 from jetspec_jax.tree.routing import hints_of_each
 from jetspec_jax.vllm_names import ENGINE
 
-#: Requests that may wait for a slot, unless a caller says how many.
+#: Default length limit of the waiting queue.
 MAX_WAITING = 1024
-#: Why a completion ended that `AsyncLLM.abort` took out.
+#: Finish reason after `AsyncLLM.abort`.
 ABORT = "abort"
-# What a caller hears at its deadline, in the place of news.
+# Event of a caller's queue after its deadline.
 _LATE = "late"
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new of a completion.
+    """The new part of a completion.
 
     Attributes:
-        text: More of its text; empty without a tokenizer.
-        token_ids: More of its tokens, whose text may still be to come.
-        index: Which of its prompt's ``n`` completions it is.
-        finish_reason: None while it goes on; as `Completion` has it, or "abort".
-        completion: All of it, once it has ended; after an abort, what came until then.
-        logprobs: What is told of the new tokens, as `Completion` has it.
-        rounds: What each round added of it.
-        request_id: The name that the caller gave the request, or else one that `AsyncLLM` made.
+        text: New text; empty without a tokenizer.
+        token_ids: New tokens, whose text may still be held back.
+        index: Number of the completion among the prompt's ``n``.
+        finish_reason: None while it runs; as in `Completion`, or "abort".
+        completion: The whole completion, once it has ended; after an abort, its tokens until then.
+        logprobs: Log-probabilities of the new tokens, as in `Completion`.
+        rounds: Each round's part of the delta.
+        request_id: The caller's id of the request, or else one that `AsyncLLM` made.
         finished: Whether it is the last delta of the request.
     """
 
@@ -75,22 +78,22 @@ class Delta:
 
     @property
     def outputs(self) -> "list[Delta]":
-        """The delta alone. In vLLM a result has a list of completions; here each delta is a result."""
+        """The delta itself: a result of vLLM has a list of completions, here it is a delta."""
         return [self]
 
     @property
     def stop_reason(self) -> int | str | None:
-        """As `Completion` has it; None while it goes on."""
+        """As in `Completion`; None while it runs."""
         return None if self.completion is None else self.completion.stop_reason
 
 
 class AsyncLLM:
-    """Serves requests that come at any time, with one engine for all of them.
+    """Serves requests that arrive at any time, with one engine for all of them.
 
-    It may be used from several event loops, also at once. An `LLM` of the same target may be used beside it.
+    It may be used from several event loops at once, and beside an `LLM` of the same target.
 
-    Of several processes that share the models all make one with the same settings. The first serves requests,
-    and all others call `follow`.
+    If several processes share the models, all of them make an `AsyncLLM` with the same settings. Process 0
+    serves requests, and the workers call `follow`.
 
     Example::
 
@@ -109,22 +112,22 @@ class AsyncLLM:
         max_model_len: int | None = None,
         **settings: Any,
     ):
-        """Loads the models; the engine is made for the first request.
+        """Loads the models; the first request makes the engine.
 
         Args:
             *models: Target and draft head, as for `LLM`.
-            max_slots: Requests that decode at the same time, with each copy of the models. None is as many as
-                there is memory for, a power of two up to 256, and 8 on a CPU.
-            capacity: Tokens of prompt and output that a slot can hold; None is the usual number.
-            max_waiting: Requests that may wait for a slot, with each copy of the models.
+            max_slots: Requests that decode at the same time, per copy of the models. None is as many as the
+                free memory allows, a power of two up to 256, and 8 on a CPU.
+            capacity: Tokens of prompt and output per slot; None is the default capacity.
+            max_waiting: Requests that may wait for a slot, per copy of the models.
             max_num_seqs: vLLM's name for ``max_slots``.
             max_model_len: vLLM's name for the capacity.
-            **settings: As for `LLM`; but where no algorithm is named, it is "auto" on a GPU, which chooses
-                before each dispatch among plain decoding and trees up to the budget.
+            **settings: As for `LLM`; but without an algorithm, it is "auto" on a GPU, which chooses before
+                each dispatch among plain decoding and trees up to the budget.
 
         Raises:
             ValueError: A setting is not valid.
-            Exception: All else that `LLM` raises.
+            Exception: All errors of `LLM`.
         """
         known = parameters_of(LLM)
         refuse_unknown(AsyncLLM, [name for name in settings if name not in known], ENGINE, LLM)
@@ -137,7 +140,7 @@ class AsyncLLM:
             self.llm.settings = replace(self.llm.settings, algorithm=serving_algorithm())
         target: Target = self.llm.target
         head: Head | None = self.llm.draft_head
-        plan = plan_standing(
+        plan = plan_persistent(
             target,
             head,
             self.llm.settings,
@@ -147,9 +150,15 @@ class AsyncLLM:
         )
         self._capacity, self._slots = plan.size.capacity, plan.size.slots
         self._plan, self._compilations = plan, Compilations()
-        self._drivers = [Driver(group, plan, max_waiting) for group in groups_of(target, head)]
-        # How to end those that have a name.
-        self._named: dict[str, Callable[[], object]] = {}
+        self._max_waiting, self._closed = max_waiting, False
+        self._groups = groups_of(target, head)
+        # Calls of an `LLM` join these calls' engine.
+        self._server_calls = [group.call(plan) for group in self._groups]
+        for call in self._server_calls:
+            call.loop.server, call.loop.tally = weakref.ref(call), Tally()
+            call.loop.has_workers = plan.has_workers and is_first()
+        # Running requests by id, and how to abort them.
+        self._running: dict[str, tuple[Sequence[Request], Callable[[], object]]] = {}
 
     async def __aenter__(self) -> "AsyncLLM":
         """Itself."""
@@ -161,21 +170,21 @@ class AsyncLLM:
 
     @property
     def slots(self) -> int:
-        """Requests that decode at the same time, with each copy of the models."""
+        """Requests that decode at the same time, per copy of the models."""
         return self._slots
 
     @property
     def errored(self) -> bool:
-        """Whether the last dispatch failed; a later request makes the engine anew."""
-        return any(driver.error is not None for driver in self._drivers)
+        """Whether the last dispatch failed; a later request makes a new engine."""
+        return any(group.loop.failed for group in self._groups)
 
     def check(
         self, prompt: Prompt | EncodedPrompt, sampling_params: SamplingParams | None = None
     ) -> CheckedRequest:
-        """Checks a request, for a later `generate`; encodes its text, which may take a while.
+        """Checks a request for a later `generate`, and encodes its text, which may take a while.
 
         Raises:
-            Exception: As `generate`, of the request.
+            Exception: As `generate`, for errors of the request.
         """
         if isinstance(sampling_params, SamplingParams) and sampling_params.n > self._slots:
             raise ValueError(
@@ -198,35 +207,35 @@ class AsyncLLM:
         budget: int | None = None,
         **unknown: object,
     ) -> AsyncGenerator[Delta, None]:
-        """Completes one prompt; what is new comes after each dispatch.
+        """Completes one prompt; yields after each dispatch.
 
-        To close the iterator, to cancel the task that reads it, or to drop it frees slot and pages at the end
-        of the dispatch that runs.
+        Closing the iterator, cancelling the task that reads it, or dropping it frees the slot and pages after
+        the current dispatch.
 
         Args:
-            prompt: As for `LLM.generate`; or what `check` returned, with its parameters.
-            sampling_params: How it is sampled; ``n`` of them makes so many completions.
-            request_id: A name for `abort`; None makes a new name, which all deltas of the request have.
+            prompt: As for `LLM.generate`; or a result of `check`, with its parameters.
+            sampling_params: Sampling parameters and stop conditions; ``n`` is the number of completions.
+            request_id: An id for `abort`; None makes a new id, which all deltas of the request have.
             priority: Lower numbers are served first.
-            timeout: Seconds that it has from now on, at least 0; None is no limit.
+            timeout: Seconds from now until the request fails, at least 0; None is no limit.
             cache_salt: Pages are shared only among requests with the same salt.
             routing: As for `LLM.generate`.
-            budget: Most nodes of its trees, root included, at most the LLM's; 1 is plain decoding, as soon as
-                all that decode beside it want no more. None is the LLM's.
+            budget: Most nodes of its trees, root included, at most the LLM's; 1 is plain decoding, once all
+                requests that decode beside it want no more. None is the LLM's.
             **unknown: Refused, as by `LLM.generate`.
 
         Yields:
-            Deltas, the last one of each completion with all of it.
+            Deltas; the last delta of each completion has the whole completion.
 
         Raises:
-            TypeError: Something is of a wrong type.
-            ValueError: The request cannot be served, or another of its name runs; or this process follows.
-            QueueFull: Too many wait already.
-            DeadlinePassed: It was not served in its time.
-            DeviceMemoryError: The device has no room for the engine.
-            EngineFailed: Something else is wrong with the engine, not with the request; a RuntimeError with
-                its cause.
-            RuntimeError: It was closed.
+            TypeError: A value has a wrong type.
+            ValueError: The request cannot be served, its id is in use, or this process is a worker.
+            QueueFull: Too many requests wait for a slot.
+            DeadlinePassed: The timeout passed.
+            DeviceMemoryError: The device cannot hold the engine.
+            EngineFailed: The engine failed, for any request; it has the error's message, and the error as its
+                cause.
+            RuntimeError: This `AsyncLLM` is closed.
         """
         refuse_keywords(self.generate, unknown)
         self._check_first()
@@ -252,92 +261,102 @@ class AsyncLLM:
         for number, request in enumerate(requests):
             request.arrival, request.deadline = arrival, deadline
             request.priority, request.cache_salt = priority, cache_salt
-            request.told = _teller(request, number, loop, news)
+            request.on_update = _notifier(request, number, loop, news)
             request.budget = request.budget if budget is None else budget
         outputs = [Output(request, self.llm.target.tokenizer) for request in requests]
 
         def end() -> None:
             _send(loop, news, ABORT)
 
-        # In one step: several loops may bring one name at once.
-        if self._named.setdefault(name, end) is not end:
-            raise ValueError(f"another request of the name {shown(name)} runs")
+        # Atomic: several event loops may use one id at once.
+        if self._running.setdefault(name, entry := (requests, end)) is not entry:
+            raise ValueError(f"another request with the id {shown(name)} runs")
         timer = None
+        [group] = least_busy(self._groups, 1)
+        call = group.call(self._plan, requests)
         try:
-            min(self._drivers, key=lambda driver: driver.work).submit(requests)
+            self._check_open()  # a close from here on ends these requests too
+            call.loop.submit(call, self._max_waiting)
             if deadline is not None and deadline < math.inf:
-                # The engine looks at deadlines too, but not while another call has it to itself.
+                # The engine checks deadlines too, but not during another call's work.
                 timer = loop.call_later(deadline - time.monotonic(), news.put_nowait, _LATE)
-            going_on = dict(enumerate(outputs))
+            running = dict(enumerate(outputs))
             sent = [0] * len(outputs)
-            while going_on:
-                heard = await news.get()
-                if heard == _LATE:
-                    raise next(iter(going_on.values())).request.too_late(time.monotonic())
-                if isinstance(heard, str):
-                    for output in going_on.values():
-                        output.request.cancel()  # at once: whoever reads the deltas may be slow
-                    for number, output in list(going_on.items()):
-                        going_on.pop(number)
+            while running:
+                event = await news.get()
+                if event == _LATE:
+                    raise next(iter(running.values())).request.deadline_error(time.monotonic())
+                if isinstance(event, str):
+                    for output in running.values():
+                        output.request.cancel()  # at once: the reader of the deltas may be slow
+                    for number, output in list(running.items()):
+                        running.pop(number)
                         output.end(ABORT)
                         text, ended = output.text[sent[number] :], output.completion()
-                        index, last = output.request.index, not going_on
+                        index, last = output.request.index, not running
                         yield Delta(text, [], index, ABORT, ended, request_id=name, finished=last)
                     return
-                number, count = heard
-                if number not in going_on:
+                number, count = event
+                if number not in running:
                     continue
                 output, known = outputs[number], len(outputs[number].token_ids)
                 rounds = output.update_by_round(count)
                 text, reason = output.settled_text[sent[number] :], output.finish_reason
                 sent[number] += len(text)
-                whole, told = None, output.logprobs(known)
+                whole, logprobs = None, output.logprobs(known)
                 if reason is not None:
-                    output.request.cancel()  # a stop string is nothing that an engine knows of
-                    whole = going_on.pop(number).completion()
+                    output.request.cancel()  # engines do not know stop strings
+                    whole = running.pop(number).completion()
                 tokens, index = output.token_ids[known:], output.request.index
-                yield Delta(text, tokens, index, reason, whole, told, rounds, name, not going_on)
+                yield Delta(text, tokens, index, reason, whole, logprobs, rounds, name, not running)
+        except Exception as error:
+            # Distinguishes engine errors from request errors of any type. A lack of memory keeps its own
+            # type.
+            if error is call.error and not isinstance(error, DeviceMemoryError):
+                raise EngineFailed(str(error) or type(error).__name__) from error
+            raise
         finally:
             if timer is not None:
                 timer.cancel()
             for request in requests:
                 request.cancel()
-            self._named.pop(name, None)
+            self._running.pop(name, None)
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request by its name, if it runs: its last deltas have the reason "abort"."""
-        if end := self._named.get(request_id):
-            end()
+        """Ends a request by its id, if it runs: its last deltas have the finish reason "abort"."""
+        if entry := self._running.get(request_id):
+            entry[1]()
 
     async def get_tokenizer(self) -> Any:
         """As `LLM.get_tokenizer`."""
         return self.llm.get_tokenizer()
 
     async def warm_up(self, sampling_params: SamplingParams | None = None) -> None:
-        """Makes the engine and compiles all that the settings allow, with progress on a terminal.
+        """Makes the engine and compiles all programs, with progress on a terminal.
 
-        Afterwards nothing compiles, but for requests that want what was not named here, or very many or long
-        bad words.
+        Afterwards nothing compiles, except for requests with features that ``sampling_params`` does not use,
+        or with very many or long bad words.
 
         Args:
-            sampling_params: As those of requests to come, where they want masks, biases, penalties,
-                log-probabilities or a form: what they need is compiled too, and what those need that want
-                some of it.
+            sampling_params: Parameters like those of later requests, if they use masks, biases, penalties,
+                log-probabilities or structured outputs: the programs of all combinations are compiled too.
         """
         self._check_first()
         params = sampling_params or SamplingParams()
         short, scores = kinds_to_compile(sampling_params), params.prompt_logprobs is not None
-        for driver in self._drivers:
-            await asyncio.to_thread(driver.compile, Kind.of(params).parts, scores=scores)
-        # What else a request needs, with all the room that it needs there by now.
+        for group in self._groups:
+            await asyncio.to_thread(self._compile, group, Kind.of(params).parts, scores, thread_config())
+        # Short requests compile the other programs and allocate the arrays.
         prompt = [0] * min(2, self._capacity - 1)
-        for own in short:
+        for params in short:
             requests: list[Request] = []
             try:
-                for driver in self._drivers:
-                    checked = self.check(prompt, own)
-                    requests += (made := checked.requests(self.llm.settings, self._plan.decoder))
-                    driver.submit(made)
+                for group in self._groups:
+                    checked = self.check(prompt, params)
+                    copies_requests = checked.requests(self.llm.settings, self._plan.decoder)
+                    requests += copies_requests
+                    self._check_open()
+                    group.loop.submit(group.call(self._plan, copies_requests))
                 while any(request.open for request in requests):
                     await asyncio.sleep(0.01)
             finally:
@@ -349,58 +368,84 @@ class AsyncLLM:
         self._compilations.restart()
 
     def stats(self) -> EngineStats:
-        """Figures by now, of all copies together; from any thread, which waits for nobody."""
-        own = EngineStats(compilations=self._compilations.count)
-        return sum((driver.stats() for driver in self._drivers), own)
+        """Statistics of all copies together; from any thread, without waiting."""
+        start = EngineStats(compilations=self._compilations.count)
+        return sum((group.loop.stats(self._plan.size.num_pages) for group in self._groups), start)
 
     def follow(self) -> None:
-        """Does what the first process decides, until that closes; for all others that share the models.
+        """Runs the batches of process 0 until it closes, in a worker: a process that shares its models.
 
-        It blocks, and nothing else may use the models meanwhile. An idle first process may be waited for as
-        long as it lives.
+        It blocks, and no other call may use the models meanwhile. A worker waits for an idle process 0 as
+        long as that lives.
 
         Raises:
-            ValueError: This process is the first, or shares its models with no other.
-            RuntimeError: An error has ended the work of the first process.
-            OutOfStep: That process does something else.
+            ValueError: This is process 0, or it shares its models with no other process.
+            RuntimeError: An error ended process 0.
+            OutOfStep: Process 0 does something else.
         """
-        if not self._plan.led:
-            raise ValueError("this process shares its models with no other, and has nobody to follow")
+        if not self._plan.has_workers:
+            raise ValueError("this process shares its models with no other process, so it is not a worker")
         if is_first():
-            raise ValueError("process 0 serves requests, and the other processes follow it")
-        [group] = groups_of(self.llm.target, self.llm.draft_head)
-        follow(group, self._plan)
+            raise ValueError("process 0 serves requests; call follow() in the other processes only")
+        [group] = self._groups
+        run_worker(group, self._plan)
 
     async def close(self) -> None:
-        """Ends all requests with an error, and the thread; the models stay loaded."""
+        """Fails all requests and ends the engine's thread; the models stay loaded."""
         await asyncio.to_thread(self.shutdown)
 
     def shutdown(self) -> None:
-        """As `close`, under vLLM's name: blocks."""
-        for driver in self._drivers:
-            driver.close()
+        """As `close`, but blocks; vLLM's name."""
+        self._closed = True
+        entries = tuple(self._running.values())
+        for request in [request for requests, _ in entries for request in requests]:
+            request.fail(RuntimeError("this AsyncLLM was closed"))
+        calls, self._server_calls = self._server_calls, []
+        for loop in [call.loop for call in calls]:
+            loop.settle()
+            if self._plan.has_workers and loop.has_workers:
+                loop.has_workers = False
+                send("end", None)
+
+    def _compile(self, group: Group, kinds: Sequence[Kind], scores: bool, config: tuple[Any, ...]) -> None:
+        """Makes the engine and compiles its programs, with JAX's settings of the caller's thread; blocks."""
+        self._check_open()
+        loop, plan = group.loop, self._plan.on(group.target.mesh)
+        loop.run(
+            lambda: loop.engine and loop.engine.compile(kinds, scores=scores), plan, group.weights, config
+        )
+
+    def _check_open(self) -> None:
+        # An error of the engine ends the workers; without them no request can be served.
+        workers_lost = (
+            self._plan.has_workers
+            and is_first()
+            and not all(call.loop.has_workers for call in self._server_calls)
+        )
+        if self._closed or workers_lost:
+            raise RuntimeError("this AsyncLLM is closed")
 
     def _check_first(self) -> None:
-        if self._plan.led and not is_first():
-            raise ValueError("requests go to process 0; this process follows it: call follow()")
+        if self._plan.has_workers and not is_first():
+            raise ValueError("requests go to process 0; this process is a worker: call follow()")
 
 
-def _teller(
+def _notifier(
     request: Request, number: int, loop: asyncio.AbstractEventLoop, news: asyncio.Queue[Any]
 ) -> Callable[[], None]:
-    """What an engine's thread calls: puts the number of its tokens where the loop reads it."""
+    """A request's ``on_update``: sends the number of its tokens to the event loop."""
 
-    def told() -> None:
+    def on_update() -> None:
         if not _send(loop, news, (number, request.readable[0])):
             request.cancel()
 
-    return told
+    return on_update
 
 
-def _send(loop: asyncio.AbstractEventLoop, news: asyncio.Queue[Any], what: Any) -> bool:
-    """Puts something into a queue of a loop; false where the loop is closed."""
+def _send(loop: asyncio.AbstractEventLoop, news: asyncio.Queue[Any], event: Any) -> bool:
+    """Puts an event into a queue of an event loop; False if the loop is closed."""
     try:
-        loop.call_soon_threadsafe(news.put_nowait, what)
+        loop.call_soon_threadsafe(news.put_nowait, event)
     except RuntimeError:
         return False
     return True

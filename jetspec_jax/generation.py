@@ -1,4 +1,4 @@
-"""Token ids in, completions out: plain decoding and tree decoding of a list of prompts."""
+"""Plain decoding and tree decoding of a list of prompts, from token ids to completions."""
 
 from collections.abc import Iterable, Sequence
 
@@ -22,22 +22,22 @@ def generate(
     max_slots: int = MAX_SLOTS,
     implementation: str | None = None,
 ) -> list[Completion]:
-    """Plain decoding: the round with a tree of one node.
+    """Plain decoding: rounds with trees of one node.
 
     Args:
         target: The target.
         prompts: Token ids of each prompt, or any other form that `LLM.generate` takes.
         sampling_params: One for all prompts, or one for each.
-        max_slots: Most prompts that decode at the same time, with each copy of the target.
-        implementation: Of tree attention; None picks the best.
+        max_slots: Most prompts that decode at the same time, per copy of the target.
+        implementation: Tree attention implementation; None picks the best.
 
     Returns:
-        The completions in the order of the prompts, as many in a row for each as its parameters' ``n``.
+        The completions in the order of the prompts, ``n`` in a row for each.
 
     Raises:
-        TypeError: Something is of a wrong type.
-        ValueError: A request cannot be served; nothing has been generated then.
-        DeviceMemoryError: The device cannot hold the stores and what a round needs beside them.
+        TypeError: A value has a wrong type.
+        ValueError: A request cannot be served; then nothing has been generated.
+        DeviceMemoryError: The device cannot hold the stores and a round's workspace.
     """
     return _run(target, None, PLAIN, prompts, sampling_params, None, max_slots, implementation)
 
@@ -67,20 +67,20 @@ def generate_tree(
         budget: Most nodes of a tree, root included, 1..256; 1 is plain decoding.
         width: Most children of a node; None is all candidates.
         depth: Largest depth of a tree, at most the head's block size less one (the default).
-        algorithm: How trees are built: a name of `jetspec_jax.tree.algorithm_names`, or what
-            `jetspec_jax.tree.get_algorithm` makes of a name and options.
-        candidates: Tokens of a draft row that are looked at; None is the width, or without one the
-            algorithm's own number.
-        routing: What is known of the prompts, for algorithms that look at that: one mapping for all or one
-            for each, with any of "task", "mode" and "text".
-        max_slots: Most prompts that decode at the same time, with each copy of the target.
-        implementation: Of tree attention; None picks the best.
+        algorithm: Tree algorithm: a name of `jetspec_jax.tree.algorithm_names`, or an algorithm with options
+            from `jetspec_jax.tree.get_algorithm`.
+        candidates: Number of candidate tokens per draft row; None is the width, or without one the
+            algorithm's default.
+        routing: Routing hints, for algorithms that use them: one mapping for all prompts or one for each,
+            with any of "task", "mode" and "text".
+        max_slots: Most prompts that decode at the same time, per copy of the target.
+        implementation: Tree attention implementation; None picks the best.
 
     Raises:
-        TypeError: Something is of a wrong type.
+        TypeError: A value has a wrong type.
         ValueError: A setting is out of its range, the head does not fit the target, or a request cannot be
-            served; nothing has been generated then.
-        DeviceMemoryError: The device cannot hold the stores and what a round needs beside them.
+            served; then nothing has been generated.
+        DeviceMemoryError: The device cannot hold the stores and a round's workspace.
     """
     check_type("the draft head", draft_head, Head, "a Head, as load_draft_head returns it")
     settings = TreeSettings(budget, width, depth, algorithm, candidates)

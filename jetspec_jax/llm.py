@@ -1,4 +1,4 @@
-"""`LLM`: text and chats in, completions out."""
+"""`LLM`: completes texts and chats."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -38,6 +38,7 @@ from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.admission import check_places, plan_requests, read_single
 from jetspec_jax.engine.agreement import check_alike_engines
 from jetspec_jax.engine.known_costs import keep_costs_in
+from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.memory import check_engine_memory
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.planning import EnginePlan, plan_engine
@@ -46,7 +47,7 @@ from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import BAR, compile_chunks, groups_of, least_busy, serve
 from jetspec_jax.engine.size import DEFAULT_CAPACITY, MAX_SLOTS, slots_for
 from jetspec_jax.engine.small_trees import SMALL_TREES, SmallTrees, can_pay
-from jetspec_jax.engine.stream import DrivenStream, Stream
+from jetspec_jax.engine.stream import STREAM_ROUNDS, Stream
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Algorithm, Hints
 from jetspec_jax.vllm_names import CALLS, ENGINE
@@ -54,7 +55,7 @@ from jetspec_jax.vllm_names import CALLS, ENGINE
 _log = logging.getLogger("jetspec_jax")
 
 PLAIN_NOTICE = (
-    "decoding plainly, which is the fastest on a CPU; for trees name a budget: budget=128 or --budget 128"
+    "decoding plainly, which is the fastest on a CPU; for trees set a budget: budget=128 or --budget 128"
 )
 
 
@@ -62,7 +63,7 @@ class _Unnamed(str):
     __slots__ = ()
 
 
-#: The demo, where nobody has named a target: a string of its own, to be told from one that was given.
+#: The demo pair, if no target is given: an object of its own, to tell it from an explicit "demo".
 UNNAMED = _Unnamed(DEMO)
 
 
@@ -104,59 +105,61 @@ class LLM:
         data_parallel_size: int = 1,
         **unknown: object,
     ):
-        """Loads the models, once all settings are known to be good and the device to be large enough.
+        """Checks all settings and the device memory, then loads the models.
 
-        Where no setting of a tree is named, from the budget to the candidates, decoding is what is fastest
-        on the device: the default tree on a GPU; on a CPU plain decoding, which the log says once, but for a
-        large target "auto" with trees of 8 nodes in later calls for one greedy completion each. See "On a
-        CPU" in docs/algorithms.md.
+        If you set no tree option (budget, width, depth, algorithm, candidates), the device's fastest decoding
+        is
+        used: the default tree on a GPU, and plain decoding on a CPU, which is logged once. On a CPU a large
+            target uses "auto" with trees of 8 nodes in later calls for one greedy completion each. See "On a
+            CPU" in
+        docs/algorithms.md.
 
         Args:
             target: A folder, a GGUF file, a hub id, a loaded target, or the name of a pair: "demo" (the
-                default) for the small embedded one, "smollm2" for SmolLM2-135M-Instruct, whose weights are
-                installed apart.
+                default) for the small embedded pair, "smollm2" for SmolLM2-135M-Instruct, whose weights are
+                installed separately.
             draft_head: A folder, a hub id, a loaded head, or the name of a pair. None is the pair's own head
-                where a pair is named, and plain decoding for any other target.
+                if the target is a pair, and plain decoding for any other target.
             model: vLLM's name for the target.
             budget: Most nodes of a tree, root included; 1 is plain decoding, None is 128.
             width: Most children of a node; None is all candidates.
             depth: Largest depth of a tree; None is all that the head drafts.
-            algorithm: How trees are built: a name, or what `jetspec_jax.tree.get_algorithm` makes of one;
-                None is `jetspec_jax.tree.DEFAULT_ALGORITHM`.
-            candidates: Tokens of a draft row that are looked at; None is the width, or without one the
-                algorithm's own number.
+            algorithm: Tree algorithm: a name, or an algorithm with options from
+                `jetspec_jax.tree.get_algorithm`; None is `jetspec_jax.tree.DEFAULT_ALGORITHM`.
+            candidates: Number of candidate tokens per draft row; None is the width, or without one the
+                algorithm's default.
             dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on a GPU, float32 on a CPU. Loaded
                 models keep theirs.
-            capacity: Tokens of prompt and output that a slot can hold; None is 1024, or as many as a request
-                needs where that is more. Raising it later compiles again.
+            capacity: Tokens of prompt and output per slot; None is 1024, or more if a request needs more.
+                A later, larger need compiles again.
             max_model_len: vLLM's name for the capacity.
-            max_slots: Most prompts that decode at the same time, with each copy of the models; None is 8.
+            max_slots: Most prompts that decode at the same time, per copy of the models; None is 8.
             max_num_seqs: vLLM's name for ``max_slots``.
-            implementation: Of tree attention; None picks the best.
-            ignore_config_keys: Unknown keys of either ``config.json`` that the caller vouches for as having
-                no effect; one that is understood cannot be ignored.
+            implementation: Tree attention implementation; None picks the best.
+            ignore_config_keys: Unknown keys of either ``config.json`` that the caller knows to have no
+                effect; known keys cannot be ignored.
             allow_nonfinite: Whether weights may be NaN or infinite, which decode to garbage.
-            tokenizer: A folder, a GGUF file or a hub id whose tokenizer takes the place of the target's own.
-            chat_template: A file or a Jinja text that takes the place of the tokenizer's chat template; what
-                has braces or several lines is a text.
-            mxfp4: Whether experts in MXFP4 stay "packed" on the devices or are "widened" when they are read;
-                "auto" is what is faster, or else what leaves room. A loaded target stays as it is.
-            compilation_cache: Where compiled programs are kept for later processes, this whole process's:
+            tokenizer: A folder, a GGUF file or a hub id whose tokenizer replaces the target's own.
+            chat_template: A file or a Jinja text that replaces the tokenizer's chat template; a value with
+                braces or several lines is a text.
+            mxfp4: Whether experts in MXFP4 stay "packed" on the devices or are "widened" on loading; "auto"
+                is the faster form if it fits, else the smaller one. Loaded targets keep theirs.
+            compilation_cache: Folder of compiled programs for later processes, for this whole process:
                 "auto", a folder, or "off". See `jetspec_jax.enable_compilation_cache`.
-            mesh: The devices that share the models, a mesh with the axes "expert" and "tensor", of which one
-                may be missing. Without it the next three make one of the first devices; where they are 1, one
-                device decodes. Loaded models stay where they are.
-            tensor_parallel_size: Parts of every expert; those of all else are as many times the next.
+            mesh: The devices that share the models, a mesh with the axes "expert" and "tensor", or one of
+                them. Without it the next three sizes select the first devices; if they are 1, one device
+                decodes. Loaded models stay on their devices.
+            tensor_parallel_size: Shards of every expert; other weights have this number times the next.
             expert_parallel_size: Groups of whole experts.
-            data_parallel_size: Copies of the models, each on devices of its own, that serve one queue.
-            **unknown: Refused; for arguments of vLLM's the error names what does the same here.
+            data_parallel_size: Copies of the models, each on its own devices, that serve one queue.
+            **unknown: Refused; for arguments of vLLM the error names the equivalent.
 
         Raises:
-            FileNotFoundError: A checkpoint or a template is not to be had.
-            TypeError: A setting is of a wrong type.
-            CheckpointError: A file of a checkpoint does not hold what it should.
+            FileNotFoundError: A checkpoint or a template cannot be found or fetched.
+            TypeError: A setting has a wrong type.
+            CheckpointError: A checkpoint's file is not valid.
             ValueError: A setting is not valid.
-            DeviceMemoryError: The device cannot hold weights, stores and what a round needs beside them.
+            DeviceMemoryError: The device cannot hold weights, stores and a round's workspace.
         """
         refuse_unknown(LLM, unknown, ENGINE)
         capacity = either("capacity", capacity, "max_model_len", max_model_len)
@@ -176,8 +179,7 @@ class LLM:
             for name, value in (("tokenizer", tokenizer), ("chat_template", template)):
                 if value is not None:
                     raise ValueError(
-                        f"{name} is for a target that is yet to be loaded, and this one is loaded already: "
-                        "give it to load_target"
+                        f"{name} has no effect on a target that is loaded already: give it to load_target"
                     )
             ours = target
         else:
@@ -200,10 +202,10 @@ class LLM:
             head_config = unread[HEAD_WEIGHTS] = head.head_config
         tree = {"budget": budget, "width": width, "depth": depth}
         tree |= {"algorithm": algorithm, "candidates": candidates}
-        named: dict[str, Any] = {name: value for name, value in tree.items() if value is not None}
-        settings = TreeSettings(**named) if named else fastest_settings()
-        # Said when the first request is known to be good: bad input ends with its own line alone.
-        self._notice = None if named or settings != PLAIN or head_config is None else PLAIN_NOTICE
+        options: dict[str, Any] = {name: value for name, value in tree.items() if value is not None}
+        settings = TreeSettings(**options) if options else fastest_settings()
+        # Logged after the check of the first request, so that bad input shows its error alone.
+        self._notice = None if options or settings != PLAIN or head_config is None else PLAIN_NOTICE
         if head_config is not None:
             settings = settings.for_selected(head_config.selected)
         settings.check(config, None if head_config is None else head_config.depth)
@@ -226,12 +228,13 @@ class LLM:
         )
         if spans(meshes[0]):
             check_alike_engines(plan)
-        # An engine that a loaded target keeps serves or makes room: the next one is checked when it is made.
-        if not isinstance(ours, Target) or ours.keeper.engine is None:
+        # A loaded target may have an engine, which serves or is replaced: a new engine is checked when it is
+        # made.
+        if not isinstance(ours, Target) or loop_for(ours).engine is None:
             for group in meshes:
                 check_engine_memory(
                     plan.on(group),
-                    lambda mesh: {name: weight_bytes(own, resolved, mesh) for name, own in unread.items()},
+                    lambda mesh: {name: weight_bytes(kind, resolved, mesh) for name, kind in unread.items()},
                 )
         enable_compilation_cache(compilation_cache, together=spans(meshes[0]))
         if mesh is None and isinstance(ours, Source):
@@ -245,7 +248,7 @@ class LLM:
             keep_costs_in(notes_folder(compilation_cache))
 
     def __repr__(self) -> str:
-        """The models, where they lie, and the trees."""
+        """The models, their devices, and the trees."""
         tree = self.settings
         trees = f"budget={tree.budget}" if tree.budget > 1 else "plain decoding"
         if self._small_trees is not None:
@@ -267,19 +270,19 @@ class LLM:
             prompts: One prompt or several: each a text, a list of token ids, ``{"prompt": text}`` or
                 ``{"prompt_token_ids": ids}``.
             sampling_params: One for all prompts, or one for each.
-            use_tqdm: Whether to show a progress bar, on a terminal if it takes a while; or what to call, as
-                tqdm is called, for a bar of one's own.
-            routing: What is known of the prompts, for tree algorithms that look at that: one mapping for all,
-                or one for each, with any of "task", "mode" and "text".
-            **unknown: Refused: how to sample is in ``sampling_params``.
+            use_tqdm: Whether to show a progress bar in long calls on a terminal; or a function that makes a
+                bar, called like tqdm.
+            routing: Routing hints, for algorithms that use them: one mapping for all prompts, or one for
+                each, with any of "task", "mode" and "text".
+            **unknown: Refused: sampling settings go into ``sampling_params``.
 
         Returns:
-            The completions in the order of the prompts, as many in a row for each as its parameters' ``n``.
+            The completions in the order of the prompts, ``n`` in a row for each.
 
         Raises:
-            TypeError: A prompt or a setting is of a wrong type, or unknown.
-            ValueError: A request cannot be served; nothing has been generated then.
-            DeviceMemoryError: The device cannot hold as many slots, or as long ones; what worked before does.
+            TypeError: A prompt or a setting has a wrong type, or is unknown.
+            ValueError: A request cannot be served; then nothing has been generated.
+            DeviceMemoryError: The device cannot hold as many or as long slots; earlier calls still work.
         """
         refuse_keywords(self.generate, unknown)
         return self._complete(prompts, sampling_params, routing, use_tqdm)
@@ -303,20 +306,20 @@ class LLM:
                 such lists.
             sampling_params: One for all conversations, or one for each.
             use_tqdm: As for `generate`.
-            add_generation_prompt: Whether the prompt ends with what begins an answer; None is the opposite of
-                ``continue_final_message``.
+            add_generation_prompt: Whether the prompt ends with the beginning of an answer; None is the
+                opposite of ``continue_final_message``.
             continue_final_message: Whether the prompt ends with the content of the last message, an
-                assistant's, without an end mark, so that the model continues it. The completion has only
-                what is new. None is the opposite of ``add_generation_prompt``, where the last message can be
+                assistant's, without an end mark, so that the model continues it. The completion has only the
+                new text. None is the opposite of ``add_generation_prompt``, if the last message can be
                 continued. With both False the last message keeps the end mark that the template writes.
             chat_template_kwargs: Passed to the template, as ``{"enable_thinking": False}``.
             routing: As for `generate`.
             **unknown: Refused, as by `generate`.
 
         Raises:
-            TypeError: A message or a setting is of a wrong type, or unknown.
+            TypeError: A message or a setting has a wrong type, or is unknown.
             ValueError: The tokenizer has no chat template, the template refuses a conversation, a message
-                cannot be continued, or a request cannot be served; nothing has been generated then.
+                cannot be continued, or a request cannot be served; then nothing has been generated.
             DeviceMemoryError: As for `generate`.
         """
         refuse_keywords(self.chat, unknown)
@@ -342,8 +345,8 @@ class LLM:
         """Completes one prompt piece by piece; the arguments are those of `generate`.
 
         Raises:
-            TypeError: The prompt or a setting is of a wrong type, or unknown.
-            ValueError: The request cannot be served, or several completions are asked for.
+            TypeError: The prompt or a setting has a wrong type, or is unknown.
+            ValueError: The request cannot be served, or ``n`` is not 1.
             DeviceMemoryError: As for `generate`.
         """
         refuse_keywords(self.stream, unknown)
@@ -351,27 +354,22 @@ class LLM:
         read = read_single(self.target, prompt, sampling_params)
         plan, [request] = self._plan([read], sampling_params, routing)
         [group] = least_busy(groups_of(self.target, self.draft_head), 1)
-        if (driver := group.driver(plan)) is not None:
-            return DrivenStream(group.target, driver, request)
-        keeper = group.target.keeper
-        with keeper.line, keeper.lock:
-            return Stream(group.target, group.engine(plan), request)
+        call = group.call(plan, [request], most_rounds=STREAM_ROUNDS)
+        return Stream(call, request, self.target.tokenizer)
 
     def warm_up(self, num_prompts: int | None = None, sampling_params: SamplingParams | None = None) -> None:
-        """Compiles what calls need, so that they compile nothing; with a progress bar on a terminal.
+        """Compiles the programs of later calls, with a progress bar on a terminal.
 
-        Of several copies of the models each compiles programs of its own.
-
-        Prompts that need more than the usual capacity still compile: see ``capacity``.
+        Each copy of the models compiles its own programs. Prompts beyond the default capacity still compile:
+        see ``capacity``.
 
         Args:
-            num_prompts: How many completions a call will ask for; None is any number, up to the slots that
-                there may be, each size of a batch in its turn.
-            sampling_params: As those of calls to come, where they want masks, biases, penalties or
-                log-probabilities: what they need is compiled too.
+            num_prompts: Number of completions per call; None compiles every batch size up to ``max_slots``.
+            sampling_params: Parameters like those of later calls, if they use masks, biases, penalties or
+                log-probabilities: these programs are compiled too.
 
         Raises:
-            TypeError: Something is of a wrong type.
+            TypeError: A value has a wrong type.
             ValueError: The number is less than 1, or the parameters cannot be served.
             DeviceMemoryError: The device cannot hold as many slots.
         """
@@ -380,11 +378,11 @@ class LLM:
         if num_prompts is not None:
             most = -(-check_integer("num_prompts", num_prompts, 1) // copies)
         largest = slots_for(most, self._max_slots)
-        # Calls have a power of two of slots, or all; the last that are compiled stay at hand.
+        # Calls use a power of two of slots, or all; the engine of the smallest number stays.
         powers = range(largest.bit_length() + 1) if num_prompts is None else ()
         counts = sorted({largest, *(min(1 << power, largest) for power in powers)}, reverse=True)
         limit = min(self.target.config.max_position_embeddings, self._capacity or DEFAULT_CAPACITY)
-        # The last token of a prompt is a round's, those before it are prefilled.
+        # The last token of a prompt is the first anchor, the tokens before it are prefilled.
         prompt, kinds = [0] * min(2, limit - 1), kinds_to_compile(sampling_params)
         greedy = sampling_params is None or sampling_params.temperature == 0
         if self._small_trees is not None and greedy and counts[-1] == 1:
@@ -396,16 +394,16 @@ class LLM:
             compile_chunks(self.target)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the tokenizer puts around a text.
+        """Token ids of a prompt, with the tokenizer's special tokens around a text.
 
         Raises:
-            TypeError: It is no prompt.
+            TypeError: It is not a prompt.
             ValueError: It is empty, cannot be encoded, or has a token outside the vocabulary.
         """
         return read_prompt(self.target, prompt).ids.tolist()
 
     def get_tokenizer(self) -> Any:
-        """The target's tokenizer, a fast one of transformers.
+        """The target's tokenizer, a fast transformers tokenizer.
 
         Raises:
             ValueError: The target has none.
@@ -451,24 +449,24 @@ class LLM:
 
 
 def kinds_to_compile(sampling_params: SamplingParams | None) -> list[SamplingParams]:
-    """Parameters of short requests that between them run what requests of some parameters do.
+    """Short requests that together run all kinds of rounds that requests with these parameters need.
 
     Raises:
-        TypeError: They are no parameters.
+        TypeError: They are not sampling parameters.
     """
     check_type("sampling_params", sampling_params, SamplingParams | None, "SamplingParams or None")
     short = SamplingParams(max_tokens=1, ignore_eos=True)
     if sampling_params is None or not sampling_params.wants_more:
         return [short]
-    own = {"max_tokens": 1, "min_tokens": min(sampling_params.min_tokens, 1)}
-    goes_on = sampling_params.structured_outputs is None  # a form may end its text
-    return [short, replace(sampling_params, **own, ignore_eos=goes_on, n=1, stop=())]
+    tokens = {"max_tokens": 1, "min_tokens": min(sampling_params.min_tokens, 1)}
+    ignore_eos = sampling_params.structured_outputs is None  # a form may end its text
+    return [short, replace(sampling_params, **tokens, ignore_eos=ignore_eos, n=1, stop=())]
 
 
 def _target_of(target: str | Path | Target, model: str | Path | Target) -> str | Path | Target:
-    """The target that is meant by the two arguments."""
+    """The target, from the two arguments for it."""
     if target is not UNNAMED and model is not UNNAMED:
-        raise ValueError("give the target once: model is another name of it")
+        raise ValueError("give the target once: model is an alias of target")
     given = target if model is UNNAMED else model
     check_type("the target", given, str | Path | Target, "a folder, a hub id or a Target")
     return given
@@ -483,11 +481,11 @@ def _meshes_of(
     expert_parallel_size: int,
     data_parallel_size: int,
 ) -> Meshes:
-    """Where the models lie or will lie.
+    """The devices of the models.
 
     Raises:
         TypeError: As `meshes_for`.
-        ValueError: As `meshes_for`, or a loaded model lies elsewhere.
+        ValueError: As `meshes_for`, or a loaded model is on other devices.
     """
     complaints = Complaints()
     meshes = target.meshes if isinstance(target, Target) else None
@@ -501,8 +499,8 @@ def _meshes_of(
         )
         if meshes is not None and asked not in (meshes, (None,)):
             raise ValueError(
-                f"the loaded target lies on {describe_meshes(meshes)}, and what is asked for is "
-                f"{describe_meshes(asked)}: load it there, or leave mesh and sizes out"
+                f"the loaded target lies on {describe_meshes(meshes)}, and the arguments ask for "
+                f"{describe_meshes(asked)}: load it there, or omit the mesh and the sizes"
             )
         meshes = meshes or asked
     if meshes is not None and isinstance(head, Head):
@@ -514,7 +512,7 @@ def _meshes_of(
 
 
 def _bar(use_tqdm: bool | Callable[..., Any]) -> Callable[..., Any] | None:
-    """What makes a progress bar; None for none."""
+    """The function that makes a progress bar; None for no bar."""
     if callable(use_tqdm):
         return use_tqdm
     return BAR if check_flag("use_tqdm", use_tqdm) else None
@@ -524,7 +522,7 @@ _SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
 
 def refuse_keywords(call: Callable[..., Any], unknown: Mapping[str, object]) -> None:
-    """Raises TypeError for unknown keywords of `LLM.generate` or its like, and says where they belong."""
+    """Raises TypeError for unknown keywords of `LLM.generate` and similar methods, with the right place."""
     template = "arguments of the template go into chat_template_kwargs={…}"
     instead = dict.fromkeys(unknown, template) if call.__name__ == "chat" else {}
     instead |= CALLS | {

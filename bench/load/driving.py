@@ -138,7 +138,7 @@ class Load:
         target, plan = self.pair.target, self.engine.plan
         [made] = check_request(target, list(prompt), params).requests(self.settings, plan.decoder)
         timed = TimedRequest(self.now if due is None else due, made)
-        made.told = lambda: timed.deliveries.append((self.now, len(made.tokens)))
+        made.on_update = lambda: timed.deliveries.append((self.now, len(made.tokens)))
         return timed
 
     def admit(self, prompt: Sequence[int], params: SamplingParams, due: float | None = None) -> TimedRequest:

@@ -21,14 +21,15 @@ from jetspec_jax import AsyncLLM, DecodeWeights
 from jetspec_jax.demo import DEMO
 from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget
 from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.loop import loop_for
+from jetspec_jax.engine.persistent import plan_persistent
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.records import Batch, DispatchRecord
 from jetspec_jax.engine.request import Request, State
 from jetspec_jax.engine.round_costs import Pair, RoundCosts
-from jetspec_jax.engine.runner import Decode, Runner
+from jetspec_jax.engine.runner import Decode, Flight, Runner
 from jetspec_jax.engine.scheduler import Scheduler
 from jetspec_jax.engine.size import chunks_for
-from jetspec_jax.engine.standing import plan_standing
 
 RESULTS = Path(__file__).parents[1] / "results"
 #: Rounds of one request and of eight, recorded on one H200.
@@ -105,7 +106,7 @@ class ReplayedEngine(Engine):
         """
         self.plan, self.weights = plan, weights
         self.broken, self.record = False, None
-        self.runner = cast(Runner, SimpleNamespace(in_flight=None))  # nothing is ever on its way
+        self.runner = cast(Runner, SimpleNamespace(in_flight=None))
         many = plan.for_many()
         buckets = tuple(decoder.bucket for decoder in many.decoders)
         size = replace(many.size, chunks=chunks_for(many.size.slots, gpu=True))
@@ -130,17 +131,24 @@ class ReplayedEngine(Engine):
     def close(self) -> None:
         """Does nothing: there are no stores."""
 
-    def step(self, most_rounds: int | None = None, decode: Decode | None = None) -> list[Request]:
-        """Runs a dispatch, which takes the recorded time; ``decode`` is not called."""
-        worked = time.thread_time()  # without the sleep
-        batch = self.scheduler.next_batch(most_rounds)
+    def launch(self, most_rounds: int | None = None, decode: Decode | None = None) -> None:
+        """Decides on a dispatch; ``decode`` is not called."""
+        worked = time.thread_time()
+        self._batch = self.scheduler.next_batch(most_rounds)
+        self.runner.in_flight = cast(Flight, self._batch)  # there is one
+        self.thread_seconds += time.thread_time() - worked
+
+    def collect(self) -> list[Request]:
+        """Runs the dispatch, which takes the recorded time."""
+        worked, batch = time.thread_time(), self._batch  # without the sleep
+        self.runner.in_flight = None
         record, seconds = self._replay(batch)
         prompts = sum(int(chunk.counts.sum()) for chunk in batch.chunks)
         self.record = record if prompts else record._replace(seconds=seconds or None)
         time.sleep(seconds + prompts / PREFILL_PER_SECOND)
-        served = self.scheduler.take(self.record)
+        served = self.scheduler.update(self.record)
         for request in served:
-            request.tell()
+            request.notify()
         self.thread_seconds += time.thread_time() - worked
         return served
 
@@ -148,7 +156,7 @@ class ReplayedEngine(Engine):
         """The record of a batch's rounds, and their seconds; a slot ends when it has all of its tokens."""
         live, turns, bucket = len(batch.live), batch.rounds, batch.bucket
         requests = self.scheduler.requests
-        left = {request.slot: request.left for request in requests if request.state is State.DECODING}
+        left = {request.slot: request.remaining for request in requests if request.state is State.DECODING}
         members = np.array([left.get(slot, 0) for slot in batch.live], np.int64)
         committed = np.ones((turns, live), np.int64)
         reach: tuple[Any, ...] = ()
@@ -183,7 +191,7 @@ def replay(llm: AsyncLLM, given: Mapping[str, Any], reports: Sequence[str], task
     """
     served, head = llm.llm, llm.llm.draft_head
     names = ("max_slots", "capacity", "implementation")
-    plan = plan_standing(served.target, head, served.settings, **{name: given.get(name) for name in names})
+    plan = plan_persistent(served.target, head, served.settings, **{name: given.get(name) for name in names})
     paths = [Path(name) if Path(name).exists() else RESULTS / name for name in reports]
     recorded = RecordedRounds([json.loads(path.read_text(encoding="utf-8")) for path in paths])
     proposer = None if plan.decoder.proposer is None or head is None else head.weights
@@ -192,5 +200,5 @@ def replay(llm: AsyncLLM, given: Mapping[str, Any], reports: Sequence[str], task
     special = {*served.target.eos_token_ids, *served.target.tokenizer.all_special_ids}
     ids = [token for prompt in prompts for token in prompt if token not in special]
     engine = ReplayedEngine(plan, weights, recorded, task, ids, chains=served.settings.width == 1)
-    served.target.keeper.engine = engine
+    loop_for(served.target).engine = engine
     return engine

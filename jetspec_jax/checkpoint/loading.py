@@ -1,6 +1,7 @@
 """Loads targets and draft heads with their weights, from a local folder or the Hugging Face hub."""
 
 import logging
+import os
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,6 @@ from jetspec_jax.checkpoint.source import AUTO, Source
 from jetspec_jax.checkpoint.tokenizer import load_named_tokenizer, load_tokenizer, read_eos_token_ids
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
 from jetspec_jax.device.groups import Meshes, describe_meshes
-from jetspec_jax.device.keeper import Keeper
 from jetspec_jax.device.memory import (
     HEAD_WEIGHTS,
     TARGET_WEIGHTS,
@@ -49,7 +49,7 @@ class Target:
         tokenizer: A transformers tokenizer; None if the checkpoint has none.
         mesh: The devices that share the weights, as for `load_target`.
         copies: Replicas of the target on other devices; calls that decode use all of them.
-        keeper: The engine that decoded last, for the next call; it is freed with the target.
+        process: The id of the process that loaded the target: in a fork of it JAX would hang.
     """
 
     config: ModelConfig
@@ -58,7 +58,7 @@ class Target:
     tokenizer: Any = None
     mesh: Mesh | None = None
     copies: "tuple[Target, ...]" = ()
-    keeper: Keeper = field(default_factory=Keeper, init=False, repr=False)
+    process: int = field(default_factory=os.getpid, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Adds a missing axis to the mesh."""

@@ -44,7 +44,7 @@ _END = "the end of the program"
 
 
 @runtime_checkable
-class Followed(Protocol):
+class Tracked(Protocol):
     """An object that all processes keep until the first process no longer needs it.
 
     Attributes:
@@ -54,7 +54,7 @@ class Followed(Protocol):
     cancelled: bool
 
     @property
-    def unwanted(self) -> bool:
+    def done_here(self) -> bool:
         """Whether this process no longer needs the object; read only in the first process."""
         ...
 
@@ -131,9 +131,9 @@ def in_turn(about: str) -> Iterator[bool]:
             agreed(None, about)
 
 
-def follow(thing: Followed) -> None:
+def track(thing: Tracked) -> None:
     """Cancels an object in all processes when the first drops it; all must call this in the same order."""
-    _STORE.follow(thing)
+    _STORE.track(thing)
 
 
 def check_alike(parts_of_each: list[dict[str, str]], what: str) -> None:
@@ -238,15 +238,15 @@ class _Store:
 
     def __init__(self) -> None:
         self._turn = 0
-        self._followed: dict[int, Followed] = {}
+        self._tracked: dict[int, Tracked] = {}
         self._count = 0
 
     @property
     def _client(self) -> Any:
         return distributed.global_state.client
 
-    def follow(self, thing: Followed) -> None:
-        self._followed[self._count] = thing
+    def track(self, thing: Tracked) -> None:
+        self._tracked[self._count] = thing
         self._count += 1
 
     def exchange(self, about: str, value: Any, *, everyone: bool) -> list[Any]:
@@ -267,16 +267,16 @@ class _Store:
         return values
 
     def end(self) -> None:
-        """Announces the end of this process; in the first process, cancels all followed objects."""
+        """Announces the end of this process; in the first process, cancels all tracked objects."""
         process_id = distributed.global_state.process_id
-        closed = list(self._followed) if process_id == 0 else []
+        closed = list(self._tracked) if process_id == 0 else []
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # the other processes have ended
             self._set(self._client, process_id, _END, None, closed)
 
     def _send(self, store: Any, process_id: int, about: str, value: Any) -> None:
         closed = []
         if process_id == 0:
-            closed = [number for number, thing in self._followed.items() if thing.unwanted]
+            closed = [number for number, thing in self._tracked.items() if thing.done_here]
         self._set(store, process_id, about, value, closed)
         self._close(closed)
 
@@ -295,7 +295,7 @@ class _Store:
 
     def _close(self, numbers: list[int]) -> None:
         for number in numbers:
-            if (thing := self._followed.pop(number, None)) is not None:
+            if (thing := self._tracked.pop(number, None)) is not None:
                 thing.cancelled = True
 
     def _key(self, process: int) -> str:

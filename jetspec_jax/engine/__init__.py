@@ -1,1 +1,1 @@
-"""The host's side of decoding: requests, slots and pages, what runs next, and the tokens that come back."""
+"""The host's side of decoding: requests, slots, pages, scheduling, and outputs."""

@@ -1,6 +1,7 @@
-"""Admission: requests are checked here, once, before anything is done for them."""
+"""Checks each request once, before any work, and makes the engine's requests."""
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ from jetspec_jax.decode.proposer import Proposer
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.groups import Meshes, describe_meshes
 from jetspec_jax.device.processes import spans
-from jetspec_jax.engine.agreement import asked_for, share
+from jetspec_jax.engine.agreement import described_call, share
 from jetspec_jax.engine.bad_words import check_choices_left, encode_bad_words, endings_of
 from jetspec_jax.engine.extras import Extras
 from jetspec_jax.engine.grammars import matcher_for
@@ -25,21 +26,21 @@ from jetspec_jax.sampling.params import SamplingParams, draw_seed
 from jetspec_jax.tree import Hints
 from jetspec_jax.tree.routing import hints_of_each
 
-# Numbers of prompts, as vLLM has them: the request ids of requests that callers do not name.
+# Request ids of prompts without an id from the caller: consecutive numbers, as in vLLM.
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True, eq=False)
 class CheckedRequest:
-    """A prompt and its parameters, which `check_request` has checked.
+    """A prompt and its parameters, checked by `check_request`.
 
     Attributes:
         prompt: The prompt.
-        params: Its parameters, which name `max_tokens`.
-        stop_ids: All tokens that end it.
-        bad_words: The tokens of each bad word.
+        params: Sampling parameters, with ``max_tokens`` set.
+        stop_ids: Tokens that end the request.
+        bad_words: Tokens of each bad word.
         endings: Tokens that are forbidden before ``min_tokens``.
-        matcher: At the start of its grammar; None without one.
+        matcher: Grammar matcher at its initial state; None without a grammar.
     """
 
     prompt: EncodedPrompt
@@ -57,7 +58,7 @@ class CheckedRequest:
 
     @property
     def tokens(self) -> int:
-        """Tokens of prompt and output together, at most."""
+        """Most tokens of prompt and output together."""
         return len(self.prompt.ids) + self.max_tokens
 
     def requests(
@@ -67,15 +68,15 @@ class CheckedRequest:
         hints: Hints | None = None,
         request_id: str | None = None,
     ) -> list[Request]:
-        """Requests for the ``n`` completions; those without a seed draw one.
+        """One request for each of the ``n`` completions; a request without a seed draws a random seed.
 
         Args:
-            settings: The trees.
-            decoder: Of the engine that serves them.
-            hints: What is known of the prompt.
-            request_id: What callers call it; None is the next number of this process.
+            settings: The tree settings.
+            decoder: The engine's decoder.
+            hints: Routing hints of the prompt.
+            request_id: The caller's id; None is the next number of this process.
         """
-        name = str(next(_numbers)) if request_id is None else request_id
+        prompt_id = str(next(_numbers)) if request_id is None else request_id
         return [
             Request(
                 self.prompt.ids,
@@ -86,7 +87,7 @@ class CheckedRequest:
                 tuple((hints or {}).items()),
                 text=self.prompt.text,
                 index=index,
-                request_id=name,
+                request_id=prompt_id,
                 bad_words=self.bad_words,
                 endings=self.endings,
                 matcher=None if self.matcher is None else self.matcher.copy(),
@@ -102,18 +103,18 @@ def check_request(
     *,
     capacity: int | None = None,
 ) -> CheckedRequest:
-    """Checks a request before anything is done for it.
+    """Checks a prompt and its parameters.
 
     Args:
         target: The target.
         prompt: The prompt, in any form.
-        params: How it is sampled and when it stops; None is the defaults.
-        capacity: Tokens that a slot can hold; None is the target's whole context.
+        params: Sampling parameters and stop conditions; None is the defaults.
+        capacity: Tokens per slot; None is the target's whole context.
 
     Raises:
-        ImportError: It has a grammar, and llguidance is not installed.
-        TypeError: Something is of a wrong type.
-        ValueError: What is wrong with it.
+        ImportError: The request has a grammar, and llguidance is not installed.
+        TypeError: A value has a wrong type.
+        ValueError: The prompt or a parameter cannot be served.
     """
     params = SamplingParams() if params is None else params
     check_type("sampling_params", params, SamplingParams, "SamplingParams")
@@ -131,7 +132,7 @@ def check_request(
     if most > room:
         raise ValueError(
             f"{count} prompt tokens plus max_tokens={shown(most)} lie beyond the context limit of {limit}; "
-            f"max_tokens could be at most {room}, or None to go on to the limit"
+            f"use at most {room}, or None to generate up to the limit"
         )
     if params.stop and target.tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and the target has none; use stop_token_ids")
@@ -146,7 +147,7 @@ def check_request(
 
 
 def stop_ids_of(target: Target, params: SamplingParams) -> frozenset[int]:
-    """All tokens that end a request."""
+    """Tokens that end a request: its stop tokens, and end-of-sequence tokens unless these are ignored."""
     return frozenset((*(params.stop_token_ids or ()), *(() if params.ignore_eos else target.eos_token_ids)))
 
 
@@ -163,59 +164,66 @@ def plan_requests(
     proposer: Proposer | None = None,
     implementation: str | None = None,
 ) -> tuple[EnginePlan, list[Request]]:
-    """Requests, and the engine that serves them together, or their share with each copy of the target.
+    """Makes requests and the plan of the engine that serves them together, or a share of them per copy.
 
     All processes that share the target make this call, and serve the requests.
 
     Args:
         target: The target.
         head: A draft head; None decodes plainly unless a proposer is given.
-        settings: The trees.
+        settings: The tree settings.
         prompts: One prompt in any form, or several.
         sampling_params: One for all prompts, or one for each; ``n`` of them makes n requests of a prompt.
-        routing: What is known of the prompts, for all or for each: see `jetspec_jax.generate_tree`.
-        max_slots: Most prompts that decode at the same time, with each copy of the target.
-        capacity: Tokens that a slot can hold; None is as many as the requests need, or the usual number.
+        routing: Routing hints for all prompts or for each: see `jetspec_jax.generate_tree`.
+        max_slots: Most prompts that decode at the same time, per copy of the target.
+        capacity: Tokens per slot; None is the requests' need, but at least the default capacity.
         proposer: A proposer other than the head's.
-        implementation: Of tree attention; None picks the best.
+        implementation: Tree attention implementation; None picks the best.
 
     Returns:
-        The engine, on the target's own devices, and the requests.
+        The engine plan, on the target's own devices, and the requests.
 
     Raises:
-        TypeError: Something is of a wrong type.
-        ValueError: A setting is out of its range, the head does not fit, or a request cannot be served; or
+        TypeError: A value has a wrong type.
+        ValueError: A setting is out of its range, the head does not fit, a request cannot be served, or
             several processes ask for different things.
     """
     check_models(target, head)
 
     def make() -> tuple[EnginePlan, list[Request], Callable[[], dict[str, Any]]]:
-        """Also what tells, by name, what was asked for."""
+        """Also returns a function that describes the call, for the comparison between processes."""
         read = read_prompts(target, prompts)
         params = _of_each(sampling_params, len(read))
         hints = hints_of_each(routing, len(read), "prompts")
         checked = []
-        for number, (prompt, own) in enumerate(zip(read, params, strict=True)):
+        for number, (prompt, each_params) in enumerate(zip(read, params, strict=True)):
             with naming(f"prompts[{number}]" if len(read) > 1 else ""):
-                checked.append(check_request(target, prompt, own, capacity=capacity))
-        need = max((one.tokens for one in checked), default=0)
+                checked.append(check_request(target, prompt, each_params, capacity=capacity))
+        need = max((request.tokens for request in checked), default=0)
         plan = plan_engine(
             target.config,
             None if head is None else head.config,
             settings,
             target.dtype,
-            slots=slots_for(-(-sum(one.params.n for one in checked) // len(target.meshes)), max_slots),
+            slots=slots_for(
+                -(-sum(request.params.n for request in checked) // len(target.meshes)), max_slots
+            ),
             capacity=default_capacity(target.config, need) if capacity is None else capacity,
             proposer=proposer,
             implementation=implementation,
             mesh=target.mesh,
         )
         each = zip(checked, hints, strict=True)
-        requests = [own for one, hint in each for own in one.requests(settings, plan.decoder, hint)]
+        requests = [
+            request
+            for prompt_request, hint in each
+            for request in prompt_request.requests(settings, plan.decoder, hint)
+        ]
 
         def asked() -> dict[str, Any]:
             stops = [sorted(request.stop_ids) for request in requests]
-            return asked_for(read, [one.params for one in checked], hints, settings, plan.size, stops)
+            params = [request.params for request in checked]
+            return described_call(read, params, hints, settings, plan.size, stops)
 
         return replace(plan, extras=Extras.of(requests)), requests, asked
 
@@ -228,36 +236,41 @@ def plan_requests(
 def read_single(
     target: Target, prompt: Prompt | EncodedPrompt, sampling_params: SamplingParams | None
 ) -> EncodedPrompt:
-    """The prompt of a request that is followed on its way: one prompt with one completion.
+    """Reads the prompt of a stream or a trace: one prompt with one completion.
 
     Raises:
-        TypeError: It is no prompt.
-        ValueError: Several completions are asked for, or as `read_prompt`.
+        TypeError: It is not a prompt.
+        ValueError: ``n`` is not 1, or as `read_prompt`.
     """
     check_models(target, None)
     if isinstance(sampling_params, SamplingParams) and sampling_params.n != 1:
-        raise ValueError(f"n must be 1 to follow one completion, not {sampling_params.n}; use generate")
+        raise ValueError(f"n must be 1 for a stream or a trace, not {sampling_params.n}; use generate")
     return read_prompt(target, prompt)
 
 
 def check_models(target: object, head: object) -> None:
-    """Checks the kinds, the devices and the process of models.
+    """Checks the types, devices and process of the models.
 
     Raises:
-        TypeError: What is no loaded target, or neither None nor a loaded head.
-        ValueError: They lie on different devices.
-        RuntimeError: This process is a fork of the one that loaded them.
+        TypeError: The target is not a loaded target, or the head neither None nor a loaded head.
+        ValueError: They are on different devices.
+        RuntimeError: This process is a fork of the process that loaded them.
     """
     check_type("the target", target, Target, "a Target, as load_target returns it")
     check_type("the draft head", head, Head | None, "a Head, as load_draft_head returns it")
     if isinstance(target, Target):
-        target.keeper.check_process()
+        if (process := os.getpid()) != target.process:
+            raise RuntimeError(
+                f"process {process} is a fork of process {target.process}, which loaded the models, and "
+                'cannot use them: start processes by multiprocessing.get_context("spawn"), and load the '
+                "models in each"
+            )
         if isinstance(head, Head):
             check_places(target.meshes, head.meshes)
 
 
 def check_places(target: Meshes, head: Meshes) -> None:
-    """Raises ValueError for a draft head that does not lie where its target does."""
+    """Raises ValueError if the draft head is not on the target's devices."""
     if head != target:
         raise ValueError(
             f"the draft head lies on {describe_meshes(head)} and the target on {describe_meshes(target)}: "
@@ -268,7 +281,7 @@ def check_places(target: Meshes, head: Meshes) -> None:
 def _of_each(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
-    """One set of sampling parameters for each of ``count`` prompts."""
+    """The sampling parameters of each of ``count`` prompts."""
     if sampling_params is None:
         sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):

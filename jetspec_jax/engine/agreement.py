@@ -1,11 +1,11 @@
-"""Requests and engines of several processes: compared, so that all of them compute the same."""
+"""Compares requests and engines between processes, so that all of them compute the same."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from jetspec_jax.device.mesh import describe_mesh
-from jetspec_jax.device.processes import brief, check_alike, compare, follow, gathered
+from jetspec_jax.device.processes import brief, check_alike, compare, gathered, track
 from jetspec_jax.engine.request import Request
 
 _ENGINE, _REQUESTS = "a new engine", "new requests"
@@ -18,7 +18,7 @@ def check_alike_engines(plan: Any) -> None:
         plan: An `EnginePlan`.
 
     Raises:
-        ValueError: They do not, in every process; all that differs is named.
+        ValueError: They differ, raised in every process; the message lists all differences.
     """
     decoder = plan.decoder
     parts = {
@@ -35,33 +35,35 @@ def check_alike_engines(plan: Any) -> None:
 
 
 def share(make: Any) -> tuple[Any, list[Request]]:
-    """Requests that several processes serve together.
+    """Compares requests that several processes serve together.
 
     Args:
-        make: Returns the engine's plan, the requests, and what tells by name what was asked for; raises what
-            is wrong with it.
+        make: Returns the engine plan, the requests, and a function that describes the call; raises if a
+            request cannot be served.
 
     Raises:
-        ValueError: Another process refuses what it was asked for, or was asked for something else.
+        ValueError: Another process refused its requests, or got different ones.
     """
     try:
-        plan, requests, asked = make()
+        plan, requests, describe = make()
     except Exception as error:
         gathered([f"{type(error).__name__}: {error}", {}, []], _REQUESTS)
         raise
-    said: list[Any] = gathered(["", brief(asked()), [request.params.seed for request in requests]], _REQUESTS)
-    for process, (refusal, _, _) in enumerate(said):
+    replies: list[Any] = gathered(
+        ["", brief(describe()), [request.params.seed for request in requests]], _REQUESTS
+    )
+    for process, (refusal, _, _) in enumerate(replies):
         if refusal:
             raise ValueError(f"process {process} refused its requests: {refusal}")
-    check_alike([parts for _, parts, _ in said], "what was asked for")
-    for request, seed in zip(requests, said[0][2], strict=True):
-        # Those that were drawn are the first process's.
+    check_alike([parts for _, parts, _ in replies], "what was asked for")
+    for request, seed in zip(requests, replies[0][2], strict=True):
+        # All processes use the first one's random seeds.
         request.params, request.shared = replace(request.params, seed=seed), True
-        follow(request)
+        track(request)
     return plan, requests
 
 
-def asked_for(
+def described_call(
     prompts: Sequence[Any],
     params: Sequence[Any],
     hints: Sequence[Any],
@@ -69,9 +71,9 @@ def asked_for(
     size: Any,
     stops: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
-    """What a call asks for, by name."""
+    """A call's arguments by name, for the comparison."""
     parts: dict[str, Any] = {"the number of prompts": str(len(prompts))}
     parts |= {f"prompts[{number}]": prompt.ids.tolist() for number, prompt in enumerate(prompts)}
-    parts |= {f"sampling_params[{number}]": own for number, own in enumerate(params)}
+    parts |= {f"sampling_params[{number}]": each_params for number, each_params in enumerate(params)}
     parts |= {"the tokens that end a sequence": stops, "routing": list(hints)}
     return {**parts, "the settings of the trees": settings, "the size": size}

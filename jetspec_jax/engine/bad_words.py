@@ -1,4 +1,4 @@
-"""Bad words as the tokens that an output may not have, and what else a request forbids."""
+"""Encodes bad words, and checks that a request leaves some token to choose."""
 
 from collections.abc import Collection, Sequence
 
@@ -10,7 +10,7 @@ from jetspec_jax.sampling.params import SamplingParams
 
 
 def encode_bad_words(target: Target, words: Sequence[str] | None) -> tuple[tuple[int, ...], ...]:
-    """The tokens of each word, as it begins a text and as it follows a space.
+    """Tokens of each word, both at the beginning of a text and after a space.
 
     Raises:
         ValueError: There is no tokenizer, a word has no tokens or too many, or there are too many words.
@@ -37,23 +37,23 @@ def encode_bad_words(target: Target, words: Sequence[str] | None) -> tuple[tuple
 
 
 def endings_of(target: Target, params: SamplingParams) -> frozenset[int]:
-    """The tokens that `min_tokens` forbids: end-of-sequence tokens too, whether or not they would end it."""
+    """Tokens that `min_tokens` forbids: stop tokens and end-of-sequence tokens, even if these are ignored."""
     return frozenset({*(params.stop_token_ids or ()), *target.eos_token_ids})
 
 
 def check_choices_left(
     vocab_size: int, params: SamplingParams, words: Collection[Sequence[int]], endings: Collection[int]
 ) -> None:
-    """Checks that tokens in a request's settings exist, and that some token can be chosen.
+    """Checks that the token ids in a request's parameters exist, and that some token can be chosen.
 
     Args:
         vocab_size: V.
-        params: The settings.
-        words: The tokens of each bad word.
+        params: The parameters.
+        words: Tokens of each bad word.
         endings: Tokens that are forbidden before ``min_tokens``.
 
     Raises:
-        ValueError: One does not, or none can.
+        ValueError: A token id is outside the vocabulary, or every token is forbidden.
     """
     allowed = params.allowed_token_ids
     for name, tokens in (
@@ -67,13 +67,14 @@ def check_choices_left(
                 f"token id {shown(outside[0])} in {name} lies outside the vocabulary 0..{vocab_size - 1}"
             )
 
-    def left(forbidden: Collection[int]) -> int:
+    def count_allowed(forbidden: Collection[int]) -> int:
         return vocab_size - len(forbidden) if allowed is None else len(set(allowed) - set(forbidden))
 
     forbidden = {word[0] for word in words if len(word) == 1}
-    if not left(forbidden):
-        raise ValueError("no token could be chosen: bad_words forbid all that are allowed")
-    if params.min_tokens and not left(forbidden.union(endings)):
+    if not count_allowed(forbidden):
+        raise ValueError("no token could be chosen: bad_words forbid all allowed tokens")
+    if params.min_tokens and not count_allowed(forbidden.union(endings)):
         raise ValueError(
-            f"no token could be chosen before min_tokens={params.min_tokens}: all that are allowed end it"
+            f"no token could be chosen before min_tokens={params.min_tokens}: all allowed tokens end the "
+            "output"
         )

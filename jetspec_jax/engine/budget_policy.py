@@ -1,13 +1,13 @@
-"""The nodes of a dispatch's trees, and its rounds: decided on the host, between dispatches.
+"""Chooses each dispatch's bucket and number of rounds, on the host, before the dispatch.
 
 A round commits some tokens and takes some seconds; the bucket with the most tokens per second is the best.
 Seconds are measured beforehand (`jetspec_jax.engine.round_costs`) and corrected by timed dispatches. Tokens
-are estimated from the rounds that ran: each tells what every smaller tree would have had accepted, nothing
-about larger ones, and a plain round nothing at all. So now and then a dispatch probes a larger bucket than
-looks best. The choice changes no token and compiles nothing.
+are estimated from past rounds: a round shows what every smaller tree would have had accepted, nothing about
+larger trees, and a plain round shows nothing. So some dispatches probe a larger bucket than looks best. The
+choice changes no token and compiles nothing.
 
-Rounds are as many as fit a slice of time where requests come and go, or as many as suit a call that nobody
-joins: that is a setting of a policy.
+A policy with `Slices` limits a dispatch to a slice of time, for engines whose requests come and go. Without
+them the number of rounds suits a single call.
 """
 
 from collections.abc import Sequence
@@ -18,28 +18,28 @@ from jetspec_jax.engine.pace import Pace, Slices, mean_context
 from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.engine.round_costs import RoundCosts
 
-#: Rounds of a dispatch: the most, as many as usual, and where a slot may end among others.
+#: Rounds of a dispatch: at most, by default, and where a slot may end while requests wait.
 MAX_ROUNDS, USUAL_ROUNDS, ROUNDS_TO_AN_END = 256, 64, 16
 #: Rounds of a probe, and of the first dispatch of trees.
 PROBE_ROUNDS = 8
-# Rounds after which "auto" looks again.
+# Rounds after which "auto" chooses again.
 _LOOK_ROUNDS = 32
 
 
 class LiveSlot(NamedTuple):
-    """A request that decodes: what a policy may know of it.
+    """A policy's view of a decoding request.
 
     Attributes:
-        committed: Tokens in its stores.
-        left: Tokens that it may still get.
+        committed: Tokens in the stores.
+        remaining: Tokens that it may still get.
         sampled: Whether its temperature is above 0.
-        watched: Whether the caller may end it at any token.
+        watched: Whether the caller may end it at any token, because it has stop strings.
         fresh: Whether it has had no round yet.
-        budget: Most nodes of its trees; None is as many as there may be.
+        budget: Most nodes of its trees; None is no limit.
     """
 
     committed: int
-    left: int
+    remaining: int
     sampled: bool
     watched: bool
     fresh: bool = False
@@ -47,11 +47,11 @@ class LiveSlot(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """What the next dispatch does.
+    """The policy's choice for a dispatch.
 
     Attributes:
         bucket: Nodes of a tree, root included; 1 is plain decoding.
-        rounds: How many rounds, at most.
+        rounds: Most rounds.
     """
 
     bucket: int
@@ -60,49 +60,49 @@ class Dispatch(NamedTuple):
 
 @runtime_checkable
 class BudgetPolicy(Protocol):
-    """Decides before every dispatch, and may learn from what dispatches did."""
+    """Chooses before every dispatch, and may learn from the records of past dispatches."""
 
     def choose(self, live: Sequence[LiveSlot], waiting: int) -> Dispatch:
-        """The next dispatch, for those that decode, while so many others wait for a slot or are prefilled."""
+        """Chooses for the live slots, while ``waiting`` other requests wait for a slot or are prefilled."""
         ...
 
     def observe(self, record: DispatchRecord) -> None:
-        """Takes in what a dispatch did."""
+        """Learns from a dispatch."""
         ...
 
 
 def rounds_for(live: Sequence[LiveSlot], waiting: int, max_rounds: int = MAX_ROUNDS) -> int:
-    """Rounds of a dispatch that suit the requests of a call."""
-    # A slot that somebody waits for may end among others, and a watched one at any token.
+    """Rounds of a dispatch of a single call."""
+    # A slot may end while another request waits for it, and a watched slot may end at any token.
     if (waiting and len(live) > 1) or any(slot.watched for slot in live):
         return min(ROUNDS_TO_AN_END, max_rounds)
-    # What one dispatch can finish is not cut in two.
-    left = _most_left(live)
-    return left if left <= max_rounds else min(USUAL_ROUNDS, max_rounds)
+    # Requests that one dispatch can finish get one dispatch.
+    remaining = _most_remaining(live)
+    return remaining if remaining <= max_rounds else min(USUAL_ROUNDS, max_rounds)
 
 
 def of_use(buckets: Sequence[int], live: Sequence[LiveSlot]) -> Sequence[int]:
-    """The buckets, in rising order, up to the first that holds the largest budget of those that decode."""
+    """The buckets, in rising order, up to the first that holds the largest budget of the live slots."""
     most = max((slot.budget or buckets[-1] for slot in live), default=buckets[-1])
     smaller = [bucket for bucket in buckets if bucket < most]
     return buckets[: len(smaller) + 1]
 
 
-def _most_left(live: Sequence[LiveSlot]) -> int:
-    return max([1, *(slot.left for slot in live)])
+def _most_remaining(live: Sequence[LiveSlot]) -> int:
+    return max([1, *(slot.remaining for slot in live)])
 
 
 def sliced_rounds(slices: Slices, pace: Pace, bucket: int, live: Sequence[LiveSlot], waiting: int) -> int:
-    """Rounds of a dispatch that fit a slice; one where somebody has had none, whose first token is due."""
+    """Rounds that fit a slice of time; 1 if a request waits for its first token."""
     if any(slot.fresh for slot in live):
         return 1
     pair = pace.live_for(len(live)), bucket
     context = mean_context([slot.committed for slot in live])
-    return min(slices.rounds(pace, pair, context, hurried=waiting > 0), _most_left(live), MAX_ROUNDS)
+    return min(slices.rounds(pace, pair, context, hurried=waiting > 0), _most_remaining(live), MAX_ROUNDS)
 
 
 class FixedBudget:
-    """One bucket, or plain decoding where nobody wants more."""
+    """Always one bucket, or plain decoding if no request has a larger budget."""
 
     def __init__(
         self,
@@ -112,20 +112,20 @@ class FixedBudget:
         *,
         plain: bool = False,
     ):
-        """Takes its settings.
+        """A policy for one bucket.
 
         Args:
             bucket: Nodes of a tree, root included.
-            costs: What its rounds take; only slices need it.
-            slices: How long dispatches are; None suits calls.
-            plain: Whether it may decode plainly.
+            costs: Round costs; needed with ``slices`` only.
+            slices: Length of dispatches; None suits single calls.
+            plain: Whether plain rounds may be chosen.
         """
         self._buckets, self._slices = (1, bucket) if plain else (bucket,), slices
         self._pace = None if costs is None else Pace(costs)
         self._context = 0.0
 
     def choose(self, live: Sequence[LiveSlot], waiting: int) -> Dispatch:
-        """As many rounds as suit the requests."""
+        """The smallest sufficient bucket, with rounds that suit the requests."""
         self._context = mean_context([slot.committed for slot in live])
         bucket = of_use(self._buckets, live)[-1]
         if self._slices is None or self._pace is None:
@@ -133,43 +133,43 @@ class FixedBudget:
         return Dispatch(bucket, sliced_rounds(self._slices, self._pace, bucket, live, waiting))
 
     def observe(self, record: DispatchRecord) -> None:
-        """Learns how long its rounds take."""
+        """Corrects the round times."""
         rounds = int((record.tree_sizes > 0).any(axis=1).sum())
         if rounds and record.seconds is not None and self._pace is not None:
             self._pace.learn((len(record.live), record.bucket), self._context, rounds, record.seconds)
 
 
 class AutoBudget:
-    """The bucket that is expected to commit the most tokens per second."""
+    """Chooses the bucket that is expected to commit the most tokens per second."""
 
     def __init__(
         self, buckets: Sequence[int], costs: RoundCosts, probing: float, slices: Slices | None = None
     ):
-        """Begins with a guess.
+        """A policy that starts with guessed acceptance rates.
 
         Args:
-            buckets: Those to choose from, in rising order; the first is 1.
-            costs: What their rounds take; has no rounds of shapes that are not to be chosen.
+            buckets: The buckets to choose from, in rising order; the first is 1.
+            costs: Round costs; a shape without a cost is never chosen.
             probing: Share of the time that probes may lose.
-            slices: How long dispatches are; None suits calls.
+            slices: Length of dispatches; None suits single calls.
         """
         self._buckets, self._pace, self._probing = tuple(buckets), Pace(costs), probing
         self._slices = slices
-        # Greedy and sampled requests have other shares of their drafts accepted.
+        # Greedy and sampled requests have different acceptance rates.
         self._acceptances = {sampled: AcceptanceEstimate(buckets[1:]) for sampled in (False, True)}
         self._acceptance = self._acceptances[False]
-        # Seconds that probes may lose: now, at most (enough for one), and more with each round of the choice.
+        # Seconds that probes may lose: now, at most (enough for one probe), and earned with each round.
         self._context = self._account = self._most = self._earned = 0.0
 
     def choose(self, live: Sequence[LiveSlot], waiting: int) -> Dispatch:
-        """The bucket that looks best, or a larger one when probing can afford it."""
+        """The bucket that looks best, or a larger bucket if the account can pay for a probe."""
         self._acceptance = self._acceptances[any(slot.sampled for slot in live)]
         self._context = mean_context([slot.committed for slot in live])
-        slots, left = self._pace.live_for(len(live)), _most_left(live)
-        # Rounds of many slots may have small trees alone.
+        slots, remaining = self._pace.live_for(len(live)), _most_remaining(live)
+        # With many live slots only small trees have programs.
         buckets = of_use(self._buckets[: len(self._pace.costs.buckets(slots))], live)
         rounds = [self._rounds(bucket, live, waiting) for bucket in buckets]
-        tokens = [min(count, left) for count in self._acceptance.tokens()[: len(buckets)]]
+        tokens = [min(count, remaining) for count in self._acceptance.tokens()[: len(buckets)]]
         seconds = [
             self._pace.seconds((slots, bucket), self._context, turns)
             for bucket, turns in zip(buckets, rounds, strict=True)
@@ -177,7 +177,7 @@ class AutoBudget:
         rates = [count / each for count, each in zip(tokens, seconds, strict=True)]
         best = rates.index(max(rates))
         probe = max(range(best + 1, len(rates)), key=rates.__getitem__, default=best)
-        turns = self._few(rounds[probe], (slots, buckets[probe]), PROBE_ROUNDS)
+        turns = self._at_most(rounds[probe], (slots, buckets[probe]), PROBE_ROUNDS)
         each = self._pace.seconds((slots, buckets[probe]), self._context, turns)
         loss = turns * max(each - tokens[probe] / rates[best], 0.0)
         self._most, self._earned = loss, -loss / turns
@@ -185,9 +185,9 @@ class AutoBudget:
             return Dispatch(buckets[probe], turns)
         turns = rounds[best]
         if best > 0:
-            # At first a few, then as many as the estimate rests on.
+            # Few rounds at first, then as many as the estimate is based on.
             most = max(PROBE_ROUNDS, int(self._acceptance.rounds[best - 1]))
-            turns = self._few(turns, (slots, buckets[best]), most)
+            turns = self._at_most(turns, (slots, buckets[best]), most)
         self._earned = self._probing * seconds[best]
         return Dispatch(buckets[best], turns)
 
@@ -196,7 +196,7 @@ class AutoBudget:
         ran = record.tree_sizes > 0
         if not (rounds := int(ran.any(axis=1).sum())):
             return
-        # Rounds that ended early, or that the caller cut short, count as they ran.
+        # Only rounds that ran count: a dispatch may end early, or the caller may cut it short.
         self._account = min(self._account + self._earned * rounds, self._most)
         self._earned = 0.0
         if record.expected is None or record.accepted is None:
@@ -211,24 +211,23 @@ class AutoBudget:
             return sliced_rounds(self._slices, self._pace, bucket, live, waiting)
         return min(rounds_for(live, waiting), _LOOK_ROUNDS)
 
-    def _few(self, rounds: int, pair: tuple[int, int], most: int) -> int:
-        """At most so many rounds, but no fewer than a slice has to have."""
+    def _at_most(self, rounds: int, pair: tuple[int, int], most: int) -> int:
+        """Limits rounds to ``most``, but not below the shortest slice."""
         if self._slices is not None:
             most = max(most, self._slices.least(self._pace, pair, self._context))
         return min(rounds, most)
 
 
 class LatePolicy:
-    """A policy that learns of a dispatch when the next is decided: by then all processes know its seconds."""
+    """Delays a policy's learning until the next choice: by then all processes have agreed on the seconds."""
 
     def __init__(self, policy: BudgetPolicy):
-        """Takes the policy."""
         self._policy = policy
         self._record: DispatchRecord | None = None
 
     @property
     def seconds(self) -> float | None:
-        """Of the last dispatch; what is set here is learned."""
+        """Seconds of the last dispatch; the policy learns the value that is set here."""
         return None if self._record is None else self._record.seconds
 
     @seconds.setter
@@ -237,7 +236,7 @@ class LatePolicy:
             self._record = self._record._replace(seconds=value)
 
     def choose(self, live: Sequence[LiveSlot], waiting: int) -> Dispatch:
-        """The policy's choice."""
+        """The policy's choice, after it has learned the last record."""
         if self._record is not None:
             self._policy.observe(self._record)
             self._record = None

@@ -1,4 +1,4 @@
-"""Rounds in which grammars say what may follow: the host makes masks while the target verifies.
+"""Rounds under grammars: the host makes token masks while the target verifies.
 
 Shapes: L live slots, N nodes, D draft depth.
 """
@@ -17,17 +17,17 @@ from jetspec_jax.tree import TokenTree
 
 
 class ConstrainedRounds:
-    """Runs rounds as `TreeDecoder.decode` does, but comes back to the host in each.
+    """Runs rounds like `TreeDecoder.decode`, but returns to the host in each.
 
-    Slots without a grammar keep their tokens. It waits for all rounds but the last.
+    Slots without a grammar keep their tokens. A call waits for all rounds but the last.
     """
 
     def __init__(self, decoder: TreeDecoder, matchers: Mapping[int, Matcher]):
-        """Rounds of a decoder.
+        """Rounds of a decoder under grammars.
 
         Args:
             decoder: The decoder.
-            matchers: By slot. They commit what all rounds but the last commit.
+            matchers: Grammar matchers by slot. They advance over all rounds but the last.
         """
         self.decoder, self.matchers = decoder, matchers
 
@@ -45,18 +45,20 @@ class ConstrainedRounds:
         """
         slots = live[0].tolist() if live else range(len(state.active))
         matchers = [self.matchers.get(slot) for slot in slots]
-        decodes, goes_on, records = np.ones(len(matchers), bool), None, []
+        decodes, still_active, records = np.ones(len(matchers), bool), None, []
         while True:
             tree = propose(self.decoder, weights, state, *live)
             if records:
-                # Waits for the last round alone: meanwhile the trees of the next are made.
-                committed, decodes = jax.device_get((records[-1].tokens, goes_on))
+                # Waits for the last round only: the device already proposes the next round's trees.
+                committed, decodes = jax.device_get((records[-1].tokens, still_active))
                 _advance(matchers, committed[0])
                 if not decodes.any():
                     break
             verified = verify(self.decoder, weights, state, tree, *live)
             allowed = self._masks(matchers, tree, decodes)
-            state, (record, goes_on) = settle(self.decoder, weights, state, tree, verified, allowed, *live)
+            state, (record, still_active) = settle(
+                self.decoder, weights, state, tree, verified, allowed, *live
+            )
             records.append(record)
             if len(records) == rounds:
                 break
@@ -67,7 +69,7 @@ class ConstrainedRounds:
     def _masks(
         self, matchers: Sequence[Matcher | None], tree: TokenTree, decodes: Bool[np.ndarray, "L"]
     ) -> UInt32[np.ndarray, "L N words"]:
-        """What may follow at each node: all, where no grammar says anything. Waits for the trees."""
+        """The allowed tokens at each node, all without a grammar. Waits for the trees."""
         tokens, parents, sizes = jax.device_get((tree.tokens, tree.parents, tree.num_nodes))
         words = -(-self.decoder.target.vocab_size // 32)
         masks = np.full((*tokens.shape, words), 0xFFFFFFFF, np.uint32)
@@ -78,6 +80,6 @@ class ConstrainedRounds:
 
 
 def _advance(matchers: Sequence[Matcher | None], tokens: Int[np.ndarray, "L D1"]) -> None:
-    for matcher, own in zip(matchers, tokens, strict=True):
+    for matcher, committed in zip(matchers, tokens, strict=True):
         if matcher is not None:
-            matcher.advance(own[own >= 0].tolist())
+            matcher.advance(committed[committed >= 0].tolist())

@@ -1,11 +1,11 @@
-"""Tokens as bytes and as text: each alone, and a sequence of them while it grows.
+"""Decodes tokens to bytes and to text: single tokens, and growing sequences.
 
 A token may end within a character, in two kinds of vocabularies:
 
 * A byte-level vocabulary (GPT-2's, and those of most current models) writes tokens in 256 characters that
   stand for bytes. A text is the UTF-8 of the bytes of its tokens.
 * A vocabulary with byte fallback (Gemma's, Llama 2's) has words, and the tokens ``<0x00>`` to ``<0xFF>`` for
-  characters that no word has. A run of byte tokens is decoded as UTF-8 if all of it is valid, else as one
+  all other characters. A run of byte tokens is decoded as UTF-8 if all of it is valid, else as one
   replacement character for each byte: ``<0x0A> <0xC3> a`` loses its line break too. So the text of a byte
   token is final only when its run has ended.
 """
@@ -20,14 +20,14 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 # The token of a byte in a vocabulary with byte fallback.
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# A word that a token is decoded behind: at the start of a text some decoders take a space away.
+# Text before a token that is decoded: some decoders remove a space at the start of a text.
 _BEFORE = "a"
 
 
 def _byte_level_bytes() -> dict[str, int]:
     """The byte of each character of a byte-level vocabulary.
 
-    The printable bytes of Latin-1 have their own characters, all others those from U+0100 on, in order.
+    Printable Latin-1 bytes are their own characters; all others are the characters from U+0100 on, in order.
     """
     alphabet = sorted(ByteLevel.alphabet())
     printable = [character for character in alphabet if ord(character) < 256]
@@ -39,7 +39,7 @@ _BYTE_OF = _byte_level_bytes()
 
 
 def whole_text(data: bytes) -> str | None:
-    """A token's bytes as text; None if they are no valid UTF-8, as those of a part of a character."""
+    """A token's bytes as text; None if they are not valid UTF-8, such as a part of a character."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -47,12 +47,12 @@ def whole_text(data: bytes) -> str | None:
 
 
 class _Token(NamedTuple):
-    """What is known of a token.
+    """A token's properties.
 
     Attributes:
-        data: Its bytes; none if the tokenizer lacks it.
+        data: Its bytes; empty if the tokenizer lacks it.
         is_byte: Whether it is a byte of byte fallback.
-        special: Whether ``skip_special_tokens`` leaves it out.
+        special: Whether ``skip_special_tokens`` removes it.
     """
 
     data: bytes
@@ -61,10 +61,10 @@ class _Token(NamedTuple):
 
 
 class Detokenizer:
-    """Decodes the tokens of one tokenizer; may be used from several threads."""
+    """Decodes the tokens of one tokenizer; thread-safe."""
 
     def __init__(self, backend: Any):
-        """Finds out how the tokenizer splits characters.
+        """Detects how the tokenizer splits characters.
 
         Args:
             backend: A tokenizer of the tokenizers library.
@@ -76,15 +76,15 @@ class Detokenizer:
         self._tokens: dict[int, _Token] = {}
 
     def token_bytes(self, token: int) -> bytes:
-        """A token's bytes as they continue a text: joined, the bytes of a text's tokens are the text's."""
+        """A token's bytes within a text: the bytes of a text's tokens, joined, are the text's."""
         return self.look_up(token).data
 
     def token_text(self, token: int) -> str:
-        """A token's bytes as text, with replacement characters for parts of characters."""
+        """A token's bytes as text; incomplete characters become replacement characters."""
         return self.token_bytes(token).decode(errors="replace")
 
     def stream(self, *, skip_special_tokens: bool = False) -> "TextStream":
-        """The text of a sequence that is still empty."""
+        """An incremental decoder of one sequence."""
         kind = _ByteLevelStream if self._byte_level else _WordStream
         return kind(self, skip_special_tokens)
 
@@ -93,7 +93,7 @@ class Detokenizer:
         return self._backend.decode(tokens, skip_special_tokens=False)
 
     def look_up(self, token: int) -> _Token:
-        """What is known of a token."""
+        """A token's properties, cached."""
         known = self._tokens.get(token)
         if known is None:
             known = self._tokens[token] = self._read(token)
@@ -105,7 +105,7 @@ class Detokenizer:
             return _Token(b"", False, False)
         special = self.decode([token]) != self._backend.decode([token], skip_special_tokens=True)
         if self._byte_level:
-            # Added tokens may have other characters: the library takes such a word as it is.
+            # Added tokens may have other characters: the library uses such a word unchanged.
             inside = all(character in _BYTE_OF for character in word)
             data = bytes(_BYTE_OF[character] for character in word) if inside else word.encode()
             return _Token(data, False, special)
@@ -119,24 +119,23 @@ class Detokenizer:
 
 
 class TextStream(ABC):
-    """The text of a sequence of tokens that comes token by token.
+    """The text of a growing sequence of tokens.
 
-    All that `feed` and `end` return, joined, is the tokenizer's decoding of the whole sequence. The time is
+    The joined results of `feed` and `end` equal the tokenizer's decoding of the whole sequence. The time is
     linear in the number of tokens.
     """
 
     def __init__(self, detokenizer: Detokenizer, skip_special_tokens: bool):
-        """Begins before the first token."""
         self._detokenizer, self._skip_special = detokenizer, skip_special_tokens
 
     def feed(self, token: int) -> str:
-        """The text that a token settles: nothing that comes can change it."""
+        """The text that a token makes final: no later token can change it."""
         known = self._detokenizer.look_up(token)
         return "" if not known.data or (known.special and self._skip_special) else self._add(token, known)
 
     @property
     def held(self) -> str:
-        """The whole characters behind the settled text, which later tokens may still replace."""
+        """Whole characters after the final text, which later tokens may still replace."""
         return ""
 
     @abstractmethod
@@ -144,11 +143,11 @@ class TextStream(ABC):
 
     @abstractmethod
     def end(self) -> str:
-        """The rest of the text, once no token follows."""
+        """The rest of the text; no token may follow."""
 
 
 class _ByteLevelStream(TextStream):
-    """Text as the UTF-8 of all bytes: only a character that is not complete is held back."""
+    """Text as the UTF-8 of all bytes: only an incomplete character is held back."""
 
     def __init__(self, detokenizer: Detokenizer, skip_special_tokens: bool):
         super().__init__(detokenizer, skip_special_tokens)
@@ -162,10 +161,10 @@ class _ByteLevelStream(TextStream):
 
 
 class _WordStream(TextStream):
-    """Text as words: only a run of bytes is held back.
+    """Text as words: only a run of byte tokens is held back.
 
-    The library's decoder joins the words, each behind the last word before it, which may change it: a space
-    between words, or one that is taken away at the start.
+    The library's decoder joins each word to the word before it, which may add a space, or remove one at the
+    start of the text.
     """
 
     def __init__(self, detokenizer: Detokenizer, skip_special_tokens: bool):
@@ -205,7 +204,7 @@ _DETOKENIZERS: WeakKeyDictionary[Any, Detokenizer] = WeakKeyDictionary()
 
 
 def detokenizer_of(tokenizer: Any) -> Detokenizer | None:
-    """The detokenizer of a transformers tokenizer, made once for it; None for None."""
+    """The detokenizer of a transformers tokenizer, cached by tokenizer; None for None."""
     if tokenizer is None:
         return None
     known = _DETOKENIZERS.get(tokenizer)

@@ -1,4 +1,4 @@
-"""The engine: a scheduler that decides and a runner that computes, joined by records."""
+"""The engine: a scheduler and a runner, joined by records."""
 
 import contextlib
 import functools
@@ -11,65 +11,64 @@ from dataclasses import replace
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.device.processes import agreed, is_first, spans
 from jetspec_jax.engine.agreement import check_alike_engines
+from jetspec_jax.engine.broadcast import send
 from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget, LatePolicy
 from jetspec_jax.engine.extras import USUAL_BAD_WORDS, Extras
 from jetspec_jax.engine.memory import check_engine_memory, check_extra_memory
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.engine.request import Request
+from jetspec_jax.engine.round_kinds import Kind
 from jetspec_jax.engine.runner import Decode, Runner
 from jetspec_jax.engine.scheduler import Scheduler
-from jetspec_jax.engine.wants import Kind
-from jetspec_jax.engine.wire import tell
 from pallas_kernels.dispatch import gpu_problem
 
-#: What those are told whose requests were in an engine that broke.
+#: Error of requests whose engine broke.
 LOST = "this engine was interrupted; its requests are lost, start anew"
 
-# Of the engines that several processes have together.
+# Numbers of engines that several processes share.
 _NUMBERS = itertools.count(1)
 _log = logging.getLogger("jetspec_jax")
 
 
 class Engine:
-    """A fixed number of slots over one pool of pages.
+    """A fixed number of slots over one page pool.
 
-    It lives by `admit`, `launch` and `collect`, of which only `collect` waits for the device. Text is not
-    its business: see `jetspec_jax.engine.output`. One thread at a time may use an engine.
+    Callers repeat `admit`, `launch` and `collect`; only `collect` waits for the device. Text is handled in
+    `jetspec_jax.engine.output`. An engine is not thread-safe.
 
-    On a mesh of several processes all make the same calls. Before every launch the first process says what
-    time it is, how long the last one took, and which requests it no longer wants. Of an engine that is led
-    the first process alone has requests, and tells the others all that the runner is to do: see
-    `jetspec_jax.engine.following`.
+    On a mesh of several processes, all processes make the same calls. Before every launch, process 0 sends
+    the time, the seconds of the last launch, and its cancelled requests. If the plan has workers, only
+    process 0 has requests, and it broadcasts all that the runner does: see `jetspec_jax.engine.worker`.
 
-    An interrupt may strike anywhere. While the host waits for the device it loses nothing; one that cuts a
-    decision short leaves host and device at odds, and the engine is `broken` then: it serves nobody any more.
+    An error or an interrupt within a scheduling step leaves host and device in different states. The engine
+    is then `broken`, and refuses all further calls.
     """
 
     def __init__(self, plan: EnginePlan, weights: DecodeWeights):
-        """Allocates the stores, once the device is known to have room for them.
+        """Allocates the stores, after a check of the device memory.
 
         Args:
-            plan: What the engine is to be.
+            plan: The engine plan.
             weights: The parameters.
 
         Raises:
-            DeviceMemoryError: The device cannot hold the stores and what a round needs beside them.
-            ValueError: Several processes want different engines.
+            DeviceMemoryError: The device cannot hold the stores and a round's workspace.
+            ValueError: Several processes make different engines.
         """
-        self._step, self._leads = "", plan.led and is_first()
-        if self._leads:
-            tell("engine")
+        self._step, self._broadcasts = "", plan.has_workers and is_first()
+        if self._broadcasts:
+            send("engine")
         if spans(plan.decoder.mesh):
             check_alike_engines(plan)
-            self._step = "" if plan.led else f"a step of engine {next(_NUMBERS)}"
+            self._step = "" if plan.has_workers else f"a step of engine {next(_NUMBERS)}"
         check_engine_memory(plan)
         if plan.decoder.proposer is None:
             weights = weights._replace(proposer=None)
         self.plan, self.weights = plan, weights
         self.runner = Runner(plan, weights)
         self.broken = False
-        #: What the last batch did.
+        #: Record of the last batch.
         self.record: DispatchRecord | None = None
         try:
             if plan.extras.adjusts:
@@ -77,57 +76,54 @@ class Engine:
             most_tokens = 1 + max(decoder.depth for decoder in plan.decoders)
             self.scheduler = Scheduler(plan.size, self._policy(), most_tokens)
         except BaseException:
-            self.runner.free()  # the traceback may hold on to them
+            self.runner.free()  # the traceback may keep references to the stores
             raise
         if plan.decoder.implementation is None:
-            say_which_attention()
+            log_attention_fallback()
         if not plan.size.shares_pages:
-            say_what_is_not_shared(plan.decoder.target.model_type)
+            log_no_prefix_sharing(plan.decoder.target.model_type)
 
     def admit(self, request: Request) -> Request:
-        """Queues a request; what it wants that none before it has wanted gets its place on the device.
+        """Queues a request, and allocates device arrays for features that no earlier request used.
 
         Raises:
             ValueError: It can never be served; or several processes serve it, and have not compared it.
-            DeviceMemoryError: The device cannot hold what it wants beside.
+            DeviceMemoryError: The device cannot hold the arrays.
         """
         if self._step and not request.shared:
             raise ValueError(
-                "an engine of several processes takes requests of plan_requests alone, which compares them"
+                "an engine of several processes serves only requests of plan_requests, which compares them"
             )
         self.extend(Extras.of([request]))
         self.scheduler.add(request)
         return request
 
     def extend(self, extras: Extras) -> None:
-        """Makes room for what more requests may want; what there is stays.
+        """Allocates device arrays for more optional features.
 
         Raises:
-            DeviceMemoryError: The device cannot hold it beside.
+            DeviceMemoryError: The device cannot hold them.
         """
         joined, plan = self.plan.extras | extras, self.plan
         if self.broken or joined == plan.extras:
             return
-        if self._leads:
-            tell("extend", joined)
+        if self._broadcasts:
+            send("extend", joined)
         extended = replace(plan, extras=joined)
         check_extra_memory(extended)
         if (joined.adjusts, joined.bad_words) != (plan.extras.adjusts, plan.extras.bad_words):
             self.runner.extend(joined.bad_words)
         self.plan = extended
 
-    def launch(
-        self, most_rounds: int | None = None, decode: Decode | None = None, *, timed: bool = True
-    ) -> None:
-        """Starts what comes next: admissions, prompts, and rounds.
+    def launch(self, most_rounds: int | None = None, decode: Decode | None = None) -> None:
+        """Launches the next batch: admissions, prefill, and rounds.
 
         Args:
-            most_rounds: Rounds after which the caller wants to look; None leaves it to the policy.
-            decode: What runs the rounds; None is the decoder that the policy chooses.
-            timed: Whether the caller collects as soon as the rounds end.
+            most_rounds: Most rounds for this caller; None leaves them to the policy.
+            decode: Runs the rounds; None is the decoder that the policy chooses.
 
         Raises:
-            RuntimeError: A launch was not collected or was cut short, or no request can ever run.
+            RuntimeError: A launch was not collected or was interrupted, or no request can ever run.
             OutOfStep: Another process does something else.
         """
         if self.broken:
@@ -138,58 +134,55 @@ class Engine:
         if isinstance(policy, LatePolicy):
             how = "a traced round" if decode else f"at most {most_rounds or 'as many as suit'} rounds"
             policy.seconds, now = agreed([policy.seconds, now], f"{self._step}: {how}")
-        with self._undivided():
+        with self._all_or_broken():
             batch = self.scheduler.next_batch(most_rounds, now)
-            if self._leads:
-                tell("batch", batch)
-            self.runner.launch(batch, decode, timed=timed, matchers=self.scheduler.matchers)
+            if self._broadcasts:
+                send("batch", batch)
+            self.runner.launch(batch, decode, matchers=self.scheduler.matchers)
 
     def collect(self) -> list[Request]:
-        """Waits for what was launched, and hands out its tokens: the requests that were served.
+        """Waits for the batch in flight, and hands out its tokens; returns the requests that decoded.
 
         Raises:
-            RuntimeError: Nothing was launched.
+            RuntimeError: No batch is in flight.
         """
         if self.broken:
             raise RuntimeError(LOST)
-        flight = self.runner.in_flight
-        if flight is None:
+        if self.runner.in_flight is None:
             raise RuntimeError("no batch was launched")
         try:
             record = self.runner.collect()
-        except Exception:  # of the device: the batch will never come; an interrupt is none
+        except Exception:  # a device error: there will be no record; after an interrupt, there will
             self.broken = True
             raise
-        if self.runner.in_flight is not flight:
-            return []  # a call from inside this one, as a signal's handler makes, has handed it out
-        with self._undivided():
-            self.runner.forget()
+        with self._all_or_broken():
+            self.runner.in_flight = None
             self.record = record
-            served = self.scheduler.take(record)
+            served = self.scheduler.update(record)
         for request in served:
-            request.tell()
+            request.notify()
         return served
 
     def step(self, most_rounds: int | None = None, decode: Decode | None = None) -> list[Request]:
-        """`launch` and `collect`; what an interrupted step has launched is collected first."""
+        """`launch` and `collect`; a batch in flight, from an interrupted step, is collected instead."""
         if not self.runner.in_flight:
             self.launch(most_rounds, decode)
         return self.collect()
 
     def compile(self, kinds: Sequence[Kind], *, scores: bool = False) -> None:
-        """Compiles forwards of prompts and the rounds of some kinds, in all shapes; nothing is in flight.
+        """Compiles prefill forwards and the rounds of some kinds, in all shapes; nothing may be in flight.
 
         Args:
             kinds: The kinds of rounds.
-            scores: Whether what tells of prompts is compiled too.
+            scores: Whether to compile log-probabilities of prompts.
 
         Raises:
-            DeviceMemoryError: The device cannot hold what such requests want beside.
+            DeviceMemoryError: The device cannot hold the arrays that such requests need.
         """
         adjusts, logprobs = (any(getattr(kind, name) for kind in kinds) for name in ("adjusts", "logprobs"))
         self.extend(Extras(adjusts, USUAL_BAD_WORDS if adjusts else (0, 0), logprobs, scores))
-        if self._leads:
-            tell("compile", kinds, scores)
+        if self._broadcasts:
+            send("compile", kinds, scores)
         self.runner.compile_chunks()
         for kind in kinds:
             self.runner.compile_rounds(kind)
@@ -197,27 +190,27 @@ class Engine:
             self.runner.compile_scores()
 
     def close(self) -> None:
-        """Frees the stores, whoever still holds the engine; its requests are lost."""
+        """Deletes the stores, even if other references to the engine exist; its requests fail."""
         self.broken = True
         for request in self.scheduler.requests:
-            request.cancel()
+            request.fail(RuntimeError(LOST))
         self.runner.free()
 
     @contextlib.contextmanager
-    def _undivided(self) -> Iterator[None]:
-        """What is cut short in here leaves scheduler and device at odds: the engine is broken then."""
+    def _all_or_broken(self) -> Iterator[None]:
+        """Marks the engine as broken if its body does not finish."""
         self.broken = True
         yield
         self.broken = False
 
     @property
     def busy(self) -> bool:
-        """Whether any request waits or runs that somebody still wants."""
+        """Whether any request waits or runs."""
         return self.scheduler.busy
 
     def _policy(self) -> BudgetPolicy:
         auto, slices = self.plan.auto, self.plan.slices
-        # What rounds cost is measured only for those who ask for it.
+        # Round times are measured only if the policy uses them.
         costs = None if auto is None and slices is None else self.runner.round_costs()
         if auto is None or costs is None:
             policy = FixedBudget(self.plan.decoder.bucket, costs, slices, plain=len(self.runner.decoders) > 1)
@@ -227,15 +220,15 @@ class Engine:
 
 
 @functools.cache
-def say_which_attention() -> None:
-    """Logs, once in a process, why the GPU kernels cannot run, if they cannot."""
+def log_attention_fallback() -> None:
+    """Logs, once per process, why the GPU kernels cannot run, if they cannot."""
     if problem := gpu_problem():
         _log.warning("tree attention runs on XLA: %s", problem)
 
 
 @functools.cache
-def say_what_is_not_shared(model_type: str) -> None:
-    """Logs, once in a process for each type of model, that requests share no pages."""
+def log_no_prefix_sharing(model_type: str) -> None:
+    """Logs, once per process and type of model, that requests share no prefixes."""
     _log.info(
         "%s: each slot has windows or states of its own, and this engine keeps no snapshots of them, "
         "so requests share no beginnings",

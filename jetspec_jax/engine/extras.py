@@ -1,4 +1,4 @@
-"""What an engine's requests may want beyond tokens that are chosen from the filtered logits as they are."""
+"""Optional features of requests that need device memory: adjusted logits and log-probabilities."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from jetspec_jax.engine.request import Request
 from jetspec_jax.sampling.adjust import room_for
 
-#: Room that is made where rounds are compiled ahead, so that most bad words compile nothing later: for 16 of
-#: them, each at the beginning of a text and behind a space, of up to 8 tokens.
+#: Room for bad words that warm-up allocates, so that most requests compile nothing later: 16 words, each at
+#: the beginning of a text and after a space, of up to 8 tokens.
 USUAL_BAD_WORDS = (32, 8)
 
 
 @dataclass(frozen=True)
 class Extras:
-    """What an engine has memory for. A batch that wants nothing of it runs programs that know nothing of it.
+    """Features that an engine has memory for. A batch without them runs programs without them.
 
     Attributes:
         adjusts: Masks, biases and penalties.
-        bad_words: Room for the bad words of a request: see `jetspec_jax.sampling.adjust.room_for`.
-        logprobs: Log-probabilities of what is generated.
-        prompt_logprobs: Those of prompts.
+        bad_words: Room for a request's bad words: see `jetspec_jax.sampling.adjust.room_for`.
+        logprobs: Log-probabilities of generated tokens.
+        prompt_logprobs: Log-probabilities of prompts.
     """
 
     adjusts: bool = False
@@ -29,16 +29,16 @@ class Extras:
 
     @classmethod
     def of(cls, requests: Iterable[Request]) -> "Extras":
-        """Those of some requests together."""
+        """All features that the requests use."""
         found = cls()
         for request in requests:
             params = request.params
-            tells = params.logprobs is not None, params.prompt_logprobs is not None
-            found |= cls(params.adjusts, room_for(request.bad_words), *tells)
+            logprobs = params.logprobs is not None, params.prompt_logprobs is not None
+            found |= cls(params.adjusts, room_for(request.bad_words), *logprobs)
         return found
 
     def __or__(self, other: "Extras") -> "Extras":
-        """All that one of both has."""
+        """The features of both."""
         (words, longest), (more, longer) = self.bad_words, other.bad_words
         return Extras(
             self.adjusts or other.adjusts,

@@ -1,4 +1,4 @@
-"""Grammars of requests, for the tokens of their target."""
+"""Grammar matchers of requests, for the tokens of their target."""
 
 import threading
 from collections.abc import Collection
@@ -12,13 +12,13 @@ from jetspec_jax.engine.records import Batch
 from jetspec_jax.sampling.grammar import Matcher, Vocabulary
 from jetspec_jax.sampling.params import SamplingParams
 
-# One for each target that has met a grammar, as it takes a moment to make; gone with the target.
+# Vocabularies by target, because they take a moment to make; freed with the target.
 _VOCABULARIES: WeakKeyDictionary[Target, Vocabulary] = WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 
 def matcher_for(target: Target, params: SamplingParams, stop_ids: Collection[int]) -> Matcher | None:
-    """What follows a request through its grammar; None if it has none.
+    """A request's grammar matcher; None without a grammar.
 
     Args:
         target: The target.
@@ -27,14 +27,14 @@ def matcher_for(target: Target, params: SamplingParams, stop_ids: Collection[int
 
     Raises:
         ImportError: llguidance is not installed.
-        ValueError: The grammar cannot be followed with this target: see `Vocabulary.matcher`.
+        ValueError: The grammar does not work with this target: see `Vocabulary.matcher`.
     """
     wanted = params.structured_outputs
     return None if wanted is None else vocabulary_of(target).matcher(wanted, stop_ids)
 
 
 def vocabulary_of(target: Target) -> Vocabulary:
-    """The target's tokens as grammars see them, made by the first call; raises what `Vocabulary` raises."""
+    """The target's tokens as llguidance reads them, cached; raises the errors of `Vocabulary`."""
     with _LOCK:
         known = _VOCABULARIES.get(target)
         if known is None:
@@ -43,32 +43,31 @@ def vocabulary_of(target: Target) -> Vocabulary:
     return known
 
 
-class FollowedMatchers:
-    """Grammars of requests of the first process, taken along by one that follows it.
+class WorkerMatchers:
+    """Matchers of process 0's requests in a worker.
 
-    Both make the same masks from the same trees, so that no masks need be sent.
+    Both processes make the same masks from the same trees, so no masks are sent.
     """
 
     def __init__(self, target: Target):
-        """No slot has one."""
         self._target = target
-        # By slot, and how many tokens its request has got.
+        # By slot: the matcher, and the number of tokens that its request has.
         self._matchers: dict[int, tuple[Matcher, int]] = {}
 
     def begin(self, batch: Batch) -> dict[int, Matcher]:
-        """Takes note of a batch that comes; the grammars of its rounds, by slot."""
+        """Updates the slots for a batch; returns the matchers of its rounds, by slot."""
         for slot in batch.releases:
             self._matchers.pop(slot, None)
-        for own in batch.admissions:
-            self._matchers.pop(own.slot, None)
-            matcher = matcher_for(self._target, own.params, own.stop_ids)
+        for admission in batch.admissions:
+            self._matchers.pop(admission.slot, None)
+            matcher = matcher_for(self._target, admission.params, admission.stop_ids)
             if matcher is not None:
-                matcher.advance(own.output)
-                self._matchers[own.slot] = matcher, len(own.output)
+                matcher.advance(admission.output)
+                self._matchers[admission.slot] = matcher, len(admission.output)
         return {slot: self._matchers[slot][0] for slot in batch.masked}
 
     def end(self, batch: Batch, tokens: Int[np.ndarray, "R L D1"]) -> None:
-        """Takes what the batch committed, of which a matcher may know the first rounds."""
+        """Advances the matchers over the batch's tokens; a matcher may already have seen the first rounds."""
         for slot in batch.masked:
             matcher, had = self._matchers[slot]
             rows = tokens[:, batch.live.index(slot)]

@@ -1,4 +1,4 @@
-"""Round costs that this process has measured, and the file that keeps them for later processes."""
+"""Round costs measured by this process, and the file that keeps them for later processes."""
 
 import hashlib
 import json
@@ -19,10 +19,10 @@ from jetspec_jax.engine.round_costs import RoundCosts
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.version import __version__
 
-#: The file, and the most engines in it: the oldest go first.
+#: The file's name and its most entries: the oldest entry is dropped first.
 FILE, MOST_KEYS = "round_costs.json", 64
 
-#: All that decides what a round costs on a device: decoders in rising order, size, and dtype of the weights.
+#: Everything that determines a round's cost: decoders in rising order, size, dtype of the weights.
 CostKey = tuple[tuple[TreeDecoder, ...], EngineSize, jnp.dtype]
 
 _known: dict[CostKey, RoundCosts] = {}
@@ -30,13 +30,13 @@ _path: Path | None = None
 
 
 def keep_costs_in(folder: Path | None) -> None:
-    """Keeps costs that this process measures in a folder, and knows those in it; None keeps them nowhere."""
+    """Keeps measured costs in a file in ``folder``, and reads those in it; None keeps no file."""
     global _path
     _path = None if folder is None else folder / FILE
 
 
 def known_costs(key: CostKey) -> RoundCosts | None:
-    """Round costs of an engine, measured in this process or read from the file; None if there are none."""
+    """An engine's round costs, measured in this process or read from the file; None if there are none."""
     if key not in _known and _path is not None and not spans(_mesh(key)):
         decoders, size, _ = key
         shapes = size.rounds(tuple(decoder.bucket for decoder in decoders))
@@ -47,7 +47,7 @@ def known_costs(key: CostKey) -> RoundCosts | None:
 
 
 def learn_costs(key: CostKey, costs: RoundCosts) -> None:
-    """Keeps measured costs; not in the file for an engine of several processes, which must choose alike."""
+    """Keeps measured costs; in the file only if one process has the engine, as several must choose alike."""
     _known[key] = costs
     if _path is not None and not spans(_mesh(key)):
         _write(_path, _name(key), costs)
@@ -58,7 +58,7 @@ def _mesh(key: CostKey) -> Mesh | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Entries of the file by `_name`; none if the file is missing, unreadable or no JSON object."""
+    """Entries of the file by `_name`; empty if the file is missing, unreadable or not a JSON object."""
     try:
         kept = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -67,7 +67,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, name: str, costs: RoundCosts) -> None:
-    """Keeps costs; where the file cannot be written, later processes measure anew."""
+    """Adds costs to the file; if it cannot be written, later processes measure again."""
     newest = dict(list(_read(path).items())[1 - MOST_KEYS :])
     try:
         write_json(path, newest | {name: _as_json(costs)})
@@ -76,7 +76,7 @@ def _write(path: Path, name: str, costs: RoundCosts) -> None:
 
 
 def _name(key: CostKey) -> str:
-    """Names models, trees, size, machine and versions, but not where the models lie."""
+    """A digest of models, trees, size, machine and versions; paths have no influence."""
     decoders, size, dtype = key
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     machine = jax.devices()[0].device_kind, _processor(), cores, jax.__version__, __version__
@@ -84,7 +84,7 @@ def _name(key: CostKey) -> str:
 
 
 def _processor() -> str:
-    """The processor's model: JAX calls all of them "cpu"."""
+    """The processor's model name: JAX calls all of them "cpu"."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -99,7 +99,7 @@ def _as_json(costs: RoundCosts) -> dict[str, Any]:
 
 
 def _costs_of(kept: Any) -> RoundCosts | None:
-    """What `_as_json` gave; None of anything else."""
+    """The inverse of `_as_json`; None for anything else."""
     try:
         low, high = map(int, kept["contexts"])
         rows = [((int(live), int(bucket)), *_seconds(times)) for live, bucket, *times in kept["rounds"]]
@@ -113,10 +113,10 @@ def _costs_of(kept: Any) -> RoundCosts | None:
 
 
 def _seconds(values: Sequence[Any]) -> tuple[float, float, float]:
-    """Seconds at both contexts, and beside the rounds.
+    """Seconds of a round at both contexts, and of a dispatch beside its rounds.
 
     Raises:
-        ValueError: They are not three, or not what can be measured.
+        ValueError: They are not three positive, plausible numbers.
     """
     first, last, beside = map(float, values)
     if not (0 < first < 1e6 and 0 < last < 1e6 and 0 <= beside < 1e6):

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens as callers get them, under vLLM's names."""
+"""Log-probabilities of tokens in the form of vLLM's results."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from jetspec_jax.engine.detokenizer import Detokenizer
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """What is told of one token at one position.
+    """Log-probability of a token at a position.
 
     Attributes:
-        logprob: Its log-probability under the target's own distribution.
+        logprob: Log-probability under the target's own distribution.
         rank: 1 for the likeliest of all tokens.
-        decoded_token: Its text; None without a tokenizer.
+        decoded_token: The token's text; None without a tokenizer.
     """
 
     logprob: float
@@ -25,13 +25,13 @@ class Logprob:
 
 
 class TokenLogprobs(NamedTuple):
-    """What the device told of one token.
+    """Log-probabilities at one position, from the device.
 
     Attributes:
-        chosen: Its log-probability.
-        rank: Its rank.
-        tokens: The likeliest tokens there, best first.
-        likeliest: Their log-probabilities.
+        chosen: The chosen token's log-probability.
+        rank: The chosen token's rank.
+        tokens: The likeliest tokens, best first.
+        likeliest: Log-probabilities of the likeliest tokens.
     """
 
     chosen: float
@@ -40,27 +40,27 @@ class TokenLogprobs(NamedTuple):
     likeliest: list[float]
 
 
-def rows_of(told: Any) -> list[TokenLogprobs]:
-    """The rows of a `jetspec_jax.decode.logprobs.Logprobs` of one axis of tokens, on the host."""
-    columns = (np.asarray(column).tolist() for column in told)
+def rows_of(logprobs: Any) -> list[TokenLogprobs]:
+    """Rows of a `jetspec_jax.decode.logprobs.Logprobs` with one axis of tokens, on the host."""
+    columns = (np.asarray(column).tolist() for column in logprobs)
     return [TokenLogprobs(*row) for row in zip(*columns, strict=True)]
 
 
-def by_round(told: Any, rounds: np.ndarray, place: int) -> Iterator[Any]:
-    """What a dispatch told of one slot in some of its rounds: None for each where it told nothing."""
+def by_round(logprobs: Any, rounds: np.ndarray, place: int) -> Iterator[Any]:
+    """Log-probabilities of one slot in each of some rounds of a dispatch; None if it has none."""
     for number in np.flatnonzero(rounds):
-        yield None if told is None else tuple(column[number, place] for column in told)
+        yield None if logprobs is None else tuple(column[number, place] for column in logprobs)
 
 
 def describe(
     tokens: Sequence[int], rows: Sequence[TokenLogprobs], count: int, detokenizer: Detokenizer | None
 ) -> list[dict[int, Logprob]]:
-    """What is told of each token, and of the likeliest ones at its place: mappings by token.
+    """Log-probabilities of each token and of the likeliest tokens at its position, by token.
 
     Args:
         tokens: The tokens.
-        rows: What the device told of each.
-        count: How many of the likeliest; the token itself is there anyway, and first.
+        rows: The device's log-probabilities of each.
+        count: Number of likeliest tokens; the token itself is always included, and first.
         detokenizer: The tokenizer's, or None.
     """
 
@@ -69,9 +69,9 @@ def describe(
 
     described = []
     for token, row in zip(tokens, rows, strict=True):
-        own = {token: Logprob(row.chosen, row.rank, text_of(token))}
+        entry = {token: Logprob(row.chosen, row.rank, text_of(token))}
         best = zip(row.tokens[:count], row.likeliest[:count], strict=True)
-        for rank, (other, value) in enumerate(best, start=1):
-            own[other] = Logprob(value, rank, text_of(other))
-        described.append(own)
+        for rank, (candidate, value) in enumerate(best, start=1):
+            entry[candidate] = Logprob(value, rank, text_of(candidate))
+        described.append(entry)
     return described

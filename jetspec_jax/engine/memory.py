@@ -1,4 +1,4 @@
-"""Whether a device can hold an engine, or its part of one: stores, and what a round needs beside them.
+"""Checks whether a device can hold an engine, or its shard of one: stores, workspace and optional arrays.
 
 Shapes: B slots, N nodes, D draft depth, V vocabulary.
 """
@@ -37,17 +37,17 @@ from jetspec_jax.tree import BUCKETS
 from pallas_kernels.dispatch import gpu_problem
 from pallas_kernels.gated_delta import SOLVED
 
-# Float32 arrays of the logits' size that live at one time: the logits, and what sampling with a filter makes
-# of them. XLA reserves those for greedy requests too. A test holds this against XLA's own count.
+# Float32 arrays of the logits' size that live at the same time: the logits, and their copies for sampling
+# with a filter. XLA reserves the copies for greedy requests too. A test compares this with XLA's own count.
 LOGITS_COPIES = 6
-# Likewise of the noise of the whole vocabulary, which is made apart where logits are those of a part.
+# Likewise for noise of the whole vocabulary, which is separate if logits are sharded.
 NOISE_COPIES = 2
-# Likewise of a recurrent layer: arrays of all pairs of rows for each value head, and of all channels of rows.
+# Likewise for a recurrent layer: arrays of all pairs of rows per value head, and of all channels of rows.
 PAIR_COPIES, ROW_COPIES = 4, 6
 
 
 def no_weights(mesh: Mesh | None) -> Bytes:
-    """Those of models that are loaded."""
+    """The bytes of weights that are already loaded: none."""
     return {}
 
 
@@ -64,7 +64,7 @@ def empty_state(plan: EnginePlan) -> DecodeState:
 
 
 def empty_snapshots(plan: EnginePlan) -> Snapshots:
-    """Places for an engine's snapshots; nothing where it has none."""
+    """Allocates an engine's snapshots, if it has any."""
     size = plan.size
     if not size.snapshots:
         return ()
@@ -81,11 +81,11 @@ def check_engine_memory(plan: EnginePlan, weights: Callable[[Mesh | None], Bytes
     """Checks that an engine's devices can hold it, with a margin: see `engine_bytes`.
 
     Args:
-        plan: The engine.
-        weights: Weights that are not on the devices yet: those of one device of a mesh.
+        plan: The engine plan.
+        weights: Weights that are not loaded yet: their bytes on one device of a mesh.
 
     Raises:
-        DeviceMemoryError: They cannot. The message lists all parts, their sum, and what would fit.
+        DeviceMemoryError: They cannot. The message lists all parts, their sum, and smaller settings that fit.
     """
     decoder, size, mesh = plan.decoder, plan.size, plan.decoder.mesh
 
@@ -108,15 +108,15 @@ def check_engine_memory(plan: EnginePlan, weights: Callable[[Mesh | None], Bytes
             return
         if plan.dtype.itemsize > 2:
             half = {name: count // 2 for name, count in unread.items()}
-            own = {**needs(replace(plan, dtype=jnp.dtype(jnp.bfloat16))), **half}
-            yield Alternative("dtype", "bfloat16", own, mesh)
+            halved = {**needs(replace(plan, dtype=jnp.dtype(jnp.bfloat16))), **half}
+            yield Alternative("dtype", "bfloat16", halved, mesh)
         yield from with_more_devices(decoder.target, mesh, lambda larger: needs(plan.on(larger)))
 
     check_memory(needs, mesh=mesh, others=others)
 
 
 def engine_bytes(plan: EnginePlan) -> dict[str, int]:
-    """Bytes on a device of an engine's parts, with a margin of the target's largest matrix.
+    """Bytes per device of an engine's parts, with a margin of the target's largest matrix.
 
     The margin is for XLA, which times products on copies of their operands while it compiles, and for gaps
     between arrays.
@@ -138,60 +138,60 @@ def _workspace(plan: EnginePlan) -> str:
 
 
 def check_extra_memory(plan: EnginePlan) -> None:
-    """Checks that the devices can hold what the requests of an engine want beside; they hold the engine.
+    """Checks the memory for optional features of requests; the devices hold the engine already.
 
     Raises:
-        DeviceMemoryError: They cannot.
+        DeviceMemoryError: The devices cannot hold them.
     """
     needs = {**extra_bytes(plan), _workspace(plan): workspace_bytes(plan)}
     check_memory(lambda: needs, mesh=plan.decoder.mesh)
 
 
 def extra_bytes(plan: EnginePlan) -> dict[str, int]:
-    """Bytes on a device of what an engine has beside stores and workspace, from above."""
+    """An upper bound of the bytes per device of optional features."""
     decoder, size, extras = plan.decoder, plan.size, plan.extras
-    own, found = own_part(decoder.target, decoder.mesh), {}
+    config, needs = own_part(decoder.target, decoder.mesh), {}
     slots, vocab = size.slots, decoder.target.vocab_size
     if extras.adjusts:
         arrays = jax.eval_shape(lambda: Adjustments.empty(slots, vocab, extras.bad_words))
-        # As they are kept, and those of the slots that a dispatch is for.
-        found[f"adjustments of {slots} x {vocab} tokens"] = 2 * array_bytes(arrays)
+        # One copy of all slots, and one of a dispatch's slots.
+        needs[f"adjustments of {slots} x {vocab} tokens"] = 2 * array_bytes(arrays)
     if extras.adjusts and extras.logprobs:
-        # Of the logits as they were.
+        # A copy of the logits before adjustments.
         rows = max(size.nodes(decoder.bucket), slots * decoder.depth)
-        found[f"log-probabilities of {slots} x {decoder.bucket} nodes"] = 4 * rows * own.vocab_size
+        needs[f"log-probabilities of {slots} x {decoder.bucket} nodes"] = 4 * rows * config.vocab_size
     if extras.prompt_logprobs:
         state = jax.eval_shape(lambda: empty_scoring_state(decoder.alone, size.capacity, plan.dtype))
-        rows = 4 * LOGITS_COPIES * SCORED_CHUNK * own.vocab_size
+        rows = 4 * LOGITS_COPIES * SCORED_CHUNK * config.vocab_size
         held = _on_device(decoder.alone, state)
-        found[f"log-probabilities of a prompt of {size.capacity} tokens"] = held + rows
-    return found
+        needs[f"log-probabilities of a prompt of {size.capacity} tokens"] = held + rows
+    return needs
 
 
 def state_bytes(plan: EnginePlan) -> int:
-    """Bytes of an engine's state on a device."""
+    """Bytes of an engine's state per device."""
     return _on_device(plan.decoder, jax.eval_shape(lambda: empty_state(plan)))
 
 
 def snapshot_bytes(plan: EnginePlan) -> dict[str, int]:
-    """Bytes of an engine's snapshots on a device, if it has any."""
+    """Bytes of an engine's snapshots per device, if it has any."""
     if not plan.size.snapshots:
         return {}
     arrays, mesh = jax.eval_shape(lambda: empty_snapshots(plan)), plan.decoder.mesh
-    own = None if mesh is None else shardings(mesh, snapshots.snapshot_specs(arrays))
-    return {f"{plan.size.snapshots} snapshots of windows and states": array_bytes(arrays, own)}
+    placement = None if mesh is None else shardings(mesh, snapshots.snapshot_specs(arrays))
+    return {f"{plan.size.snapshots} snapshots of windows and states": array_bytes(arrays, placement)}
 
 
 def workspace_bytes(plan: EnginePlan) -> int:
-    """Bytes, from above, that an engine's largest program needs beside its arguments while it runs.
+    """An upper bound of the bytes that an engine's largest program needs beside its arguments.
 
-    They are: float32 logits ``[B, N, V]`` as often as sampling copies them; the block's rows in the stash of
-    all layers, in the taps, and in what one layer makes of them, for a recurrent one also what its rows are
-    to each other; and, where attention is plain XLA, what it makes in a forward of the target, or of the head
-    if that is more: the head has no windows.
+    These are: float32 logits ``[B, N, V]``, with the copies for sampling; the block's rows in the stash of
+    all layers, in the taps, and in one layer's activations, with all pairs of rows for a recurrent layer;
+    and, if attention is plain XLA, its activations in a forward of the target, or of the head if they are
+    larger: the head has no windows.
 
-    Of a mesh a device has its own heads, features and tokens of the vocabulary. What the residual stream and
-    the taps take is whole, and so is the noise ``[B, D + 1, V]``, of which each device takes its tokens.
+    A device of a mesh has its own heads, features and tokens of the vocabulary. The residual stream and the
+    taps are not sharded, nor is the noise ``[B, D + 1, V]``, of which each device uses its tokens.
     """
     decoder, size, dtype = plan.decoder, plan.size, plan.dtype
     mesh, slots, nodes = decoder.mesh, size.slots, decoder.bucket
@@ -218,41 +218,44 @@ def workspace_bytes(plan: EnginePlan) -> int:
 
 
 def _on_device(models: Models, state: DecodeState) -> int:
-    """Bytes of a state on a device."""
+    """Bytes of a state per device."""
     if models.mesh is None:
         return array_bytes(state)
     return array_bytes(state, shardings(models.mesh, models.state_specs(state)))
 
 
 def _stash_bytes(layer: LayerConfig, dtype: jnp.dtype) -> int:
-    """Bytes that a commit of a row could need of a layer."""
-    own = layer.recurrence
-    if own is None:
+    """Bytes of a layer's stash per row."""
+    recurrence = layer.recurrence
+    if recurrence is None:
         return dtype.itemsize * layer.kv_size
-    # Keys, what is added to the state, and decays are float32.
-    wide = own.num_key_heads * own.key_dim + own.num_value_heads * (own.value_dim + 1)
-    return dtype.itemsize * own.channels + 4 * wide
+    # Keys, updates of the state, and decays are float32.
+    wide = recurrence.num_key_heads * recurrence.key_dim + recurrence.num_value_heads * (
+        recurrence.value_dim + 1
+    )
+    return dtype.itemsize * recurrence.channels + 4 * wide
 
 
 def _recurrence_bytes(layer: LayerConfig, rows: int, pairs: int) -> int:
-    """Bytes that a recurrent layer makes of its rows, and of all pairs of them; see `gated_delta`."""
-    own = layer.recurrence
-    if own is None:
+    """Bytes of a recurrent layer's activations, for rows and all pairs of rows; see `gated_delta`."""
+    recurrence = layer.recurrence
+    if recurrence is None:
         return 0
-    return 4 * (PAIR_COPIES * pairs * own.num_value_heads + ROW_COPIES * rows * own.channels)
+    return 4 * (PAIR_COPIES * pairs * recurrence.num_value_heads + ROW_COPIES * rows * recurrence.channels)
 
 
 def _attention_bytes(config: ModelConfig, size: EngineSize, rows: int, block: int, dtype: jnp.dtype) -> int:
-    """Bytes of a forward's attention in plain XLA: pages gathered for every layer, and a layer's scores."""
+    """Bytes of attention in plain XLA: gathered pages of every layer, and one layer's scores."""
     tokens = [_tokens_in_store(layer, size) for layer in config.layers]
-    pages = [layer.kv_size * own for layer, own in zip(config.layers, tokens, strict=True)]
-    scores = [layer.num_heads * (own + 2 * block) for layer, own in zip(config.layers, tokens, strict=True)]
-    # One copy more, in the layer at work: what nobody sees is masked.
+    layers = list(zip(config.layers, tokens, strict=True))
+    pages = [layer.kv_size * count for layer, count in layers]
+    scores = [layer.num_heads * (count + 2 * block) for layer, count in layers]
+    # One more copy in the current layer, whose invalid tokens are masked.
     return dtype.itemsize * size.slots * (sum(pages) + max(pages)) + 4 * 2 * rows * max(scores)
 
 
 def _row_elements(layer: LayerConfig) -> int:
-    """Elements that a layer makes of a row, but for the stream: of attention, and of feed-forward blocks."""
+    """Elements of a layer's activations per row, without the residual stream: attention and feed-forward."""
     features = 3 * layer.mlp_size
     if layer.experts is not None:
         features += 3 * layer.experts.routing.top_k * layer.experts.size + 2 * layer.experts.count
@@ -266,7 +269,7 @@ def _halves(value: int) -> Iterator[int]:
 
 
 def _tokens_in_store(layer: LayerConfig, size: EngineSize) -> int:
-    """Tokens of a slot for which a layer's store has room."""
+    """Tokens per slot of a layer's store."""
     pages = size.pages_per_slot
     if layer.window is not None:
         pages = min(pages, ring_pages(layer.window, PAGE_SIZE))

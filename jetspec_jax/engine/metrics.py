@@ -1,4 +1,4 @@
-"""Figures of a request: where its time went, and what drafting brought."""
+"""Metrics of a request: where its time went, and drafted and accepted tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from jetspec_jax.engine.request import Request
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Figures of a request; times are in seconds, and None for what has not come.
+    """Metrics of a request; times are in seconds, None if the event has not happened.
 
     Attributes:
-        queue_time: From its arrival until it first had a slot.
-        time_to_first_token: From its arrival until its first tokens were handed out.
-        decode_time: From then until its end.
+        queue_time: From its arrival to its first slot.
+        time_to_first_token: From its arrival to its first tokens.
+        decode_time: From its first tokens to its end.
         rounds: Rounds of speculation, or plain steps.
-        drafts: Trees of more than a root that were verified.
+        drafts: Verified trees with more than a root.
         drafted_tokens: Nodes of its trees without their roots.
-        accepted_tokens: Those that the target agreed with, before any cut.
-        accepted_by_depth: Of these, how many lay at depth 1, 2, 3, …: as many rounds got so far.
-        prefix_tokens: Tokens of its prompt that other requests had left in the stores.
-        preemptions: How often it lost its slot to others, and went on later.
+        accepted_tokens: Drafted tokens that the target agreed with, before any cut.
+        accepted_by_depth: Rounds that accepted at least 1, 2, 3, … drafted tokens.
+        prefix_tokens: Tokens of its prompt that were in the prefix cache.
+        preemptions: Number of preemptions.
     """
 
     queue_time: float | None
@@ -37,7 +37,7 @@ class RequestMetrics:
 
     @classmethod
     def of(cls, request: Request, rounds: int | None = None) -> "RequestMetrics":
-        """A request's, by now; of its first ``rounds`` rounds, where others came after its end."""
+        """Metrics so far; ``rounds`` excludes rounds after the output's end."""
         lengths, sizes = request.accept_lengths[:rounds], request.tree_sizes[:rounds]
         return cls(
             queue_time=_between(request.arrival, request.started),
@@ -63,5 +63,5 @@ def _between(start: float | None, end: float | None) -> float | None:
 
 
 def _at_least(lengths: Sequence[int]) -> tuple[Any, ...]:
-    """How many rounds accepted 1, 2, 3, … drafted tokens or more; a round's last token is not drafted."""
+    """Number of lengths that include 1, 2, 3, … drafted tokens; a round's last token is not drafted."""
     return tuple(sum(length > depth for length in lengths) for depth in range(1, max(lengths, default=1)))

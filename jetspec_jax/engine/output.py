@@ -1,8 +1,7 @@
-"""What a request got, as tokens and as text."""
+"""A request's output as tokens and as text."""
 
 import math
 import time
-import weakref
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,11 +13,11 @@ from jetspec_jax.engine.request import Request
 
 
 class Round(NamedTuple):
-    """What one round added to a completion.
+    """A round's part of a completion.
 
     Attributes:
-        text: More of its text that nothing to come can take back; empty without a tokenizer.
-        tokens: How many tokens.
+        text: Final text of the round; empty without a tokenizer.
+        tokens: Number of tokens.
     """
 
     text: str
@@ -27,30 +26,30 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class Completion:
-    """What a request got.
+    """The output of a request.
 
     Attributes:
         text: The generated text, with special tokens or a stop string only if these were asked for; None
             without a tokenizer.
         token_ids: The generated tokens; an end-of-sequence or stop token that ended them is the last one.
         finish_reason: "stop" (end of sequence, stop token or stop string), "length" (``max_tokens``), or
-            "abort": `AsyncLLM.abort` ended it.
+            "abort" (`AsyncLLM.abort`).
         rounds: Rounds of speculation, or plain steps: every token comes from one, the first too.
         accept_lengths: Tokens that each round committed: accepted drafted tokens plus one, before any cut.
         tree_sizes: Nodes of each round's tree, root included.
         prompt_token_ids: The prompt's tokens.
         prompt: The prompt's text; None if it was given as tokens.
-        index: Which of its prompt's ``n`` completions it is, from 0 on.
-        metrics: Where its time went, and what drafting brought; None if nobody has measured it.
-        logprobs: For each generated token, what is told of it and of the likeliest ones at its place, by
-            token; None unless it was asked for.
-        prompt_logprobs: Likewise for each token of the prompt, but None for the first: nothing is before it.
-            Also None, as a whole, if the request was aborted before its prompt was read.
+        index: Its number among the prompt's ``n`` completions, from 0 on.
+        metrics: Where its time went, and drafted and accepted tokens; None if not measured.
+        logprobs: For each generated token, log-probabilities of it and of the likeliest tokens at its
+            position, by token; None unless asked for.
+        prompt_logprobs: Likewise for each token of the prompt, None for the first, which has no context. Also
+            None, as a whole, if the request was aborted before its prompt was prefilled.
         stop_reason: The stop string, or the token of ``stop_token_ids``, that ended it; None for any other
             end.
-        request_id: The name that the caller gave the request, or else its number in this process. The ``n``
+        request_id: The caller's id of the request, or else its number in this process. The ``n``
             completions of a prompt share it.
-        finished: True: vLLM's name for a result that is complete.
+        finished: True: vLLM's name for a complete result.
     """
 
     text: str | None
@@ -59,10 +58,10 @@ class Completion:
     accept_lengths: list[int]
     tree_sizes: list[int]
     prompt_token_ids: list[int] = field(default_factory=list)
-    # The same tokens make the same completion, whatever they were made of.
+    # Completions with the same tokens are equal, whether the prompt was a text or tokens.
     prompt: str | None = field(default=None, compare=False)
     index: int = 0
-    # The same tokens may take longer.
+    # Their times may differ.
     metrics: RequestMetrics | None = field(default=None, compare=False)
     logprobs: list[dict[int, Logprob]] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -71,7 +70,7 @@ class Completion:
     finished: ClassVar[bool] = True
 
     def __repr__(self) -> str:
-        """The text, and how it came about."""
+        """The text, and how it was decoded."""
         number = f"index={self.index}, " if self.index else ""
         return (
             f"Completion({number}text={shown(self.text)}, {len(self.token_ids)} tokens, "
@@ -81,7 +80,7 @@ class Completion:
 
     @property
     def outputs(self) -> "list[Completion]":
-        """The completion alone. In vLLM a result has a list of completions; here each one is a result."""
+        """The completion itself: a result of vLLM has a list of completions, here it is a completion."""
         return [self]
 
     @property
@@ -96,27 +95,26 @@ class Completion:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Log-probability of the generated tokens together; None unless ``logprobs`` were asked for."""
+        """Log-probability of all generated tokens; None unless ``logprobs`` were asked for."""
         if self.logprobs is None:
             return None
-        return sum(own[token].logprob for token, own in zip(self.token_ids, self.logprobs, strict=True))
+        return sum(entry[token].logprob for token, entry in zip(self.token_ids, self.logprobs, strict=True))
 
 
 class Output:
-    """A request's tokens as text while they come, and its end: also where a stop string is found.
+    """A request's tokens as text while they arrive; finds stop strings, which engines do not know.
 
-    What rounds committed after the end is dropped.
+    Tokens after the end are dropped.
     """
 
     def __init__(self, request: Request, tokenizer: Any):
-        """Begins before the request's first token.
+        """The output of a request without tokens so far.
 
         Args:
             request: The request.
             tokenizer: A transformers tokenizer, or None.
         """
         self.request = request
-        request.reader = weakref.ref(self)
         params = request.params
         self._stop = tuple(params.stop or ())
         self._keep_stop, self._skip_special = params.include_stop_str_in_output, params.skip_special_tokens
@@ -124,38 +122,42 @@ class Output:
         self._detokenizer = detokenizer_of(tokenizer)
         self._begin()
 
+    def __del__(self) -> None:
+        """Cancels the request, as no caller waits for it."""
+        self.request.cancel()
+
     def _begin(self) -> None:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.text = ""
         self._rounds = self._reached = 0
-        # No stop string ends in so many first characters of the text, the held back ones included.
+        # No stop string ends within this many first characters of the text and the held text.
         self._searched = 0
-        # Of each stop string, how many characters at the text's end may be its first ones.
+        # For each stop string, the number of its first characters that end the text.
         self._begun = [0] * len(self._stop)
         detokenizer, skip = self._detokenizer, self._skip_special
         self._stream = None if detokenizer is None else detokenizer.stream(skip_special_tokens=skip)
         self._whole = True
 
     def update(self, count: int | None = None) -> None:
-        """Takes what the request has got since the last time; after an interrupted update all of it anew.
+        """Reads the request's new tokens; after an interrupted update, all its tokens.
 
         Args:
-            count: Of its tokens the first so many, where another thread may be adding more; None is all.
+            count: Reads only the first ``count`` tokens, as another thread may add more; None reads all.
 
         Raises:
-            DeadlinePassed: The request was not served in its time.
-            Exception: Whatever else the request ended with.
+            DeadlinePassed: The request's deadline passed.
+            Exception: Any other error of the request.
         """
         if not self._whole:
             self._begin()
         self._whole = False
-        self._take(count)
+        self._append(count)
         self._whole = True
 
     def update_by_round(self, count: int) -> list[Round]:
-        """As `update`, round by round: what each has added.
+        """As `update`, with each round's part.
 
         Raises:
             Exception: As `update`.
@@ -170,36 +172,37 @@ class Output:
         self.update(count)
         return added
 
-    def _take(self, count: int | None) -> None:
+    def _append(self, count: int | None) -> None:
         request = self.request
-        there, reason = request.readable
+        available, reason = request.readable
         if request.error is not None:  # another thread may have failed it just now
             raise request.error
-        for token in request.tokens[len(self.token_ids) : there if count is None else min(count, there)]:
+        end = available if count is None else min(count, available)
+        for token in request.tokens[len(self.token_ids) : end]:
             if self.finish_reason is not None:
                 return
             self.token_ids.append(token)
-            if len(self.token_ids) == there:
+            if len(self.token_ids) == available:
                 self.finish_reason = reason
                 if reason == "stop" and token in (request.params.stop_token_ids or ()):
                     self.stop_reason = token
             hidden = token in request.stop_ids and not self._keep_stop
             if not hidden and self._decode(token):
                 self.finish_reason = "stop"
-                if request.ended is None:  # a stop string is nothing that an engine knows of
+                if request.ended is None:  # engines do not know stop strings
                     request.ended = time.monotonic()
             elif self.finish_reason is not None:
                 self._flush()
 
     @property
     def settled_text(self) -> str:
-        """The text that nothing to come can take back: without a tail that may begin a stop string."""
+        """The final text: without a tail that may begin a stop string."""
         if self.finish_reason is not None:
             return self.text
         return self.text[: len(self.text) - max(self._begun, default=0)]
 
     def end(self, reason: str) -> None:
-        """Ends it before its request does: no token follows, so no text is held back."""
+        """Ends the output before its request: no token follows, so no text is held back."""
         self.finish_reason = reason
         self._flush()
 
@@ -208,7 +211,7 @@ class Output:
         assert self.finish_reason is not None, "the request still runs"
         text = None if self._stream is None else self.text
         request, rounds, reached = self.request, 0, 0
-        # A stop string ends an output before the request's last rounds.
+        # A stop string may end an output before the request's last rounds.
         while reached < len(self.token_ids):
             reached += request.accept_lengths[rounds]
             rounds += 1
@@ -230,7 +233,7 @@ class Output:
         )
 
     def logprobs(self, start: int = 0) -> list[dict[int, Logprob]] | None:
-        """What is told of the tokens from number ``start`` on; None unless it was asked for."""
+        """Log-probabilities of the tokens from number ``start`` on; None unless asked for."""
         count, rows = self.request.params.logprobs, self.request.logprobs[start : len(self.token_ids)]
         return None if count is None else describe(self.token_ids[start:], rows, count, self._detokenizer)
 
@@ -244,20 +247,20 @@ class Output:
         ]
 
     def _decode(self, token: int) -> bool:
-        """Adds a token's text; True if a stop string ends it there."""
+        """Adds a token's text; True if a stop string ends it."""
         return self._stream is not None and self._extend(self._stream.feed(token), self._stream.held)
 
     def _flush(self) -> None:
-        """Adds the text that the decoder has held back, as no token follows."""
+        """Adds the text that the decoder has held back; no token may follow."""
         if self._stream is not None:
             self.text += self._stream.end()
 
     def _extend(self, piece: str, held: str) -> bool:
-        """Adds settled text; True if a stop string is in it, or in the text that is held back behind it."""
+        """Adds final text; True if a stop string is in it, or in the text that is held back after it."""
         self.text += piece
-        # No more can have joined than the piece has: to try all beginnings of a long stop string takes long.
+        # A match can grow by the piece's length only; trying all prefixes of a long stop string takes long.
         self._begun = [
-            self._beginning(stop, begun + len(piece))
+            self._matched_prefix(stop, begun + len(piece))
             for stop, begun in zip(self._stop, self._begun, strict=True)
         ]
         searched, settled = self._searched, len(self.text)
@@ -274,7 +277,7 @@ class Output:
             self.text = (self.text + held)[: begin + start + length * self._keep_stop]
         return bool(found)
 
-    def _beginning(self, stop: str, most: int) -> int:
-        """How many of the first characters of a stop string the text ends with, at most so many."""
+    def _matched_prefix(self, stop: str, most: int) -> int:
+        """How many first characters of a stop string end the text, at most ``most``."""
         sizes = range(min(most, len(stop) - 1), 0, -1)
         return next((size for size in sizes if self.text.endswith(stop[:size])), 0)

@@ -1,4 +1,4 @@
-"""Pages on the host: who holds them, which of them others may share, and which are free."""
+"""The page pool on the host: reference counts, the prefix cache, and free pages."""
 
 import hashlib
 from collections import Counter, OrderedDict, deque
@@ -11,22 +11,22 @@ from jetspec_jax.cache.pages import PAGE_SIZE
 
 
 def pages_for(tokens: int) -> int:
-    """Pages that hold so many tokens."""
+    """Pages for ``tokens`` tokens."""
     return -(-tokens // PAGE_SIZE)
 
 
 def page_keys(
     tokens: Int32[np.ndarray, "S"], parent: bytes | None = None, salt: str | None = None
 ) -> list[bytes]:
-    """Names of a sequence's full pages: equal names are equal sequences up to the page's end.
+    """Keys of a sequence's full pages: equal keys mean equal sequences up to the page's end.
 
-    Each is a digest of the page's tokens and of the name before it, so that nobody can make two sequences of
-    one name. A key and a value depend on all tokens before theirs: a page's tokens alone would not do.
+    A key is a digest of the page's tokens and of the key before it, so collisions cannot be constructed. A
+    page's own tokens are not enough: cached keys and values depend on all earlier tokens.
 
     Args:
-        tokens: From a page's beginning on; those of a last page that is not full are not looked at.
-        parent: Name of the page before; None at the beginning.
-        salt: At the beginning: sequences with other salts, or without one, share no names.
+        tokens: Tokens from a page's beginning on; those of a last, partial page are ignored.
+        parent: Key of the page before; None at the beginning.
+        salt: At the beginning: sequences with different salts, or without one, share no keys.
     """
     if parent is None:
         parent = _digest(b"" if salt is None else b"salt" + salt.encode())
@@ -42,45 +42,45 @@ def _digest(data: bytes) -> bytes:
 
 
 class PagePool:
-    """The pages of an engine, each of which is one of three: free, held, or cached and held by nobody.
+    """An engine's pages, each of which is free, in use, or cached.
 
-    A page number names rows of the target's stores and of the head's, which are written together. A *held*
-    page has one holder or more. It has a name once it is full of committed tokens that the head has seen
-    (`share`): then nobody writes it any more, and whoever needs the same tokens after the same ones may hold
-    it too. When nobody holds it any longer it stays *cached* under its name, until its place is needed: the
-    one that was given back first goes first.
+    A page number is a row of the target's stores and of the head's, which are written together. A page *in
+    use* has one or more requests. Once it is full of committed tokens that the head has seen, `register`
+    gives it a key: it is then read-only, and requests with the same prefix may use it too. After its last
+    request it stays *cached* under its key until its place is needed. Cached pages are evicted in the order
+    they were released.
 
-    Only pages are shared. What a slot keeps in places of its own needs snapshots beside them: see
-    `jetspec_jax.engine.snapshots`. Without those, pools of such targets share nothing.
+    Only pages are shared. Layers that store a slot's tokens elsewhere need snapshots as well: see
+    `jetspec_jax.engine.snapshots`. Without snapshots, pools of such targets share nothing.
     """
 
     def __init__(self, num_pages: int, *, shares: bool = True):
         """All pages are free.
 
         Args:
-            num_pages: Of the pool.
+            num_pages: Pages of the pool.
             shares: Whether pages may be shared and cached.
         """
         self.num_pages, self.shares = num_pages, shares
         self._free = deque(range(num_pages))
-        self._holders: dict[int, int] = {}
+        self._reference_counts: dict[int, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
-        # Pages that have a name, both ways.
+        # The prefix cache: page of a key, and key of a page.
         self._pages: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds: free ones, and cached ones."""
+        """Unused pages: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """Pages that nobody holds, which have a name."""
+        """Unused pages in the prefix cache."""
         return len(self._cached)
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """The pages of the longest beginning of a sequence that the pool has."""
+        """The pages of the longest cached prefix."""
         found = []
         for key in keys:
             page = self._pages.get(key)
@@ -90,64 +90,61 @@ class PagePool:
         return found
 
     def has(self, key: bytes) -> bool:
-        """Whether some page has a name."""
+        """Whether a page has this key."""
         return key in self._pages
 
-    def take(self, count: int, shared: Sequence[int] = (), *, spare: int = 0) -> list[int] | None:
-        """Holds pages that `find` found, and as many more as are missing to ``count``.
+    def allocate(self, count: int, shared: Sequence[int] = (), *, spare: int = 0) -> list[int] | None:
+        """Allocates ``count`` pages: those that `find` found, and new ones.
 
-        Cached pages are evicted for them, if there are not enough free ones.
+        Cached pages are evicted if there are too few free ones.
 
         Args:
-            count: How many pages.
-            shared: Those of them that were found.
-            spare: Pages that must be left that nobody holds.
+            count: Number of pages.
+            shared: The found ones among them.
+            spare: Unused pages that must remain.
 
         Returns:
-            All of them, the shared ones first; None where there are not enough: then nothing has changed.
+            The pages, shared ones first; None, without any change, if there are too few.
         """
         missing = count - len(shared)
         if missing + spare > self.num_free - sum(page in self._cached for page in shared):
             return None
         for page in shared:
-            self._holders[page] = self._holders.get(page, 0) + 1
+            self._reference_counts[page] = self._reference_counts.get(page, 0) + 1
             self._cached.pop(page, None)
         fresh = [self._free.popleft() if self._free else self._evict() for _ in range(missing)]
-        self._holders.update(dict.fromkeys(fresh, 1))
+        self._reference_counts.update(dict.fromkeys(fresh, 1))
         return [*shared, *fresh]
 
-    def give_back(self, pages: Sequence[int]) -> None:
-        """Holds a sequence's last pages no longer.
-
-        The last goes first: a page is of use to those only who find all pages before it.
-        """
+    def free(self, pages: Sequence[int]) -> None:
+        """Releases a sequence's last pages, the last one first: it is useless without the pages before it."""
         for page in reversed(pages):
-            self._holders[page] -= 1
-            if self._holders[page]:
+            self._reference_counts[page] -= 1
+            if self._reference_counts[page]:
                 continue
-            del self._holders[page]
+            del self._reference_counts[page]
             if page in self._keys:
                 self._cached[page] = None
             else:
                 self._free.append(page)
 
-    def share(self, pages: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Names held pages that are full for good; a name that another page has already stays that page's."""
+    def register(self, pages: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Puts full pages into the prefix cache; a key that another page has stays with that page."""
         if not self.shares:
             return
         for page, key in zip(pages, keys, strict=True):
             if page not in self._keys and key not in self._pages:
                 self._keys[page], self._pages[key] = key, page
 
-    def check(self, holders: Iterable[Sequence[int]]) -> None:
-        """Raises AssertionError unless every page is in one place, and held by just these holders."""
-        counts = Counter(page for pages in holders for page in pages)
-        assert counts == Counter(self._holders), "who holds which page"
-        places = [*self._free, *self._holders, *self._cached]
-        assert sorted(places) == list(range(self.num_pages)), "every page is free, held or cached"
-        assert {key: page for page, key in self._keys.items()} == self._pages, "names and pages"
-        assert self._cached.keys() <= self._keys.keys(), "what is cached has a name"
-        assert not self._keys.keys() & set(self._free), "what has a name is not free"
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Raises AssertionError unless every page is in one state, with exactly these block tables."""
+        counts = Counter(page for pages in tables for page in pages)
+        assert counts == Counter(self._reference_counts), "reference counts"
+        places = [*self._free, *self._reference_counts, *self._cached]
+        assert sorted(places) == list(range(self.num_pages)), "every page is free, in use or cached"
+        assert {key: page for page, key in self._keys.items()} == self._pages, "keys and pages"
+        assert self._cached.keys() <= self._keys.keys(), "cached pages have a key"
+        assert not self._keys.keys() & set(self._free), "pages with a key are not free"
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)

@@ -1,4 +1,4 @@
-"""What an engine is, and whether one serves what another was planned for."""
+"""Plans of engines, and whether an existing engine can serve a plan."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,17 +27,17 @@ from pallas_kernels.dispatch import gpu_problem
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """All that an engine is, but for its weights.
+    """Everything that defines an engine, except its weights.
 
     Attributes:
-        decoder: Of the largest trees that it may build.
-        size: How much it holds.
-        dtype: Of the weights, and so of the stores.
-        least_nodes: Of the smallest trees that "auto" may choose: the more slots decode, the smaller are
-            those that pay.
-        slices: How long dispatches are; None suits calls that nobody joins.
-        extras: What its requests may want beside.
-        led: Whether of several processes the first decides all, and the others follow it.
+        decoder: Decoder of the largest trees.
+        size: Slots, pages and program shapes.
+        dtype: Dtype of the weights and the stores.
+        least_nodes: Nodes of the smallest trees that "auto" may choose: the more slots decode, the smaller
+            are the trees that pay.
+        slices: Length of dispatches; None suits single calls.
+        extras: Optional features that have device memory.
+        has_workers: Whether process 0 schedules for worker processes.
     """
 
     decoder: TreeDecoder
@@ -46,23 +46,23 @@ class EnginePlan:
     least_nodes: int = USUAL_LEAST
     slices: Slices | None = None
     extras: Extras = NO_EXTRAS
-    led: bool = False
+    has_workers: bool = False
 
     @property
     def auto(self) -> Auto | None:
-        """The algorithm, where it chooses among the buckets up to the decoder's."""
+        """The algorithm, if it chooses among the buckets up to the decoder's."""
         algorithm = algorithm_of(self.decoder.algorithm)
         return algorithm if isinstance(algorithm, Auto) and self.decoder.bucket > 1 else None
 
     @property
     def decoders(self) -> tuple[TreeDecoder, ...]:
-        """Those that the engine chooses from: with "auto" one for each bucket up to the decoder's.
+        """The decoders to choose from: with "auto" one for each bucket up to the decoder's.
 
-        One that stands has always plain decoding among them: a request may ask for no trees.
+        A persistent engine always has plain decoding: a request may have a budget of 1.
         """
         auto = self.auto
         if auto is None:
-            plain = (replace(self.decoder, bucket=1),) if self.stands and self.decoder.bucket > 1 else ()
+            plain = (replace(self.decoder, bucket=1),) if self.persistent and self.decoder.bucket > 1 else ()
             return (*plain, self.decoder)
         plain = replace(self.decoder, bucket=1, algorithm=auto.shape)
         buckets = tree_buckets(self.decoder.bucket, self.least_nodes)
@@ -73,7 +73,7 @@ class EnginePlan:
 
     @property
     def cost_key(self) -> CostKey:
-        """What decides how long its rounds take."""
+        """Everything that determines its round times."""
         return self.decoders, self.size, self.dtype
 
     def on(self, mesh: Mesh | None) -> "EnginePlan":
@@ -92,63 +92,64 @@ class EnginePlan:
         slices: Slices | None = None,
         snapshots: int | None = None,
     ) -> "EnginePlan":
-        """The same engine for requests that come and go at any time, of which many decode together.
+        """A persistent engine: for requests that arrive at any time, many of which decode together.
 
         Args:
-            live: Numbers of live slots that have programs, beside all; None is 1, 2, 4, ….
-            prefill_tokens: Prompt tokens between two dispatches, at most; None is no bound.
-            most_rows: Nodes of all live slots together, at most, of trees that are chosen; None is no bound.
-            least_nodes: Of the smallest trees that "auto" may choose.
-            slices: How long dispatches are; None is as `Slices` says.
-            snapshots: Places for what slots keep beside pages, where the target has windows or recurrent
-                layers: without any, requests to it share no beginnings. None is as many as slots.
+            live: Numbers of live slots that have programs, besides all; None is 1, 2, 4, ….
+            prefill_tokens: Most prompt tokens between two dispatches; None is no limit.
+            most_rows: Most nodes of all live slots together that "auto" may choose; None is no limit.
+            least_nodes: Nodes of the smallest trees that "auto" may choose.
+            slices: Length of dispatches; None is the default `Slices`.
+            snapshots: Snapshots of slots, for targets with windows or recurrent layers: without any, requests
+                share no prefixes. None is the number of slots.
         """
-        own = powers(self.size.slots) if live is None else tuple(sorted(live))
-        # Where there is nothing to choose, all slots together have the trees of one.
+        live = powers(self.size.slots) if live is None else tuple(sorted(live))
+        # A fixed budget holds for any number of slots.
         most_rows = None if self.auto is None else most_rows
-        size = replace(self.size, live=own, prefill_tokens=prefill_tokens, most_rows=most_rows)
+        size = replace(self.size, live=live, prefill_tokens=prefill_tokens, most_rows=most_rows)
         size = size.with_snapshots(snapshots)
         return replace(self, size=size, least_nodes=least_nodes, slices=slices or Slices())
 
     @property
-    def stands(self) -> bool:
-        """Whether its engine stays for requests that come and go, whatever their number."""
+    def persistent(self) -> bool:
+        """Whether its engine stays for requests that arrive at any time."""
         return self.slices is not None
 
-    def serves(self, other: "EnginePlan") -> bool:
-        """Whether an engine of this plan does what one of the other would do; one that stands, any less."""
-        mine, wanted = self.size, other.size
-        if self.stands and not other.stands:
-            same = mine.slots >= wanted.slots
-        else:
-            kept, asked = (
-                (own.size.slots, own.size.chunks, own.size.snapshots, own.least_nodes)
-                for own in (self, other)
+    def serves(self, other: "EnginePlan", *, joining: bool = False) -> bool:
+        """Whether an engine of this plan can serve another plan; a persistent one also serves smaller plans.
+
+        Args:
+            other: The required plan.
+            joining: Whether the requests join running ones. They may then wait: for slots of a persistent
+                engine, which may have fewer than required, and for pages of any engine.
+        """
+        size, required = self.size, other.size
+        if other.persistent or not (self.persistent or joining):
+            ours, theirs = (
+                (plan.size.slots, plan.size.chunks, plan.size.snapshots, plan.least_nodes, plan.slices)
+                for plan in (self, other)
             )
-            same = kept == asked and self.slices == other.slices
+            enough = ours == theirs
+        else:
+            enough = size.slots >= required.slots or (joining and self.persistent)
         return (
-            same
+            enough
             and self.has_trees_of(other)
-            and (self.dtype, self.led) == (other.dtype, other.led)
-            and mine.capacity >= wanted.capacity
-            and mine.num_pages >= wanted.num_pages
+            and (self.dtype, self.has_workers) == (other.dtype, other.has_workers)
+            and size.capacity >= required.capacity
+            and (joining or size.num_pages >= required.num_pages)
         )
 
-    def takes(self, other: "EnginePlan") -> bool:
-        """Whether requests for the other's engine may wait for slots of this one's, which stands."""
-        same = (self.dtype, self.led) == (other.dtype, other.led)
-        return self.stands and same and self.has_trees_of(other) and self.size.capacity >= other.size.capacity
-
     def has_trees_of(self, other: "EnginePlan") -> bool:
-        """Whether the decoders are equal; one that stands may choose among sizes of the other's trees."""
-        mine, wanted = self.decoder, other.decoder
-        if self.stands and not other.stands:
-            mine, wanted = _as_shaped(mine), _as_shaped(wanted)
-        return mine == wanted
+        """Whether the decoders are equal; a persistent engine may choose among sizes of the other's trees."""
+        decoder, required = self.decoder, other.decoder
+        if self.persistent and not other.persistent:
+            decoder, required = _as_shaped(decoder), _as_shaped(required)
+        return decoder == required
 
 
 def _as_shaped(decoder: TreeDecoder) -> TreeDecoder:
-    """A decoder of trees as they are shaped, whoever chooses their size."""
+    """The decoder with the tree-shaping algorithm of "auto"."""
     algorithm = algorithm_of(decoder.algorithm)
     return replace(decoder, algorithm=algorithm.shape if isinstance(algorithm, Auto) else algorithm)
 
@@ -167,20 +168,20 @@ def plan_engine(
     implementation: str | None = None,
     mesh: Mesh | None = None,
 ) -> EnginePlan:
-    """An engine for some trees.
+    """Plans an engine for tree settings.
 
     Args:
         target: The target.
         head: A draft head; None decodes plainly unless a proposer is given.
-        settings: The trees.
-        dtype: Of the weights.
+        settings: The tree settings.
+        dtype: Dtype of the weights.
         slots: Requests that decode at the same time.
-        capacity: Tokens that a slot can hold, prompt and output together; None is the usual number.
+        capacity: Tokens per slot, prompt and output together; None is the default capacity.
         num_pages: Pages of all slots together; None is enough for every slot to be full.
-        chunks: Shapes of the forwards of prompts, see `EngineSize`; None is the usual ones of the device.
+        chunks: Shapes of prefill forwards, see `EngineSize`; None is the device's default.
         proposer: A proposer other than the head's.
-        implementation: Of tree attention; None picks the best.
-        mesh: The devices that share the models; None is one.
+        implementation: Tree attention implementation; None picks the best.
+        mesh: The devices that share the models; None is one device.
 
     Raises:
         ValueError: The head does not fit, a setting is out of its range, or the mesh cannot split a model.
@@ -190,6 +191,6 @@ def plan_engine(
     )
     decoder = replace(decoder, max_rounds=MAX_ROUNDS)
     if chunks is None:
-        # Plain XLA makes the scores of all rows at once.
+        # Plain XLA computes the scores of all rows at once.
         chunks = chunks_for(slots, gpu=implementation != "xla" and gpu_problem() is None)
     return EnginePlan(decoder, EngineSize.of(target, slots, capacity, num_pages, chunks), dtype)

@@ -1,4 +1,4 @@
-"""Prompts as callers bring them, in any of their forms, read and checked: T prompt tokens."""
+"""Reads and checks prompts in any of their forms: T prompt tokens."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -31,11 +31,11 @@ _FORMS = f'a text, a list of token ids, {{"{_TEXT}": a text}} or {{"{_IDS}": tok
 
 @dataclass(frozen=True, eq=False)
 class EncodedPrompt:
-    """A prompt that has been read.
+    """A prompt as tokens.
 
     Attributes:
-        ids: Its tokens, at least one, all of them in the vocabulary.
-        text: What they were made of; None if it was token ids.
+        ids: Its tokens, at least one, all in the vocabulary.
+        text: Its text; None if it was given as token ids.
     """
 
     ids: Int32[np.ndarray, "T"]
@@ -43,11 +43,11 @@ class EncodedPrompt:
 
 
 def read_prompts(target: Target, prompts: Any) -> list[EncodedPrompt]:
-    """Prompts as tokens; one alone counts as a list of one, and so does one list of token ids.
+    """Encodes prompts; a single prompt, or one list of token ids, counts as a list of one.
 
     Raises:
-        TypeError: Something is no prompt.
-        ValueError: One cannot be encoded, is empty, has a token outside the vocabulary or an unknown key.
+        TypeError: A value is not a prompt.
+        ValueError: A prompt cannot be encoded, is empty, or has an unknown token or key.
     """
     if _is_array(prompts):
         prompts = np.asarray(prompts)
@@ -56,7 +56,7 @@ def read_prompts(target: Target, prompts: Any) -> list[EncodedPrompt]:
         each = [prompts]
     elif isinstance(prompts, Iterable) and not isinstance(prompts, Set):
         each = list(prompts)
-        if any(isinstance(one, int | float | np.number) for one in each):
+        if any(isinstance(prompt, int | float | np.number) for prompt in each):
             each = [each]
     else:
         each = None
@@ -70,10 +70,10 @@ def read_prompts(target: Target, prompts: Any) -> list[EncodedPrompt]:
 
 
 def read_prompt(target: Target, prompt: Any) -> EncodedPrompt:
-    """One prompt as tokens; what was read already is left as it is.
+    """Encodes a prompt; an encoded prompt is returned unchanged.
 
     Raises:
-        TypeError: It is no prompt.
+        TypeError: It is not a prompt.
         ValueError: As `read_prompts`.
     """
     if isinstance(prompt, EncodedPrompt):
@@ -91,10 +91,10 @@ def read_prompt(target: Target, prompt: Any) -> EncodedPrompt:
 
 
 def encode_text(target: Target, text: str, **settings: Any) -> EncodedPrompt:
-    """A text as its tokenizer's tokens; ``settings`` are those of the tokenizer's ``encode``.
+    """Encodes a text; ``settings`` are arguments of the tokenizer's ``encode``.
 
     Raises:
-        ValueError: There is no tokenizer, the text is no valid Unicode, or it has no tokens.
+        ValueError: There is no tokenizer, the text is not valid Unicode, or it has no tokens.
     """
     if target.tokenizer is None:
         raise ValueError("the target has no tokenizer; pass token ids to generate")
@@ -108,17 +108,17 @@ def encode_text(target: Target, text: str, **settings: Any) -> EncodedPrompt:
 def encode_chat(
     target: Target, chat: Chat, arguments: Mapping[str, Any], ending: Ending = ANSWERED
 ) -> EncodedPrompt:
-    """A conversation as the tokens of its chat template.
+    """Encodes a conversation with the tokenizer's chat template.
 
     Args:
         target: The target.
-        chat: One of `read_chats`.
-        arguments: Passed to the template; see `check_template_arguments`.
+        chat: A conversation from `read_chats`.
+        arguments: Arguments of the template; see `check_template_arguments`.
         ending: How the prompt ends.
 
     Raises:
         ValueError: There is no tokenizer or no template, the template refuses the conversation, fails, or
-            does not write the tools that it is given, or the conversation cannot end so.
+            ignores the tools, or the conversation cannot end as ``ending`` says.
     """
     tokenizer = templated(target)
     continues = ending.continues(chat)
@@ -135,15 +135,15 @@ def encode_chat(
         )
     except TemplateFailed as error:
         raise ValueError(f"{error}; {ANOTHER_TEMPLATE}") from error
-    # The template has written the special tokens.
+    # The template adds the special tokens.
     return encode_text(target, text, add_special_tokens=False)
 
 
 def templated(target: Target) -> Any:
-    """The target's tokenizer, which has a chat template.
+    """The target's tokenizer, checked for a chat template.
 
     Raises:
-        ValueError: There is no tokenizer, or it has none.
+        ValueError: There is no tokenizer, or it has no template.
     """
     if target.tokenizer is None:
         raise ValueError("the target has no tokenizer; pass token ids to generate")
@@ -156,15 +156,15 @@ def templated(target: Target) -> Any:
 
 
 def check_ids(ids: Any, name: str, vocab_size: int) -> Int32[np.ndarray, "T"]:
-    """One sequence of token ids as an array.
+    """Checks token ids, and returns them as an array.
 
     Raises:
-        TypeError: They are no integers in one row.
-        ValueError: One lies outside the vocabulary.
+        TypeError: They are not integers in one row.
+        ValueError: A token lies outside the vocabulary.
     """
     if isinstance(ids, str | bytes) or not (isinstance(ids, Sequence) or _is_array(ids)):
         raise TypeError(f"{name} must be a list of token ids, not {shown(ids)}")
-    # As objects, list items stay what they are: NumPy would make integers of booleans.
+    # As objects, list items keep their type: NumPy would convert booleans to integers.
     array = np.asarray(ids) if _is_array(ids) else np.fromiter(ids, object, len(ids))
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iuO"):
         raise TypeError(f"{name} must be a list of token ids, not {array.dtype} of shape {list(array.shape)}")
@@ -185,7 +185,7 @@ def check_ids(ids: Any, name: str, vocab_size: int) -> Int32[np.ndarray, "T"]:
 
 @contextlib.contextmanager
 def naming(where: str) -> Iterator[None]:
-    """Errors about what callers gave say where it stands; nothing is added without a place."""
+    """Prefixes TypeError and ValueError with the argument's name, unless ``where`` is empty."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -196,12 +196,12 @@ def naming(where: str) -> Iterator[None]:
 
 
 def _is_array(value: object) -> bool:
-    """Whether it is an array: NumPy's, JAX's, or anything that becomes one."""
+    """Whether it is an array of NumPy or JAX, or converts to one."""
     return hasattr(value, "__array__")
 
 
 def _of_mapping(prompt: Mapping[Any, Any]) -> Any:
-    """The text or the token ids of a prompt that is a mapping."""
+    """The text or the token ids of a mapping."""
     given = list(prompt)
     unknown = [key for key in given if key not in (_TEXT, _IDS)]
     if unknown:

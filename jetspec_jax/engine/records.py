@@ -1,7 +1,7 @@
-"""What the scheduler tells the runner, and what it gets back: numbers and NumPy arrays, no text, no device.
+"""Records between scheduler and runner: numbers and NumPy arrays, no text and no device arrays.
 
-Shapes: R rounds that ran, L slots that a dispatch is for, D draft depth, K buckets, T pages per slot, P
-prompts of a forward, C tokens of a chunk.
+Shapes: R rounds that ran, L slots of a dispatch, D draft depth, K buckets, T pages per slot, P prompts of a
+forward, C tokens of a chunk.
 """
 
 from typing import Any, NamedTuple
@@ -13,11 +13,11 @@ from jetspec_jax.sampling.params import SamplingParams
 
 
 class Adjusting(NamedTuple):
-    """What a request wants of the logits, beside its parameters.
+    """What a request's logit adjustments depend on, besides its parameters.
 
     Attributes:
         prompt: Its prompt.
-        output: What it has got already.
+        output: Its tokens so far.
         endings: Tokens that are forbidden before ``min_tokens``.
         bad_words: Tokens of each bad word.
     """
@@ -29,24 +29,24 @@ class Adjusting(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """A slot changes hands.
+    """A request gets a slot.
 
     Attributes:
-        slot: Which.
+        slot: The slot.
         pages: Its block table, padded with `NO_PAGE`.
-        length: Tokens that the pages hold already, always whole pages of them.
-        anchor: The last token of the prompt, or of prompt and output so far where it goes on with one: the
-            root of its first tree. What stands between is prefilled.
-        active: Whether it decodes at once, because nothing is left to prefill.
-        params: How the request is sampled, with a seed; no text.
+        length: Tokens that its pages already hold, always whole pages.
+        anchor: The last token of the prompt, or of prompt and output after a preemption: the root of its
+            first tree. Tokens between ``length`` and the anchor are prefilled.
+        active: Whether it decodes at once, because nothing remains to prefill.
+        params: Sampling parameters, with a seed and without texts.
         remaining: Tokens that it may still get.
-        stop_ids: All tokens that end it.
+        stop_ids: Tokens that end it.
         budget: Most nodes of its trees, root included.
         depth: Largest depth of its trees.
-        routing: What the caller said of it, for algorithms that look at that: names and values.
-        adjusting: What it wants of the logits; None is nothing.
-        scored: Its prompt, where log-probabilities of that are asked for and not known yet.
-        output: What it has got so far, where a grammar says how that goes on.
+        routing: Routing hints, as names and values.
+        adjusting: Inputs of its logit adjustments; None without adjustments.
+        scored: Its prompt, if log-probabilities of the prompt are wanted and not known yet.
+        output: Its tokens so far, if it follows a grammar.
     """
 
     slot: int
@@ -69,8 +69,8 @@ class Growth(NamedTuple):
     """A slot gets more pages.
 
     Attributes:
-        slot: Which.
-        pages: Its whole block table anew; pages that it had stay where they are.
+        slot: The slot.
+        pages: Its whole new block table; earlier pages keep their position.
     """
 
     slot: int
@@ -78,13 +78,13 @@ class Growth(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Parts of some prompts, which one forward takes in.
+    """Parts of prompts that one prefill forward contains.
 
     Attributes:
-        slots: Whose, each slot once.
+        slots: The slot of each part, each once.
         tokens: The parts, padded.
-        counts: Tokens of each that are no padding; 0 is no part, and its slot stays as it is.
-        ready: Which slots decode from then on.
+        counts: Tokens of each part without padding; 0 is no part and leaves the slot unchanged.
+        ready: Whether each slot decodes from then on.
     """
 
     slots: Int32[np.ndarray, "P"]
@@ -94,13 +94,13 @@ class Chunk(NamedTuple):
 
 
 class SlotCopy(NamedTuple):
-    """What a slot keeps beside pages is copied to a place of snapshots, or from there.
+    """Copies a slot's rings and states to a snapshot, or back.
 
     Attributes:
-        after: How many of the batch's forwards of prompts come before.
-        slot: Which.
-        place: Which.
-        restores: Whether the slot gets what the place holds; else the place gets what the slot holds.
+        after: Number of the batch's prefill forwards before it.
+        slot: The slot.
+        place: The snapshot.
+        restores: Whether the snapshot is copied to the slot; else the slot to the snapshot.
     """
 
     after: int
@@ -110,20 +110,20 @@ class SlotCopy(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """All that a runner does until the host looks again, in this order.
+    """Everything that a runner does in one launch, in this order.
 
     Attributes:
-        releases: Slots that are free from now on.
+        releases: Slots that become free.
         admissions: Slots that requests get.
         growths: Slots that get more pages.
-        chunks: Of prompts.
-        live: The slots that rounds are for, each once: all, in order, or a power of two of them in any order.
+        chunks: Prefill forwards.
+        live: Slots of the rounds, each once: all, in order, or a power of two of them in any order.
         bucket: Nodes of the trees, root included; 1 is plain decoding.
-        rounds: At most so many; 0 is none.
-        adjusts: Whether a slot that decodes wants anything of the logits.
-        logprobs: Whether one wants log-probabilities.
-        copies: To snapshots and back, in order, each between forwards of prompts.
-        masked: Slots that decode and whose outputs follow grammars.
+        rounds: Most rounds; 0 is none.
+        adjusts: Whether a decoding slot has logit adjustments.
+        logprobs: Whether a decoding slot wants log-probabilities.
+        copies: Copies to snapshots and back, in order, between prefill forwards.
+        masked: Decoding slots that follow a grammar.
     """
 
     releases: tuple[int, ...]
@@ -140,19 +140,19 @@ class Batch(NamedTuple):
 
 
 class DispatchRecord(NamedTuple):
-    """What the rounds of a batch did.
+    """Results of a batch.
 
     Attributes:
         bucket: Nodes of the trees, root included.
-        live: The slots that they were for, in the order of the arrays.
-        seconds: How long the rounds took; None where they were not timed alone.
-        tokens: Committed tokens, -1 beyond.
+        live: Slots of the rounds, in the order of the arrays.
+        seconds: Seconds of the rounds; None if they were not timed alone.
+        tokens: Committed tokens, -1 as padding.
         tree_sizes: Nodes of each tree; 0 for a slot that did not decode.
         expected: Drafted tokens that the head expected trees of each bucket up to this one to have accepted;
             None for plain rounds.
-        accepted: Those that they would have had accepted.
-        logprobs: What is told of the tokens, as a `jetspec_jax.decode.logprobs.Logprobs` of arrays
-            ``[R, L, D1, ...]``; None where nobody asked.
+        accepted: Drafted tokens that trees of these buckets would have had accepted.
+        logprobs: A `jetspec_jax.decode.logprobs.Logprobs` of the tokens, arrays ``[R, L, D1, ...]``; None if
+            no request wants them.
         scored: Likewise of prompts, by slot: of each token but the first.
     """
 

@@ -1,6 +1,7 @@
-"""A request on its way through an engine: a prompt, what was asked for, and the tokens so far."""
+"""A request in an engine: a prompt, its parameters, and its tokens so far."""
 
 import enum
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,81 +15,79 @@ from jetspec_jax.engine.records import Adjusting
 from jetspec_jax.sampling.grammar import MOST_SECONDS, Matcher
 from jetspec_jax.sampling.params import SamplingParams
 
+_log = logging.getLogger("jetspec_jax")
+
 
 class DeadlinePassed(TimeoutError):
-    """A request was not served by the time that it had."""
+    """A request's deadline passed before its end."""
 
 
 class EngineFailed(RuntimeError):
-    """The engine of a request has failed, whatever was asked for: ``__cause__`` is why."""
-
-
-def _nobody() -> None:
-    """The reader of a request that nobody reads."""
+    """The engine of a request failed, for any request; ``__cause__`` is the reason."""
 
 
 class State(enum.Enum):
-    """How far a request is."""
+    """A request's state."""
 
     WAITING = "waits for a slot"
     PREFILLING = "has a slot, and tokens before its anchor to commit"
     DECODING = "decodes"
     FINISHED = "has all its tokens"
     FAILED = "has an error"
-    CANCELLED = "nobody waits for it"
+    CANCELLED = "was cancelled"
 
 
 @dataclass(eq=False)
 class Request:
-    """A prompt on its way through an engine.
+    """A prompt in an engine, and its output.
 
     Attributes:
         prompt: Its tokens.
-        params: How it is sampled and when it stops; with a seed and a number of tokens.
-        stop_ids: All tokens that end it.
+        params: Sampling parameters and stop conditions, with a seed and ``max_tokens``.
+        stop_ids: Tokens that end it.
         budget: Most nodes of its trees, root included.
         depth: Largest depth of its trees.
-        routing: What the caller said of it, for algorithms that look at that: names and values.
-        text: What its prompt was made of; None if it was token ids.
-        index: Which of its prompt's completions it is.
-        bad_words: Tokens of the words that its output may not have.
-        endings: Tokens that are forbidden before its smallest number of tokens.
+        routing: Routing hints, as names and values.
+        text: The prompt's text; None if it was given as token ids.
+        index: Its number among the prompt's completions.
+        bad_words: Tokens of each bad word.
+        endings: Tokens that are forbidden before ``min_tokens``.
         priority: Lower numbers are served first.
-        deadline: When it is given up, by `time.monotonic`; None is never.
+        deadline: When it fails if it still runs, by `time.monotonic`; None is never.
         cache_salt: Pages are shared only among requests with the same salt.
-        request_id: What callers call it; completions of one prompt share it.
-        matcher: Its way through the grammar that its output follows; None without one.
-        shared: Whether several processes serve it: then it is cancelled for all at the same step, once the
-            first of them wants it no longer.
-        told: Called when it has got tokens, or failed; by whoever runs its engine, so it must be quick and
-            raise nothing.
-        reader: Who reads its tokens; once that is gone, nobody waits for it. None waits for ever.
-        cancelled: Nobody waits for it, and it takes no more tokens. Any thread may set it, by `cancel`.
-        readable: How many of its tokens other threads may read, and its finish reason if these are all.
+        request_id: The caller's id; completions of one prompt share it.
+        matcher: Its grammar matcher; None without a grammar.
+        shared: Whether several processes serve it. Then it is cancelled in all of them at the same step, once
+            process 0 has cancelled it.
+        on_update: Called in the engine's thread after new tokens or an error, so it must be quick. If it
+            raises, the request fails and the function is not called again.
+        dropped: Whether this process has cancelled it. Any thread may set it, by `cancel`.
+        cancelled: Whether it gets no more tokens, because no process waits for it.
+        readable: Number of its tokens that other threads may read, and its finish reason if these are all.
         error: Why it failed.
-        tokens: What it has got; a token that ended it is the last.
+        tokens: Its output; a token that ended it is the last.
         accept_lengths: Tokens that each of its rounds committed, before any cut.
         tree_sizes: Nodes of each round's tree.
-        logprobs: What was told of each token; nothing unless its parameters ask for it.
+        logprobs: Log-probabilities of each token; empty unless its parameters ask for them.
         prompt_logprobs: Likewise of each token of the prompt but the first.
-        finish_reason: "stop" (a token of ``stop_ids``), "length", or "error"; None while it goes on.
-        arrival: When it came, by `time.monotonic`, as are the next three.
+        finish_reason: "stop" (a token of ``stop_ids``), "length", or "error"; None while it runs.
+        arrival: When it was submitted, by `time.monotonic`, like the next three.
         started: When it first got a slot.
         first_token: When it got its first token.
         ended: When it ended.
-        prefix_tokens: Tokens of its prompt that were in the stores when it came.
-        preemptions: How often it lost its slot.
+        prefix_tokens: Tokens of its prompt that were in the prefix cache.
+        preemptions: Number of preemptions.
         number: Its place in the order of arrival.
-        overtaken: How often one that came later was served before it.
-        slot: Where it decodes, or did; -1 while it waits.
-        pages: What it holds.
+        overtaken: How often a later request was admitted before it.
+        slot: Its slot, also after its end; -1 while it waits.
+        pages: Its pages.
         committed: Its tokens in the stores.
-        keys: Names of its first full pages: see `page_keys`.
-        named: How many of its pages the pool knows by name.
-        cuts: Its first so many pages are to end a forward, for a snapshot; in rising order.
+        keys: Keys of its first full pages: see `page_keys`.
+        cached_pages: Number of its pages in the prefix cache.
+        cuts: Page counts, in rising order, at which a prefill forward must end, for a snapshot.
     """
 
-    # Set by whoever queues it, before that.
+    # Set by the caller, before the request is queued.
     prompt: Int32[np.ndarray, "T"]
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()
@@ -105,14 +104,14 @@ class Request:
     request_id: str = ""
     matcher: Matcher | None = None
     shared: bool = False
-    told: Callable[[], None] | None = None
-    # All that several threads read and write: its callers', and the engine's.
-    reader: "Callable[[], Any] | None" = None
+    on_update: Callable[[], None] | None = None
+    # Read and written by several threads: the callers', and the engine's.
+    dropped: bool = False
     cancelled: bool = False
-    # Replaced whole, so that other threads read both of one moment. Lists that it counts only grow.
+    # Replaced as a whole, so that other threads read a consistent pair. The counted lists only grow.
     readable: tuple[int, str | None] = (0, None)
     error: Exception | None = None
-    # What follows is the engine's; but who queues a request before that sets its arrival.
+    # The engine's only, except that the queueing thread sets the arrival.
     tokens: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
     tree_sizes: list[int] = field(default_factory=list)
@@ -131,12 +130,12 @@ class Request:
     pages: list[int] = field(default_factory=list)
     committed: int = 0
     keys: list[bytes] = field(default_factory=list)
-    named: int = 0
+    cached_pages: int = 0
     cuts: list[int] = field(default_factory=list)
 
     @property
     def state(self) -> State:
-        """How far it is."""
+        """Derived from the other attributes."""
         if self.error is not None:
             return State.FAILED
         if self.finish_reason is not None:
@@ -149,32 +148,28 @@ class Request:
 
     @property
     def open(self) -> bool:
-        """Whether it waits or runs. If not, its slot and pages are free."""
-        gone = self.cancelled if self.shared else self.unwanted
-        return self.finish_reason is None and not gone
+        """Whether it waits or runs. If not, its slot and pages are freed with the next batch."""
+        return self.finish_reason is None and not self.cancelled
 
     @property
-    def unwanted(self) -> bool:
-        """Whether it has ended, or nobody in this process waits for more of it."""
-        unread = self.reader is not None and self.reader() is None
-        return self.finish_reason is not None or self.cancelled or unread
+    def done_here(self) -> bool:
+        """Whether it has ended, or this process has cancelled it."""
+        return self.finish_reason is not None or self.dropped
 
     def cancel(self) -> None:
-        """Ends it, from any thread, for whoever waits here: the next batch frees its slot and pages."""
-        if self.shared:
-            self.reader = _nobody
-        else:
-            self.cancelled = True
+        """Cancels it for this process, from any thread: the next batch frees its slot and pages."""
+        self.dropped = True
+        self.cancelled = self.cancelled or not self.shared
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens that it gets."""
-        assert self.params.max_tokens is not None, "whoever makes a request says where the context ends"
+        """Most tokens of its output."""
+        assert self.params.max_tokens is not None, "requests are made with max_tokens set"
         return self.params.max_tokens
 
     @property
     def length(self) -> int:
-        """Tokens of its prompt and of what it has got; the last of them is its anchor."""
+        """Tokens of its prompt and its output; the last one is its anchor."""
         return len(self.prompt) + len(self.tokens)
 
     @property
@@ -183,82 +178,82 @@ class Request:
         return self.length - 1 - self.committed
 
     @property
-    def left(self) -> int:
-        """Tokens that rounds may still give it."""
+    def remaining(self) -> int:
+        """Tokens that it may still get."""
         return self.max_tokens - len(self.tokens)
 
     @property
     def adjusting(self) -> Adjusting | None:
-        """What it wants of the logits from here on; None is nothing."""
+        """Inputs of its logit adjustments from here on; None without adjustments."""
         if not self.params.adjusts:
             return None
         return Adjusting(self.prompt, tuple(self.tokens), tuple(sorted(self.endings)), self.bad_words)
 
     @property
     def scored(self) -> np.ndarray | None:
-        """Its prompt, while log-probabilities of that are wanted."""
+        """Its prompt, if log-probabilities of the prompt are wanted and not known yet."""
         wanted = self.params.prompt_logprobs is not None and len(self.prompt) > 1
         return self.prompt if wanted and not self.prompt_logprobs else None
 
     @property
     def num_pages(self) -> int:
-        """Most pages that it can use. A last round may overshoot them: a commit drops such rows."""
+        """Most pages that it can use. Its last round may overshoot them: a commit drops such rows."""
         return pages_for(len(self.prompt) + self.max_tokens)
 
     def pages_ahead(self, tokens: int) -> int:
-        """Pages for all before its anchor and so many tokens more, or all that it can use."""
+        """Pages for the tokens before its anchor and ``tokens`` more, at most `num_pages`."""
         return min(pages_for(self.length - 1 + tokens), self.num_pages)
 
     def span(self, start: int, stop: int) -> Int32[np.ndarray, "S"]:
-        """Tokens of its prompt and of what it has got: from one place to before another."""
+        """Tokens ``start`` to ``stop`` (exclusive) of prompt and output together."""
         size = len(self.prompt)
         if stop <= size:
             return self.prompt[start:stop]
         more = np.asarray(self.tokens[max(start - size, 0) : stop - size], np.int32)
         return np.concatenate([self.prompt[start:], more]) if start < size else more
 
-    def take(self, tokens: Sequence[int]) -> None:
-        """Takes tokens up to its end. A stop on the last allowed token is a stop."""
+    def append_tokens(self, tokens: Sequence[int]) -> None:
+        """Appends tokens up to its end. A stop token on the last allowed position is a stop."""
         if self.finish_reason is not None:
             return
-        left = self.left
-        own = list(tokens[:left])
-        if not self.stop_ids.isdisjoint(own):
-            own = own[: 1 + next(place for place, token in enumerate(own) if token in self.stop_ids)]
+        remaining = self.remaining
+        new = list(tokens[:remaining])
+        if not self.stop_ids.isdisjoint(new):
+            new = new[: 1 + next(place for place, token in enumerate(new) if token in self.stop_ids)]
             self.finish_reason = "stop"
-        elif len(own) == left:
+        elif len(new) == remaining:
             self.finish_reason = "length"
-        self.tokens += own
-        # As many anchors are in the stores now.
-        self.committed += len(own)
+        self.tokens += new
+        # Each new token makes the anchor before it a stored token.
+        self.committed += len(new)
 
-    def take_round(self, tokens: Sequence[int], tree_size: int, logprobs: Any = None) -> None:
-        """Takes what one round committed; nothing once the request has ended.
+    def append_round(self, tokens: Sequence[int], tree_size: int, logprobs: Any = None) -> None:
+        """Appends a round's tokens; ignored once the request has ended.
 
         Args:
-            tokens: Its tokens.
-            tree_size: Nodes of its tree.
-            logprobs: What is told of the tokens, as `rows_of` takes it; None where nobody asks.
+            tokens: Committed tokens.
+            tree_size: Nodes of the tree.
+            logprobs: Log-probabilities of the tokens, as for `rows_of`; None if not wanted.
         """
         if self.finish_reason is None:
             self.accept_lengths.append(len(tokens))
             self.tree_sizes.append(tree_size)
-            self.take(tokens)
+            self.append_tokens(tokens)
             if self.params.logprobs is not None:
                 self.logprobs += rows_of(logprobs)[: len(self.tokens) - len(self.logprobs)]
 
-    def take_scores(self, told: Any) -> None:
-        """Takes what is told of its prompt's tokens; those after the last have no meaning."""
-        self.prompt_logprobs = rows_of(told)[: len(self.prompt) - 1]
+    def set_prompt_logprobs(self, logprobs: Any) -> None:
+        """Sets log-probabilities of its prompt; entries after the prompt's last token have no meaning."""
+        self.prompt_logprobs = rows_of(logprobs)[: len(self.prompt) - 1]
 
     def preempt(self) -> None:
-        """It has lost its slot and its pages, and waits again: all that it has is its prompt now."""
-        self.slot, self.committed, self.named, self.cuts = -1, 0, 0, []
+        """Makes it wait again, without slot and pages: its tokens so far become part of its prompt."""
+        self.slot, self.committed, self.cached_pages, self.cuts = -1, 0, 0, []
         self.preemptions += 1
         self.overtaken += 1
 
     def publish(self) -> None:
-        """Lets readers, who may be in other threads, have all that it has got by now."""
+        """Lets other threads read all its tokens so far."""
         self.readable = len(self.tokens), self.finish_reason
 
     def fail(self, error: Exception) -> None:
@@ -266,23 +261,29 @@ class Request:
         if self.finish_reason is None:
             self.error, self.finish_reason = error, "error"
             self.publish()
-            self.tell()
+            self.notify()
 
-    def too_late(self, now: float) -> DeadlinePassed:
-        """What it fails with once its time is over, by `time.monotonic`."""
+    def deadline_error(self, now: float) -> DeadlinePassed:
+        """The error of a request whose deadline has passed, by `time.monotonic`."""
         assert self.deadline is not None
         return DeadlinePassed(
-            f"the request had {self.deadline - self.arrival:.3f} s; after {now - self.arrival:.3f} s it "
-            f"{'still waits for a slot' if self.slot < 0 else f'has {len(self.tokens)} tokens'}"
+            f"the timeout of {self.deadline - self.arrival:.3f} s passed: after {now - self.arrival:.3f} s "
+            f"the request {'still waits for a slot' if self.slot < 0 else f'has {len(self.tokens)} tokens'}"
         )
 
-    def tell(self) -> None:
-        """Tells whoever wants to know that there is news of it."""
-        if self.told is not None:
-            self.told()
+    def notify(self) -> None:
+        """Calls ``on_update``."""
+        on_update = self.on_update
+        try:
+            if on_update is not None:
+                on_update()
+        except Exception as error:
+            _log.exception("a request's on_update function failed")
+            self.on_update = None
+            self.fail(error)
 
-    def follow(self) -> None:
-        """Takes its tokens through its grammar; it fails where that is slow or has no way on."""
+    def advance_grammar(self) -> None:
+        """Advances its matcher over its new tokens; fails if the grammar is too slow or at a dead end."""
         if self.matcher is None:
             return
         self.matcher.advance(self.tokens[self.matcher.count :])
@@ -292,5 +293,5 @@ class Request:
                 f"the grammar took {self.matcher.seconds:.1f} s for one tree, of at most {MOST_SECONDS:g}"
             )
         if problem is not None:
-            self.finish_reason = None  # what it has got is of no use
+            self.finish_reason = None  # its output is invalid, so it must fail
             self.fail(ValueError(f"structured_outputs: {problem}"))

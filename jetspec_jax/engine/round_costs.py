@@ -1,4 +1,4 @@
-"""What a round costs here, by live slots, bucket and context: measured with the programs that decode.
+"""Round times by live slots, bucket and context, measured with the programs that decode.
 
 A pair is a number of live slots and a bucket: the shape of a round's program.
 """
@@ -15,26 +15,25 @@ from jetspec_jax.progress import unseen
 #: The shape of a round: live slots, and nodes of a tree with its root.
 Pair = tuple[int, int]
 
-#: Timed pairs of dispatches of each shape and context, whose median counts; and of all shapes, at most.
+#: Timed pairs of dispatches per shape and context, of which the median counts; and of all shapes, at most.
 REPEATS, ALL_REPEATS = 7, 60
-#: All timed dispatches together take about so many seconds for each shape at most, but each runs at least so
-#: often: the longer a round is, the less noise weighs.
+#: Seconds of timed dispatches per shape, at most, and least repeats: noise matters less in longer rounds.
 SHAPE_SECONDS, LEAST_REPEATS = 2.0, 1
-#: A timed dispatch has fewer rounds than the engine's where those take longer than this.
+#: A timed dispatch has fewer rounds than the engine's if these take longer than this.
 DISPATCH_SECONDS = 0.05
-#: Shapes that are all timed; of more, plain ones and some trees, and the others lie on planes between them.
+#: Up to this many shapes are all timed; of more, plain ones and some trees, and the others are interpolated.
 MOST_TIMED = 12
 
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """Seconds of the rounds of each shape.
+    """Round times by shape.
 
     Attributes:
         contexts: Two numbers of committed tokens, in rising order.
-        seconds: Of a round alone, at both contexts.
-        dispatches: What a dispatch takes beside its rounds: the launch, and the wait for its records.
-        guessed: Shapes that were not timed.
+        seconds: Seconds of a round alone, at both contexts.
+        dispatches: Seconds of a dispatch beside its rounds: the launch, and the fetch of its records.
+        guessed: Shapes that were interpolated, not timed.
     """
 
     contexts: tuple[int, int]
@@ -43,14 +42,14 @@ class RoundCosts:
     guessed: frozenset[Pair] = frozenset()
 
     def at(self, pair: Pair, context: float, rounds: float) -> float:
-        """Seconds of a round after so many tokens, with its share of a dispatch of so many rounds."""
+        """Seconds of a round after ``context`` tokens, with its share of a dispatch of ``rounds`` rounds."""
         (low, high), (first, last) = self.contexts, self.seconds[pair]
         alone = first + (context - low) / (high - low) * (last - first)
-        # A line that noise makes fall must not reach zero far outside.
+        # Noise may give a falling line, which must not reach zero far outside.
         return max(alone, 0.5 * min(first, last)) + self.dispatches[pair] / rounds
 
     def buckets(self, live: int) -> tuple[int, ...]:
-        """Buckets of the rounds of so many live slots, in rising order."""
+        """Buckets of rounds of ``live`` live slots, in rising order."""
         return tuple(sorted(bucket for slots, bucket in self.seconds if slots == live))
 
 
@@ -62,14 +61,14 @@ def measure_round_costs(
 ) -> RoundCosts:
     """Times dispatches at a short and a long context, interleaved over the shapes.
 
-    All shapes run, so that all are compiled; of many not all are timed.
+    All shapes run, so that all are compiled; of many, not all are timed.
 
     Args:
-        time_dispatch: Runs a dispatch of a shape, at a context, of so many rounds; returns its seconds. Its
-            first call of a shape may compile.
-        pairs: All shapes that there are.
+        time_dispatch: Runs a dispatch of a shape, at a context, of a number of rounds; returns its seconds.
+            Its first call of a shape may compile.
+        pairs: All shapes.
         contexts: Two numbers of committed tokens, in rising order.
-        rounds: Of a timed dispatch, at most; at least 2.
+        rounds: Most rounds of a timed dispatch; at least 2.
     """
     timed = timed_pairs(pairs)
     for pair in tqdm(pairs, desc="compiling", delay=2, disable=unseen(), leave=False):
@@ -79,30 +78,30 @@ def measure_round_costs(
         one = time_dispatch(pair, contexts[0], 1)
         turns[pair] = min(rounds, max(4, math.ceil(DISPATCH_SECONDS / one)))
         turn_seconds += len(contexts) * (1 + turns[pair]) * one
-    times: dict[tuple[Pair, int], list[float]] = {(own, at): [] for own in timed for at in contexts}
-    beside: dict[Pair, list[float]] = {pair: [] for pair in timed}
+    times: dict[tuple[Pair, int], list[float]] = {(pair, at): [] for pair in timed for at in contexts}
+    overheads: dict[Pair, list[float]] = {pair: [] for pair in timed}
     affordable = max(int(SHAPE_SECONDS * len(timed) / turn_seconds), LEAST_REPEATS)
     repeats = min(REPEATS, ALL_REPEATS // len(timed), affordable)
     for _ in tqdm(range(repeats), desc="round costs", delay=2, disable=unseen(), leave=False):
-        for (pair, context), own in times.items():
-            # Two dispatches tell the rounds from what the dispatch takes.
+        for (pair, context), seconds in times.items():
+            # The difference of two dispatches is the time of rounds alone.
             one = time_dispatch(pair, context, 1)
             more = time_dispatch(pair, context, turns[pair])
-            own.append((more - one) / (turns[pair] - 1))
-            beside[pair].append(one - own[-1])
-    middle = {at: max(statistics.median(own), 1e-9) for at, own in times.items()}
-    known = {pair: (middle[pair, contexts[0]], middle[pair, contexts[1]]) for pair in timed}
-    own_cost = {pair: max(statistics.median(own), 0.0) for pair, own in beside.items()}
-    return complete_costs(contexts, known, own_cost, pairs)
+            seconds.append((more - one) / (turns[pair] - 1))
+            overheads[pair].append(one - seconds[-1])
+    medians = {at: max(statistics.median(seconds), 1e-9) for at, seconds in times.items()}
+    rounds_alone = {pair: (medians[pair, contexts[0]], medians[pair, contexts[1]]) for pair in timed}
+    dispatches = {pair: max(statistics.median(seconds), 0.0) for pair, seconds in overheads.items()}
+    return complete_costs(contexts, rounds_alone, dispatches, pairs)
 
 
 def timed_pairs(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
-    """The shapes to time, in rising order: of many all plain ones, since nothing probes those later.
+    """The shapes to time, in rising order; all plain ones, since no probe corrects those later.
 
-    Of trees these are a corner, a middle and an end in both directions.
+    Of trees: the smallest, a middle and the largest number, both of live slots and of nodes.
 
     Example: of 1, 2, 4, 8 and 16 live slots and buckets 1, 2, 4, … 64 these are 1, 4 and 16 live slots, each
-    with 2, 8 and 64 nodes, and all of 1 node.
+    with 2, 8 and 64 nodes, and all plain ones.
     """
     every = sorted(set(pairs))
     if len(every) <= MOST_TIMED:
@@ -115,7 +114,7 @@ def timed_pairs(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
 
 
 def _spread(values: Sequence[int]) -> list[int]:
-    """The first, the last, and the one in the middle."""
+    """The first, the middle and the last value."""
     return sorted({values[0], values[(len(values) - 1) // 2], values[-1]}) if values else []
 
 
@@ -125,15 +124,14 @@ def complete_costs(
     dispatches: Mapping[Pair, float],
     pairs: Iterable[Pair],
 ) -> RoundCosts:
-    """Costs of all shapes, from those of some.
+    """Costs of all shapes, from those of the timed shapes.
 
-    The model: a round costs something, so much more for each live slot, and so much more for each of its
-    rows; between timed shapes, and beyond the last, these three are the same. So costs lie on a line over the
-    nodes for a number of live slots, and on a line over the live slots for a number of nodes. Plain rounds
-    draft nothing, and have a line of their own.
+    The model: a round has a fixed cost, a cost per live slot, and a cost per row, all constant between timed
+    shapes and beyond the last. So costs are piecewise linear in the nodes for each number of live slots, and
+    in the live slots for each number of nodes. Plain rounds draft nothing, and are interpolated apart.
     """
     every = sorted(set(pairs))
-    low, high = ({pair: own[at] for pair, own in seconds.items()} for at in (0, 1))
+    low, high = ({pair: both[at] for pair, both in seconds.items()} for at in (0, 1))
     return RoundCosts(
         contexts,
         {pair: (_guess(low, pair), _guess(high, pair)) for pair in every},
@@ -144,31 +142,31 @@ def complete_costs(
 
 def _guess(known: Mapping[Pair, float], pair: Pair) -> float:
     live, bucket = pair
-    alike = {own: cost for own, cost in known.items() if (own[1] == 1) == (bucket == 1)}
+    alike = {other: cost for other, cost in known.items() if (other[1] == 1) == (bucket == 1)}
     over_slots = {
-        slots: _on_line({nodes: cost for (at, nodes), cost in alike.items() if at == slots}, bucket)
+        slots: _interpolate({nodes: cost for (at, nodes), cost in alike.items() if at == slots}, bucket)
         for slots, _ in alike
     }
-    return _on_line(over_slots, live)
+    return _interpolate(over_slots, live)
 
 
-def _on_line(points: Mapping[int, float], x: float) -> float:
-    """The value at x of straight lines from point to point; beyond them the last line goes on."""
+def _interpolate(points: Mapping[int, float], x: float) -> float:
+    """Piecewise linear interpolation at x; the last segment extrapolates."""
     places = sorted(points)
     if x in points or len(places) == 1:
         return points.get(int(x), points[places[0]])
     after = next((index for index, place in enumerate(places) if place > x), len(places) - 1)
     left, right = places[max(after, 1) - 1], places[max(after, 1)]
     share = (x - left) / (right - left)
-    # Noise may make a line fall, but nothing costs nothing.
+    # Noise may give a falling segment, but no round is free.
     return max(points[left] + share * (points[right] - points[left]), 0.5 * min(points.values()))
 
 
 def timed_contexts(capacity: int, rounds: int, most: int) -> tuple[int, int, int]:
-    """Two contexts to time rounds at, and how many rounds, of ``most`` tokens each, a slot then holds.
+    """Two contexts to time rounds at, and how many rounds, of ``most`` tokens each, a slot then has room for.
 
-    They lie at least a quarter of the capacity apart: costs are read off the line through both, and noise
-    grows with the distance from them. Two rounds run even where a slot is too small for them.
+    The contexts are at least a quarter of the capacity apart: costs are extrapolated from both, and noise
+    grows with the distance from them. Two rounds run even if a slot is too small for them.
     """
     low, high = min(64, capacity // 4), max(capacity - rounds * most, capacity // 2)
     return low, high, max(2, min(rounds, (capacity - high) // most))

@@ -1,4 +1,4 @@
-"""Who waits, who runs, who gets pages, and what the next batch is: the host's decisions, without a device."""
+"""The scheduler: waiting and running requests, slots, pages, and the next batch. It uses no device."""
 
 import time
 from collections.abc import Sequence
@@ -7,57 +7,58 @@ from dataclasses import replace
 from jetspec_jax.cache.pages import PAGE_SIZE
 from jetspec_jax.engine.budget_policy import BudgetPolicy, Dispatch, LiveSlot
 from jetspec_jax.engine.chunks import cut_prompts
-from jetspec_jax.engine.holdings import Holdings
-from jetspec_jax.engine.line import count_overtaken, in_order
 from jetspec_jax.engine.logprobs import by_round
+from jetspec_jax.engine.page_allocator import PageAllocator
 from jetspec_jax.engine.pages import PagePool
 from jetspec_jax.engine.records import Admission, Batch, Chunk, DispatchRecord, Growth, SlotCopy
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.size import EngineSize
+from jetspec_jax.engine.waiting_queue import count_overtaken, in_order
 from jetspec_jax.sampling.grammar import Matcher
 from jetspec_jax.sampling.token_sets import NO_CHOICE
 
-#: Most rounds of a dispatch in which a grammar has a say. They are slower than what is known of rounds, and
-#: each returns to the host anyway, so that short dispatches cost little and keep nobody waiting.
+#: Most rounds of a dispatch with a grammar. Such rounds are slower than the measured costs, and each returns
+#: to the host anyway, so short dispatches cost little and do not delay waiting requests.
 MASKED_ROUNDS = 4
 
 
 class Scheduler:
-    """Requests in slots over one pool of pages.
+    """Schedules requests on slots and a page pool.
 
-    `next_batch` and `take` are called in turn, and only they give slots and pages, or take them. Requests are
-    served in the order of `jetspec_jax.engine.line.rank`: one that finds no slot or too few pages lets nobody
-    pass, nor does one that waits until another has filled the pages that both begin with. It gets the pages
-    of its prompt and of one round, and before each dispatch those of the rounds to come: see `Holdings`.
+    `next_batch` and `update` are called in turn; only they assign and free slots and pages. Requests are
+    admitted in the order of `jetspec_jax.engine.waiting_queue.rank`. A request without a slot or pages
+    blocks all later ones; so does a request that waits until another has filled pages of their common
+    prefix. An admitted request gets the pages of its prompt and one round, and before each dispatch pages
+    for its rounds: see `PageAllocator`.
     """
 
     def __init__(self, size: EngineSize, policy: BudgetPolicy, round_tokens: int):
         """All slots and pages are free.
 
         Args:
-            size: How much there is.
+            size: The engine's size.
             policy: Chooses each dispatch.
-            round_tokens: Tokens that a round commits to a slot, at most.
+            round_tokens: Most tokens that a round commits to a slot.
         """
         self.size, self.policy = size, policy
         self._round_tokens = round_tokens
-        self._holdings = Holdings(size, round_tokens)
+        self._allocator = PageAllocator(size, round_tokens)
         self._requests: list[Request] = []
         self._arrivals = 0
-        # Slots that the device believes to be taken.
-        self._taken: set[int] = set()
-        # Those of the last batch that have a slot, and those of them that decode.
+        # Slots that are occupied on the device.
+        self._occupied: set[int] = set()
+        # Requests of the last batch: all with a slot, and the decoding ones.
         self._running: Sequence[Request] = ()
-        self._members: Sequence[Request] = ()
+        self._decoding: Sequence[Request] = ()
 
     @property
     def pool(self) -> PagePool:
-        """The pages; a request that has ended holds its own until the next batch."""
-        return self._holdings.pool
+        """The page pool; a request that has ended keeps its pages until the next batch."""
+        return self._allocator.pool
 
     @property
     def requests(self) -> list[Request]:
-        """Those that wait or run, first come first."""
+        """Waiting and running requests, in order of arrival."""
         return [request for request in self._requests if request.open]
 
     @property
@@ -67,30 +68,26 @@ class Scheduler:
 
     @property
     def free_pages(self) -> int:
-        """Pages that are free, or will be in the next batch; cached ones count as free."""
+        """Pages that are unused, or will be in the next batch; cached pages are unused."""
         return self.size.num_pages - len({page for request in self.requests for page in request.pages})
 
     @property
     def free_slots(self) -> list[int]:
-        """The slots that are free, or will be in the next batch."""
+        """Slots that are free, or will be in the next batch."""
         taken = {request.slot for request in self.requests}
         return [slot for slot in range(self.size.slots) if slot not in taken]
 
     @property
-    def room(self) -> int:
-        """Requests that would get a slot at once."""
-        return self.size.slots - len(self.requests)
-
-    @property
     def matchers(self) -> dict[int, Matcher]:
-        """By slot, the grammars of those that decode in the last batch."""
-        return {own.slot: own.matcher for own in self._members if own.matcher is not None}
+        """Grammar matchers of the last batch's decoding requests, by slot."""
+        decoding = self._decoding
+        return {request.slot: request.matcher for request in decoding if request.matcher is not None}
 
     def add(self, request: Request, now: float | None = None) -> None:
-        """Queues a request that comes now, by `time.monotonic`.
+        """Queues a request that arrives now, by `time.monotonic`.
 
         Raises:
-            ValueError: It can never be served: it needs more pages than there are, or than a slot can name.
+            ValueError: It can never be served: it needs more pages than the engine or a slot has.
         """
         for most, holder in (
             (self.size.num_pages, "the engine has"),
@@ -107,133 +104,137 @@ class Scheduler:
         self._requests.append(request)
 
     def next_batch(self, most_rounds: int | None = None, now: float | None = None) -> Batch:
-        """What the device does next: admissions, their prompts, and rounds for all that decode.
+        """The next batch: admissions, prefill, and rounds of all decoding requests.
 
         Args:
-            most_rounds: Rounds after which the caller wants to look; None leaves it to the policy.
-            now: By `time.monotonic`: for deadlines, and for figures.
+            most_rounds: Most rounds for this caller; None leaves them to the policy.
+            now: Time by `time.monotonic`, for deadlines and metrics.
         """
         now = time.monotonic() if now is None else now
-        self._end(now)
+        self._remove_ended(now)
         running = list(in_order(request for request in self._requests if request.slot >= 0))
-        admitted, chunks, copies = self._begin(running, now)
-        members = [request for request in running if not request.to_prefill]
-        others = len(self._requests) - len(members)
-        choice = self._choose(members, others, most_rounds)
-        before, self._taken = self._taken, {request.slot for request in running}
-        self._running, self._members = running, members
-        table, changed = self._holdings.table, self._holdings.changed() - admitted.keys()
+        admitted, chunks, copies = self._admit_and_prefill(running, now)
+        decoding = [request for request in running if not request.to_prefill]
+        waiting = len(self._requests) - len(decoding)
+        choice = self._choose(decoding, waiting, most_rounds)
+        before, self._occupied = self._occupied, {request.slot for request in running}
+        self._running, self._decoding = running, decoding
+        table, changed = self._allocator.table, self._allocator.changed() - admitted.keys()
         return Batch(
-            tuple(sorted(before - self._taken)),  # an admission clears the slot itself
+            tuple(sorted(before - self._occupied)),  # an admission clears the slot itself
             tuple(self._admission(request, length) for request, length in admitted.items()),
             tuple(Growth(request.slot, table(request)) for request in running if request in changed),
             tuple(chunks),
-            self._live(members),
+            self._live(decoding),
             choice.bucket,
             choice.rounds,
-            any(request.params.adjusts for request in members),
-            any(request.params.logprobs is not None for request in members),
+            any(request.params.adjusts for request in decoding),
+            any(request.params.logprobs is not None for request in decoding),
             tuple(copies),
             tuple(sorted(self.matchers)),
         )
 
-    def take(self, record: DispatchRecord, now: float | None = None) -> list[Request]:
-        """Hands out what a batch did. The requests that decoded.
+    def update(self, record: DispatchRecord, now: float | None = None) -> list[Request]:
+        """Appends a batch's tokens to their requests; returns the requests that decoded.
 
         Raises:
-            ValueError: A request that runs met logits that are not numbers.
+            ValueError: A request's logits are not numbers.
         """
         now = time.monotonic() if now is None else now
         columns = {slot: column for column, slot in enumerate(record.live)}
-        served = [request for request in self._members if not request.cancelled]
+        served = [request for request in self._decoding if not request.cancelled]
         for request in served:
             _check_choices(request, record, columns[request.slot])
         for request in served:
             _hand_out(request, record, columns[request.slot], now)
-        self._holdings.name(self._running)
+        self._allocator.cache_full_pages(self._running)
         scored = dict(record.scored)
         for request in self._running:
             if request.slot in scored:
-                request.take_scores(scored[request.slot])
+                request.set_prompt_logprobs(scored[request.slot])
             if not request.open:
-                self._holdings.free(request)
+                self._allocator.free(request)
             request.publish()
-        if self._members:
+        if self._decoding:
             self.policy.observe(record)
-        self._running = self._members = ()
+        self._running = self._decoding = ()
         return served
 
-    def _end(self, now: float) -> None:
-        """Lets go of those that nobody waits for, or whose time is over."""
-        everyone, self._requests = self._requests, []
-        for request in everyone:
+    def drop_closed(self) -> None:
+        """Removes requests that have ended; nothing may be in flight."""
+        self._remove_ended(time.monotonic())
+
+    def _remove_ended(self, now: float) -> None:
+        """Removes requests that have ended, were cancelled, or passed their deadline."""
+        requests, self._requests = self._requests, []
+        for request in requests:
             if request.deadline is not None and request.deadline <= now and request.open:
-                request.fail(request.too_late(now))
-            # Asked once: a request that is cancelled from here on keeps slot and pages until the next batch.
+                request.fail(request.deadline_error(now))
+            # Checked once: a request that is cancelled from here on keeps slot and pages until the next one.
             if request.open:
                 self._requests.append(request)
             else:
-                self._holdings.free(request)
+                self._allocator.free(request)
 
-    def _begin(
+    def _admit_and_prefill(
         self, running: list[Request], now: float
     ) -> tuple[dict[Request, int], list[Chunk], list[SlotCopy]]:
-        """Makes room for those that run, admits others, who join them, and prefills.
+        """Allocates pages for running requests, admits waiting ones to ``running``, and prefills.
 
         Returns:
-            Those that were admitted, with the tokens that their pages hold already; forwards of prompts; and
-            copies of what slots keep, to snapshots and back.
+            The admitted requests, with the tokens that their pages already hold; prefill forwards; and copies
+            to snapshots and back.
         """
         admitted: dict[Request, int] = {}
         chunks: list[Chunk] = []
         copies: list[SlotCopy] = []
-        has_room, left = self._holdings.make_room(running), self.size.prefill_tokens
+        has_room, most = self._allocator.make_room(running), self.size.prefill_tokens
         while True:
             if has_room:
                 for request in self._admit(running, now):
                     admitted[request] = request.committed
-                    place = self._holdings.restored_from(request)
+                    place = self._allocator.snapshot_to_restore(request)
                     if place is not None:
                         copies.append(SlotCopy(len(chunks), request.slot, place, restores=True))
-            more, kept = self._prefill(running, left)
+            more, kept = self._prefill(running, most)
             if not more:
                 return admitted, chunks, copies
             copies += [copy._replace(after=copy.after + len(chunks)) for copy in kept]
             chunks += more
-            left = None if left is None else left - sum(int(chunk.counts.sum()) for chunk in more)
-            # Forwards run in order: prompts that begin alike share what the ones before them fill.
-            self._holdings.name(running)
+            most = None if most is None else most - sum(int(chunk.counts.sum()) for chunk in more)
+            # Forwards run in order: later prompts share the pages that earlier forwards fill.
+            self._allocator.cache_full_pages(running)
 
     def _admit(self, running: list[Request], now: float) -> list[Request]:
-        """Gives free slots and pages to those that wait, in order; they join the running."""
+        """Gives free slots and pages to waiting requests, in order, and adds them to ``running``."""
         taken = {request.slot for request in running}
         slots = [slot for slot in range(self.size.slots) if slot not in taken]
-        line = in_order(request for request in self._requests if request.slot < 0) if slots else ()
+        waiting = in_order(request for request in self._requests if request.slot < 0) if slots else ()
         admitted = []
-        for slot, request in zip(slots, line, strict=False):
-            if self._holdings.waits_for_others(request, running):
+        for slot, request in zip(slots, waiting, strict=False):
+            if self._allocator.waits_for_others(request, running):
                 break
-            if not self._holdings.admit(request, running):
+            if not self._allocator.admit(request, running):
                 break
             request.slot = slot
             if request.started is None:
                 request.started, request.prefix_tokens = now, request.committed
             admitted.append(request)
             running.append(request)
-            count_overtaken(request, line[len(admitted) :])
+            count_overtaken(request, waiting[len(admitted) :])
         return admitted
 
     def _prefill(self, running: Sequence[Request], most: int | None) -> tuple[list[Chunk], list[SlotCopy]]:
-        """Forwards for so many tokens of prompts, which count as committed from here on; and snapshots."""
+        """Prefill forwards of at most ``most`` tokens, which count as committed from here on; snapshots."""
         prefilling = {request.slot: request for request in in_order(running) if request.to_prefill}
-        left = {
+        remaining = {
             slot: request.span(request.committed, request.length - 1) for slot, request in prefilling.items()
         }
         cuts = {
             slot: [PAGE_SIZE * end - request.committed for end in request.cuts]
             for slot, request in prefilling.items()
         }
-        chunks = cut_prompts(left, self.size.chunks, self.size.slots, most, cuts)
+        chunks = cut_prompts(remaining, self.size.chunks, self.size.slots, most, cuts)
         copies = []
         for number, chunk in enumerate(chunks, 1):
             for slot, count in zip(chunk.slots.tolist(), chunk.counts.tolist(), strict=True):
@@ -241,32 +242,32 @@ class Scheduler:
                     continue
                 request = prefilling[slot]
                 request.committed += count
-                place = self._holdings.kept_in(request)
+                place = self._allocator.snapshot_to_keep(request)
                 if place is not None:
                     copies.append(SlotCopy(number, slot, place, restores=False))
         return chunks, copies
 
-    def _choose(self, members: Sequence[Request], others: int, most_rounds: int | None) -> Dispatch:
-        """The policy's choice, with pages for all its rounds as far as there are pages.
+    def _choose(self, decoding: Sequence[Request], waiting: int, most_rounds: int | None) -> Dispatch:
+        """The policy's choice, with pages for all its rounds as far as possible.
 
         A slot that reaches the end of its pages pauses for the rest of the dispatch.
         """
-        if not members:
+        if not decoding:
             return Dispatch(1, 0)
-        bucket, rounds = self.policy.choose([_live_slot(request) for request in members], others)
+        bucket, rounds = self.policy.choose([_live_slot(request) for request in decoding], waiting)
         rounds = rounds if most_rounds is None else min(rounds, most_rounds)
-        if any(request.matcher is not None for request in members):
+        if any(request.matcher is not None for request in decoding):
             rounds = min(rounds, MASKED_ROUNDS)
         tokens = rounds * (1 if bucket == 1 else self._round_tokens)
-        for request in members:
-            self._holdings.grow(request, tokens)
+        for request in decoding:
+            self._allocator.grow(request, tokens)
         return Dispatch(bucket, rounds)
 
-    def _live(self, members: Sequence[Request]) -> tuple[int, ...]:
-        """The slots of those that decode, and idle ones up to a number for which there is a program."""
-        if not members:
+    def _live(self, decoding: Sequence[Request]) -> tuple[int, ...]:
+        """The decoding slots, padded with idle slots to a number that has a program."""
+        if not decoding:
             return ()
-        slots = {request.slot for request in members}
+        slots = {request.slot for request in decoding}
         idle = [slot for slot in range(self.size.slots) if slot not in slots]
         padding = self.size.live_for(len(slots)) - len(slots)
         return tuple(sorted([*slots, *idle[:padding]]))
@@ -274,12 +275,12 @@ class Scheduler:
     def _admission(self, request: Request, length: int) -> Admission:
         return Admission(
             request.slot,
-            self._holdings.table(request),
+            self._allocator.table(request),
             length=length,
             anchor=int(request.span(request.length - 1, request.length)[0]),
             active=length == request.length - 1,
             params=replace(request.params, stop=(), bad_words=()),
-            remaining=request.left,
+            remaining=request.remaining,
             stop_ids=tuple(sorted(request.stop_ids)),
             budget=request.budget,
             depth=request.depth,
@@ -293,7 +294,7 @@ class Scheduler:
 def _live_slot(request: Request) -> LiveSlot:
     return LiveSlot(
         request.committed,
-        request.left,
+        request.remaining,
         sampled=request.params.temperature > 0,
         watched=bool(request.params.stop),
         fresh=not request.tokens,
@@ -302,14 +303,14 @@ def _live_slot(request: Request) -> LiveSlot:
 
 
 def _hand_out(request: Request, record: DispatchRecord, column: int, now: float) -> None:
-    """Gives a request what the rounds of a dispatch committed to its slot."""
+    """Appends a dispatch's tokens of one slot to its request."""
     ran = record.tree_sizes[:, column] > 0
-    own = record.tokens[ran, column]
+    committed = record.tokens[ran, column]
     sizes = record.tree_sizes[ran, column].tolist()
-    counts, told = (own >= 0).sum(axis=1).tolist(), by_round(record.logprobs, ran, column)
-    for tokens, count, size, logprobs in zip(own.tolist(), counts, sizes, told, strict=True):
-        request.take_round(tokens[:count], size, logprobs)
-    request.follow()
+    counts, each = (committed >= 0).sum(axis=1).tolist(), by_round(record.logprobs, ran, column)
+    for tokens, count, size, logprobs in zip(committed.tolist(), counts, sizes, each, strict=True):
+        request.append_round(tokens[:count], size, logprobs)
+    request.advance_grammar()
     if request.first_token is None and request.tokens:
         request.first_token = now
     if request.ended is None and request.finish_reason is not None:
@@ -317,7 +318,10 @@ def _hand_out(request: Request, record: DispatchRecord, column: int, now: float)
 
 
 def _check_choices(request: Request, record: DispatchRecord, column: int) -> None:
-    """Refuses to hand out anything of a dispatch that lacks a token; a request that may forbid all, fails."""
+    """Checks that a choice existed in every round.
+
+    A request whose own settings may forbid all tokens fails alone; else the whole dispatch is an error.
+    """
     if not (record.tokens[:, column] == NO_CHOICE).any():
         return
     if request.params.adjusts or request.matcher is not None:

@@ -1,4 +1,4 @@
-"""How much an engine holds at a time, and the shapes of its programs."""
+"""Sizes of engines: slots, pages, and the shapes of programs."""
 
 import itertools
 import math
@@ -9,41 +9,40 @@ from typing import TYPE_CHECKING
 from jetspec_jax.arguments import check_integer
 from jetspec_jax.engine.pages import pages_for
 
-if TYPE_CHECKING:  # configs name rules of kernels, which are JAX's; the scheduler does without
+if TYPE_CHECKING:  # config imports kernels, and so JAX; the scheduler must not
     from jetspec_jax.config import ModelConfig
 
 MAX_SLOTS = 8
-#: Of an engine for many: slots that it has on a GPU, if there is memory for them.
+#: Persistent engines on a GPU: most slots, if there is memory for them.
 MOST_SLOTS = 256
-#: Likewise prompt tokens between two dispatches, which a GPU takes in while others hardly wait; and nodes of
-#: all live slots together, beyond which trees no longer pay.
+#: Likewise: prompt tokens between two dispatches, which delay running requests little; and nodes of all live
+#: slots together, beyond which larger trees no longer pay.
 PREFILL_TOKENS, MOST_ROWS = 1024, 1024
-#: Likewise prompt tokens on a CPU: one forward of them.
+#: Prompt tokens between two dispatches on a CPU: one prefill forward.
 CPU_PREFILL_TOKENS = 128
-# Prompts that one forward takes in, and rows of each: few shapes, as each is a program. A GPU computes 1,024
-# rows in the time in which it reads the weights a few times; on a CPU every row is work.
+# Prompts and rows of a prefill forward: few shapes, as each is a program. A GPU computes 1,024 rows in the
+# time in which it reads the weights a few times; on a CPU every row is work.
 _GPU_CHUNKS, _CPU_CHUNKS = ((1, 128), (1, 1024), (8, 128)), ((1, 128),)
-# Tokens that a slot can hold unless a request needs more: most requests then share their programs.
+# Tokens per slot unless a request needs more: most requests then share their programs.
 DEFAULT_CAPACITY = 1024
 
 
 @dataclass(frozen=True)
 class EngineSize:
-    """How much an engine holds, and the shapes that its programs are compiled for.
+    """Slots, pages and program shapes of an engine.
 
     Attributes:
         slots: Requests that decode at the same time.
         capacity: Tokens of a slot, prompt and output together.
         num_pages: Pages of all slots together.
-        chunks: Shapes of the forwards of prompts: how many prompts, and how many rows of each.
-        live: Numbers of slots, in rising order, for which rounds are compiled beside all of them: a dispatch
-            takes the smallest that holds those that decode.
-        prefill_tokens: Prompt tokens that are committed between two dispatches, at most; None is no bound.
-        most_rows: Nodes of all live slots together beyond which there are no larger trees to choose; None is
-            no bound.
-        pages_alone: Whether all that the target keeps of a slot's tokens lies on pages: then requests that
-            begin alike share them. Else they do where there are snapshots.
-        snapshots: Places for what slots keep beside pages: see `jetspec_jax.engine.snapshots.Snapshots`.
+        chunks: Shapes of prefill forwards: number of prompts, and rows of each.
+        live: Numbers of live slots, in rising order, that rounds are compiled for, besides all slots: a
+            dispatch uses the smallest sufficient number.
+        prefill_tokens: Most prompt tokens between two dispatches; None is no limit.
+        most_rows: Most nodes of all live slots together, for trees that "auto" chooses; None is no limit.
+        pages_alone: Whether pages hold all that the target stores of a slot's tokens. Then requests share
+            prefixes without snapshots.
+        snapshots: Number of snapshots of slots: see `jetspec_jax.engine.snapshots.Snapshots`.
     """
 
     slots: int
@@ -65,11 +64,11 @@ class EngineSize:
         num_pages: int | None = None,
         chunks: tuple[tuple[int, int], ...] | None = None,
     ) -> "EngineSize":
-        """A size, checked; None is the usual capacity, pages for every slot to be full, or a CPU's chunks.
+        """A checked size; None is the default capacity, pages for every slot to be full, or a CPU's chunks.
 
         Raises:
-            TypeError: It is no integer.
-            ValueError: It is out of its range.
+            TypeError: A value is not an integer.
+            ValueError: A value is out of its range.
         """
         limit = target.max_position_embeddings
         capacity = default_capacity(target, 0) if capacity is None else capacity
@@ -82,14 +81,14 @@ class EngineSize:
 
     @property
     def shares_pages(self) -> bool:
-        """Whether requests that begin alike share pages."""
+        """Whether requests share pages of common prefixes."""
         return self.pages_alone or self.snapshots > 0
 
     def with_snapshots(self, count: int | None = None) -> "EngineSize":
-        """The same with so many snapshots, or as many as slots, where the target needs any.
+        """The same size with ``count`` snapshots, by default one per slot, if the target needs any.
 
         Raises:
-            TypeError: ``count`` is no integer.
+            TypeError: ``count`` is not an integer.
             ValueError: It is less than 0.
         """
         count = self.slots if count is None else check_integer("snapshots", count, 0)
@@ -97,26 +96,26 @@ class EngineSize:
 
     @property
     def pages_per_slot(self) -> int:
-        """Pages that a slot can name."""
+        """Pages in a slot's block table."""
         return pages_for(self.capacity)
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of the largest forward of prompts."""
+        """Rows of the largest prefill forward."""
         return max(prompts * rows for prompts, rows in self.chunks)
 
     def nodes(self, bucket: int) -> int:
-        """Most nodes of a round of all live slots together, where the largest trees have a bucket's."""
+        """Most nodes of a round of all live slots together, with trees of up to ``bucket`` nodes."""
         if self.most_rows is None:
             return self.slots * bucket
         return max(self.slots, min(self.slots * bucket, self.most_rows))
 
     def live_for(self, count: int) -> int:
-        """Slots of a dispatch in which ``count`` decode."""
-        return next((own for own in self.live if own >= count), self.slots)
+        """Live slots of the program that runs ``count`` decoding slots."""
+        return next((live for live in self.live if live >= count), self.slots)
 
     def rounds(self, buckets: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Shapes of rounds, live slots and nodes, for buckets in rising order; the first has them all."""
+        """Shapes of rounds, live slots and nodes, for buckets in rising order; the first has no row limit."""
         most = math.inf if self.most_rows is None else self.most_rows
         return tuple(
             (live, bucket)
@@ -127,8 +126,8 @@ class EngineSize:
 
 
 def powers(slots: int, base: int = 2) -> tuple[int, ...]:
-    """Numbers of live slots for an engine of many: 1, 2, 4, … below all of them, or of another base."""
-    return tuple(itertools.takewhile(lambda own: own < slots, (base**power for power in range(slots))))
+    """Numbers of live slots: powers of ``base`` below ``slots``."""
+    return tuple(itertools.takewhile(lambda live: live < slots, (base**power for power in range(slots))))
 
 
 def default_capacity(config: "ModelConfig", need: int) -> int:
@@ -138,7 +137,7 @@ def default_capacity(config: "ModelConfig", need: int) -> int:
 
 
 def chunks_for(slots: int, *, gpu: bool) -> tuple[tuple[int, int], ...]:
-    """The usual shapes of forwards of prompts for so many slots, with or without GPU kernels."""
+    """Default shapes of prefill forwards for ``slots`` slots, with or without GPU kernels."""
     return tuple(shape for shape in (_GPU_CHUNKS if gpu else _CPU_CHUNKS) if shape[0] <= slots)
 
 
@@ -146,7 +145,7 @@ def slots_for(count: int, max_slots: int) -> int:
     """Slots for ``count`` prompts: a power of two, so that few programs serve all batch sizes.
 
     Raises:
-        TypeError: ``max_slots`` is no integer.
+        TypeError: ``max_slots`` is not an integer.
         ValueError: ``max_slots`` is less than 1.
     """
     check_integer("max_slots", max_slots, 1)

@@ -1,4 +1,4 @@
-"""Snapshots on the host: which places hold what slots knew at the ends of shared pages."""
+"""Snapshots on the host: their places, by the key of the last shared page."""
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -7,41 +7,40 @@ from jetspec_jax.engine.pages import PagePool
 
 
 class Snapshots:
-    """Places for copies of the rings and states of slots, each under the name of the last page before it.
+    """Places for copies of slots' rings and states, by the key of the last page before them.
 
-    A layer whose store is a ring of its window, or a recurrent state, keeps a slot's tokens in a place of the
-    slot's own. To begin behind shared pages a slot also needs that place as it was at their end, which only
-    prompts' forwards leave: these are cut there. A page's name stands for all tokens up to its end, and so
-    does a snapshot's. While the pool has no page of that name the snapshot is of no use, and its place is the
-    first to be taken; then that which was made or used the longest ago. What becomes of a snapshot leaves
-    the pages as they are.
+    A layer with a ring of its window, or a recurrent state, stores a slot's tokens outside the pages. To
+    start after shared pages, a slot also needs this store as it was at their end. Only prefill forwards that
+    end there leave it, so chunks are cut there. A page's key stands for all tokens up to its end, and so
+    does a snapshot's. Snapshots whose pages were evicted are reused first, then the least recently used.
+    Pages do not depend on snapshots.
     """
 
     def __init__(self, count: int, pool: PagePool):
         """All places are free.
 
         Args:
-            count: How many there are; with none, pages alone make a beginning that can be shared.
-            pool: The pages.
+            count: Number of places; with 0, requests share prefixes by pages alone.
+            pool: The page pool.
         """
         self.count, self._pool = count, pool
         self._free = deque(range(count))
-        # By name, the one used last at the end.
+        # Places by key, the most recently used last.
         self._places: OrderedDict[bytes, int] = OrderedDict()
 
     def longest(self, keys: Sequence[bytes]) -> int:
-        """Pages of the longest beginning at whose end there is a snapshot; all where none is needed."""
+        """Pages of the longest prefix that ends with a snapshot; all pages if none is needed."""
         if not self.count:
             return len(keys)
         return next((end for end in range(len(keys), 0, -1) if keys[end - 1] in self._places), 0)
 
     def use(self, key: bytes) -> int:
-        """The place of a snapshot that there is."""
+        """The place of an existing snapshot."""
         self._places.move_to_end(key)
         return self._places[key]
 
     def keep(self, key: bytes) -> int | None:
-        """A place for a new snapshot; None where there is one of that name, which is used."""
+        """A place for a new snapshot; None if one of this key exists, which then counts as used."""
         if key in self._places:
             self.use(key)
             return None
@@ -50,7 +49,7 @@ class Snapshots:
         return place
 
     def check(self) -> None:
-        """Raises AssertionError unless every place is free or has one name."""
+        """Raises AssertionError unless every place is free or has one key."""
         assert sorted([*self._free, *self._places.values()]) == list(range(self.count)), "places"
 
     def _evict(self) -> int:

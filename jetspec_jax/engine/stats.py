@@ -1,4 +1,4 @@
-"""Figures of an engine that serves many callers, for whoever watches it."""
+"""Statistics of an engine that serves many callers, for monitoring."""
 
 import itertools
 from collections.abc import Iterable
@@ -13,24 +13,24 @@ from jetspec_jax.engine.request import Request, State
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Figures of an engine by now, or of several together. Those that count only grow.
+    """Statistics of an engine, or of several together. Counters only grow.
 
     Attributes:
-        running: Requests that have a slot.
-        waiting: Requests that wait for one.
-        pages: How many there are.
-        pages_used: Those that requests hold.
-        pages_cached: Those that nobody holds, kept for requests that begin alike.
-        prefix_queries: Tokens of all prompts that have got a slot.
-        prefix_hits: Those of them that were in the stores already.
-        preemptions: How often a request lost its slot.
+        running: Requests with a slot.
+        waiting: Requests that wait for a slot.
+        pages: Number of pages.
+        pages_used: Pages in use by requests.
+        pages_cached: Unused pages in the prefix cache.
+        prefix_queries: Prompt tokens of all requests that have had a slot.
+        prefix_hits: Those of these tokens that were in the prefix cache.
+        preemptions: Number of preemptions.
         dispatches: Dispatches with rounds.
-        drafts: Trees of more than a root that were verified.
-        drafted_tokens: Tokens that were drafted.
-        accepted_tokens: Those of them that the target agreed with, before any cut.
-        accepted_by_depth: Of these, how many lay at depth 1, 2, 3, ….
-        bucket: Nodes of the trees of the last dispatch; of several engines the largest.
-        live_slots: Slots that the last dispatch was for.
+        drafts: Verified trees with more than a root.
+        drafted_tokens: Drafted tokens.
+        accepted_tokens: Drafted tokens that the target agreed with, before any cut.
+        accepted_by_depth: Accepted tokens at depth 1, 2, 3, ….
+        bucket: Nodes of the trees of the last dispatch; the largest of several engines.
+        live_slots: Slots of the last dispatch.
         compilations: Programs that the process has compiled since the last warm-up, or since the start.
     """
 
@@ -52,34 +52,33 @@ class EngineStats:
     compilations: int = 0
 
     def __add__(self, other: "EngineStats") -> "EngineStats":
-        """Those of both engines together."""
-        summed = {name: own + getattr(other, name) for name, own in vars(self).items()}
+        """Statistics of both engines together."""
+        summed = {name: value + getattr(other, name) for name, value in vars(self).items()}
         depths = itertools.zip_longest(self.accepted_by_depth, other.accepted_by_depth, fillvalue=0)
         summed |= {"accepted_by_depth": tuple(map(sum, depths)), "bucket": max(self.bucket, other.bucket)}
         return EngineStats(**summed)
 
 
 class Tally:
-    """Counts what one engine after the other has done for the requests of a driver."""
+    """Counts the work of a loop, over all its engines."""
 
     def __init__(self) -> None:
-        """Begins at nothing."""
         self._ended = EngineStats()
         self._rounds = EngineStats()
 
-    def end(self, request: Request) -> None:
-        """Counts a request that is over."""
+    def add_request(self, request: Request) -> None:
+        """Counts a request that has ended."""
         self._ended += _of_request(request)
 
-    def take(self, record: DispatchRecord) -> None:
+    def add_dispatch(self, record: DispatchRecord) -> None:
         """Counts a dispatch."""
         if not len(record.tokens):
             return
         ran = record.tree_sizes > 0
         accepted = (record.tokens[ran] >= 0).sum(axis=1) - 1
-        # One that reached a depth reached all before it.
+        # A path that reached a depth reached all depths before it.
         reached = np.bincount(accepted[accepted > 0])[::-1].cumsum()[::-1][1:] if (accepted > 0).any() else ()
-        own = EngineStats(
+        dispatch = EngineStats(
             dispatches=1,
             drafts=int((record.tree_sizes[ran] > 1).sum()),
             drafted_tokens=int(record.tree_sizes[ran].sum() - ran.sum()),
@@ -87,15 +86,15 @@ class Tally:
             accepted_by_depth=tuple(map(int, reached)),
         )
         last = {"bucket": record.bucket, "live_slots": len(record.live)}
-        self._rounds = EngineStats(**{**vars(self._rounds + own), **last})
+        self._rounds = EngineStats(**{**vars(self._rounds + dispatch), **last})
 
     def stats(self, requests: Iterable[Request], num_pages: int, pool: PagePool | None) -> EngineStats:
-        """All by now.
+        """Statistics so far.
 
         Args:
-            requests: Those that are not over.
-            num_pages: Pages that there are, or will be.
-            pool: The engine's pages; None where there is no engine.
+            requests: Requests that have not been counted as ended.
+            num_pages: Number of pages of the engine, or of the engine to come.
+            pool: The engine's page pool; None without an engine.
         """
         pages = EngineStats(pages=num_pages)
         if pool is not None:

@@ -1,56 +1,53 @@
-"""A completion piece by piece, while it is decoded."""
+"""Streams a completion while it is decoded."""
 
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-from jetspec_jax.checkpoint.loading import Target
 from jetspec_jax.device.processes import OutOfStep
-from jetspec_jax.engine.engine import LOST, Engine
+from jetspec_jax.engine.loop import Call, wait
 from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.request import Request
 
-# Rounds between two pieces of a stream: text appears while it is accepted, and little overshoots a stop.
+# Rounds between two pieces of a stream: few, so that text appears early and little overshoots a stop.
 STREAM_ROUNDS = 2
 
 
 class Stream(Iterator[str]):
-    """Pieces of text as they are accepted; what overshoots the end is discarded.
+    """Pieces of text as they are accepted; tokens after the end are discarded.
 
     A stream that is closed, left as a context, or dropped before its end frees its slot. It may be iterated
-    and closed from any thread. Of several processes the first decides: where it has closed its stream, those
-    of the others end too.
+    and closed from any thread. If several processes share the models, closing the stream in process 0 ends it
+    in all of them.
 
     Attributes:
         completion: The whole completion once the stream has ended, None before.
     """
 
-    def __init__(self, target: Target, engine: Engine | None, request: Request):
-        """Queues the request; called under the keeper's lock. Without an engine it is not queued."""
+    def __init__(self, call: Call, request: Request, tokenizer: Any):
+        """Submits a call of one request."""
         self.completion: Completion | None = None
-        self._line, self._lock = target.keeper.line, target.keeper.lock
-        self._engine, self._closed = engine, False
-        self._output, self._sent = Output(request, target.tokenizer), 0
-        if engine is not None:
-            engine.admit(request)
+        self._lock, self._closed = threading.RLock(), False
+        self._output, self._sent = Output(request, tokenizer), 0
+        self._call: Call | None = call
+        request.on_update = call.news.set
+        call.loop.submit(call)
 
     def __enter__(self) -> "Stream":
-        """The stream itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends the request."""
         self.close()
 
     def __next__(self) -> str:
-        """The next piece of text, which is never empty.
+        """The next piece of text, never empty.
 
         Raises:
-            RuntimeError: An interrupt has broken the engine that decodes it.
+            Exception: An error of the engine.
         """
         sent = None
         try:
-            with self._line, self._lock:  # directly: a generator that holds them outlives an interrupt
+            with self._lock:  # not in a generator, which would keep it locked after an interrupt
                 while not self._closed:
                     text = self._settled()
                     if len(text) > self._sent:
@@ -58,61 +55,40 @@ class Stream(Iterator[str]):
                         return text[sent:]
                     if self.completion is not None:
                         break
-                    self._step()
+                    self._wait()
         except BaseException:
             if sent is not None:
-                self._sent = sent  # an interrupt on the way out: the piece is still to come
+                self._sent = sent  # interrupted before the return: the piece is returned later
             raise
         raise StopIteration
 
     def _settled(self) -> str:
-        """The text so far. Others who decode with the same engine serve the stream too."""
+        """The final text so far."""
         self._output.update()
         if self._output.finish_reason is not None and self.completion is None:
             self._leave()
             self.completion = self._output.completion()
         return self._output.settled_text
 
-    def _step(self) -> None:
-        engine, request = self._engine, self._output.request
-        if engine is not None and not request.unwanted:
-            try:
-                engine.step(STREAM_ROUNDS)
-            except OutOfStep:
-                if not request.cancelled:
-                    raise
-            if request.cancelled and request.finish_reason is None:
-                self.close()  # the first process has
-        elif not self._closed:  # as another thread may do at any time
-            raise RuntimeError(LOST)
+    def _wait(self) -> None:
+        call, request = self._call, self._output.request
+        if call is None:
+            return  # closed by another thread just now
+        try:
+            wait([call])
+        except OutOfStep:
+            if not request.cancelled:
+                raise
+        if request.cancelled and request.finish_reason is None:
+            self.close()  # process 0 has closed its stream
 
     def close(self) -> None:
-        """Ends the request; its slot and pages are free again. Waits for nobody."""
+        """Ends the request, whose slot and pages are freed; does not wait."""
         self._closed = True
         self._leave()
 
     def _leave(self) -> None:
+        call, self._call = self._call, None  # an ended stream keeps no engine
         self._output.request.cancel()
-        self._engine = None  # its stores are the target's to keep or to free
-
-
-class DrivenStream(Stream):
-    """A stream whose request a driver serves, among those of others."""
-
-    def __init__(self, target: Target, driver: Any, request: Request):
-        """Submits the request."""
-        super().__init__(target, None, request)
-        self._line = self._lock = threading.RLock()  # the driver holds those of the engine
-        self._driver, self._news = driver, threading.Event()
-        request.told = self._news.set
-        driver.submit([request], guests=True)
-
-    def _step(self) -> None:
-        if not self._closed:
-            self._news.wait()
-            self._news.clear()
-
-    def close(self) -> None:
-        """Ends the request; its slot and pages are free again. Waits for nobody."""
-        super().close()
-        self._news.set()
+        if call is not None:
+            call.news.set()

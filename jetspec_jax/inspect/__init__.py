@@ -1,1 +1,1 @@
-"""Looking inside: forwards, rounds one by one, near-ties, and what a checkpoint holds."""
+"""Inspection of models and decoding: forwards, traced rounds, near-ties, and checkpoints."""

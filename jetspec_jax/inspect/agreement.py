@@ -51,9 +51,9 @@ class WatchedEngine(Engine):
         self.look = look
         super().__init__(plan, weights)
 
-    def launch(
-        self, most_rounds: int | None = None, decode: Decode | None = None, *, timed: bool = True
-    ) -> None:
+    def launch(self, most_rounds: int | None = None, decode: Decode | None = None) -> None:
         """See `Engine`; never timed, because ``look`` waits for the devices."""
-        super().launch(min(most_rounds or FEW_ROUNDS, FEW_ROUNDS), decode, timed=False)
+        super().launch(min(most_rounds or FEW_ROUNDS, FEW_ROUNDS), decode)
+        if self.runner.in_flight is not None:
+            self.runner.in_flight = self.runner.in_flight._replace(started=None)
         self.look(steering(self.runner))

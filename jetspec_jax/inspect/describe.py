@@ -142,13 +142,13 @@ def _model(raw: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
 
 def _quantization(config: ModelConfig) -> dict[str, Any]:
     """How weights are quantised, if they are, and what of the config is not done."""
-    own = config.quantization
-    if own is None:
+    quantization = config.quantization
+    if quantization is None:
         return {}
     text = {"none": "not quantised"}.get(
-        own.activations, f"not quantised here; the config has {own.activations}"
+        quantization.activations, f"not quantised here; the config has {quantization.activations}"
     )
-    return {"quantization": own.format, "activations": text}
+    return {"quantization": quantization.format, "activations": text}
 
 
 def _weights(path_or_id: str | Path, folder: Path, config: ModelConfig | DraftHeadConfig) -> dict[str, Any]:
@@ -159,8 +159,8 @@ def _weights(path_or_id: str | Path, folder: Path, config: ModelConfig | DraftHe
         headers = find_headers(path_or_id, folder)
         file_bytes, unused = headers.file_bytes, headers.plan(config).unused
         if isinstance(config, ModelConfig) and holds_mxfp4(config, lambda: headers):
-            own = kept_packed(config)
-            packed = {**_quantization(own), "weight_bytes_mxfp4": weight_bytes(own, bfloat16)}
+            with_packed = kept_packed(config)
+            packed = {**_quantization(with_packed), "weight_bytes_mxfp4": weight_bytes(with_packed, bfloat16)}
     return {
         "parameters": num_parameters(config),
         # What a device takes: of experts in MXFP4 where they are widened, and where they stay packed.

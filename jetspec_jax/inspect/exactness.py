@@ -89,15 +89,17 @@ def first_divergence(
     both = min(len(tokens), len(expected))
     position = next((i for i in range(both) if tokens[i] != expected[i]), both)
     row = perturbed_logits(target, prompt, expected[:position], params)
-    token, other = (output[position] if position < len(output) else None for output in (tokens, expected))
+    token, expected_token = (
+        output[position] if position < len(output) else None for output in (tokens, expected)
+    )
     behind, tie_gap = None, TIE_GAP
-    if token is not None and other is not None:
-        lesser = min(token, other, key=lambda choice: row[choice])
+    if token is not None and expected_token is not None:
+        lesser = min(token, expected_token, key=lambda choice: row[choice])
         behind = float(row.max() - row[lesser]) if np.isfinite(row[lesser]) else None
         if behind is not None and behind >= TIE_GAP:
             tie_gap = tie_gap_at(target, prompt, expected[:position], params, int(row.argmax()), lesser)
     second, best = np.partition(row, -2)[-2:]
-    return Divergence(position, token, other, float(best - second), behind, tie_gap)
+    return Divergence(position, token, expected_token, float(best - second), behind, tie_gap)
 
 
 def tie_gap_at(

@@ -1,11 +1,12 @@
-"""Decoding of one request, round by round, with all that every round drafted, verified and accepted.
+"""Decodes one request and returns each round's candidates, tree, choices and accepted path.
 
-For people who want to see a tree, and for measurements. It is the decoding of `Engine`: the same admission,
-and the same parts of a round, in a program that also returns what passes between them.
+For people who want to see a tree, and for measurements. The admission and the parts of a round are those of
+`Engine`, in a program that also returns the values between the parts.
 """
 
 import functools
-from collections.abc import Generator, Iterator
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,20 +25,20 @@ from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord
 from jetspec_jax.device.processes import OutOfStep
 from jetspec_jax.engine.admission import plan_requests, read_single
 from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.loop import EngineLoop, loop_for
 from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.serving import give_back, take_engine
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import NO_PARENT, ROOT_INDEX, Auto, Hints, TokenTree, algorithm_of
 from pallas_kernels import shards
 
 
 class RoundTrace(NamedTuple):
-    """What one round of one request did, as NumPy values: N nodes of the tree, A accepted, K candidates.
+    """One round of one request, as NumPy values: N nodes of the tree, A accepted, K candidates.
 
     Attributes:
-        start: Position of the anchor in the whole sequence; as many tokens are committed before it.
+        start: Position of the anchor in the sequence, and number of committed tokens before it.
         candidate_tokens: The best draft tokens of every row, best first; row d is for depth d + 1.
         candidate_log_probs: Their log-probabilities under the head.
         tokens: The tree's tokens; node 0 is the anchor.
@@ -48,10 +49,10 @@ class RoundTrace(NamedTuple):
             temperature 1 and without a filter; the anchor's is 0.
         choices: The target's choice after each node, sampled or greedy as the request asks.
         path: The accepted nodes, the anchor first.
-        committed: What the round emits: the choices along the path; the last is the bonus. Those after a
-            stop or the request's last token are here, though not in its completion.
+        committed: The round's tokens: the choices along the path; the last is the bonus. Tokens after a stop
+            or after ``max_tokens`` are included here, but not in the completion.
         pair_log_probs: Log-probabilities of the candidates below each candidate of the row above, under the
-            head's selector; see `Candidates`. None without one.
+            head's selector; see `Candidates`. None without a selector.
     """
 
     start: int
@@ -69,32 +70,61 @@ class RoundTrace(NamedTuple):
 
 
 class Trace(Iterator[RoundTrace]):
-    """The rounds of one request, decoded as they are asked for; closed or dropped, it holds nothing."""
+    """The rounds of one request, decoded on demand; its engine is freed when it is closed or dropped."""
 
-    def __init__(self, target: Target, engine: Engine, request: Request):
-        """Takes over an engine of its own, with its only request."""
-        self._output = Output(request, target.tokenizer)
-        self._rounds = _rounds(target, engine, self._output)
+    def __init__(self, loop: EngineLoop, engine: Engine, request: Request, tokenizer: Any):
+        """Admits the only request of ``engine``; each round runs between two dispatches of the loop."""
+        self._output, self._loop = Output(request, tokenizer), loop
+        self._engine: Engine | None = engine
+        self._seen: deque[_Seen] = deque()
+        parts = {"adjusts": request.params.adjusts, "logprobs": request.params.logprobs is not None}
+        self._decoder = engine.runner.decoder_for(engine.plan.decoder.bucket, **parts)
+        engine.admit(request)
 
     def __next__(self) -> RoundTrace:
         """Decodes the next round."""
-        return next(self._rounds)
+        output, request = self._output, self._output.request
+        while (engine := self._engine) is not None and (self._seen or output.finish_reason is None):
+            try:
+                if not self._seen:
+                    self._loop.run(functools.partial(engine.step, 1, self._decode))
+            except OutOfStep:
+                if not request.cancelled:
+                    raise
+            if request.cancelled and request.finish_reason is None:
+                break  # process 0 has closed its trace
+            output.update()
+            passed = jax.device_get(self._seen.popleft())
+            if passed.accepted.counts[request.slot]:  # 0 while it waits for a page
+                return _of_slot(passed, request.slot)
+        self.close()
+        raise StopIteration
 
     def close(self) -> None:
-        """Ends the request; its stores are free again."""
-        self._rounds.close()
-        # From Python 3.12 on, a generator that is closed before its first step keeps its arguments.
-        self._rounds = _no_rounds()
+        """Ends the request and frees its engine."""
+        engine, self._engine = self._engine, None
+        self._output.request.cancel()
+        self._seen.clear()
+        if engine is not None:
+            engine.close()
 
     @property
     def text(self) -> str:
-        """The text of the rounds so far that nothing to come can take back; empty without a tokenizer."""
+        """The final text of the rounds so far; empty without a tokenizer."""
         return self._output.settled_text
 
     @property
     def completion(self) -> Completion | None:
         """The whole completion once the request has ended, None before."""
         return None if self._output.finish_reason is None else self._output.completion()
+
+    def _decode(
+        self, weights: DecodeWeights, state: DecodeState, _: np.int32
+    ) -> tuple[DecodeState, RoundRecord]:
+        traced_round = jit_rounds(_traced_round, self._decoder.bucket)
+        state, (record, passed) = traced_round(self._decoder, weights, state)
+        self._seen.append(passed)
+        return state, jax.tree.map(lambda one: one[None], record)
 
 
 def trace_rounds(
@@ -109,7 +139,7 @@ def trace_rounds(
     proposer_weights: object = None,
     implementation: str | None = None,
 ) -> Trace:
-    """Decodes one request and yields what each round did.
+    """Decodes one request and yields a trace of each round.
 
     The tokens are those of `generate_tree` with the same seed. The first round's anchor is the prompt's last
     token.
@@ -118,17 +148,17 @@ def trace_rounds(
         target: The target.
         head: A draft head made for it; None decodes plainly unless a proposer is given.
         prompt: The prompt, in any form that `jetspec_jax.generate` takes.
-        params: How it is sampled and when it stops.
-        settings: The trees.
-        routing: What is known of the prompt, for algorithms that look at that.
+        params: Sampling parameters and stop conditions.
+        settings: The tree settings.
+        routing: Routing hints, for algorithms that use them.
         proposer: A proposer other than the head's.
         proposer_weights: That proposer's parameters.
-        implementation: Of tree attention; None picks the best.
+        implementation: Tree attention implementation; None picks the best.
 
     Raises:
-        ValueError: The head does not fit, a setting is out of its range, or the request cannot be served; at
-            the call, before any round.
-        DeviceMemoryError: The device cannot hold the stores and what a round needs beside them.
+        ValueError: The head does not fit, a setting is out of its range, or the request cannot be served;
+            raised by the call, before any round.
+        DeviceMemoryError: The device cannot hold the stores and a round's workspace.
     """
     if params is not None and params.structured_outputs is not None:
         raise ValueError("structured_outputs cannot be traced: a traced round is one program")
@@ -145,52 +175,17 @@ def trace_rounds(
         proposer=proposer,
         implementation=implementation,
     )
-    weights = proposer_weights if head is None else head.weights
-    with target.keeper.line, target.keeper.lock:
-        engine = take_engine(target, plan, weights)
-        engine.admit(request)
-    return Trace(target, engine, request)
-
-
-def _no_rounds() -> Generator[RoundTrace]:
-    yield from ()
-
-
-def _rounds(target: Target, engine: Engine, output: Output) -> Generator[RoundTrace]:
-    """Serves an engine's only request, one round a step."""
-    seen: list[_Seen] = []
-    request, bucket = output.request, engine.plan.decoder.bucket
-    wants = {"adjusts": request.params.adjusts, "logprobs": request.params.logprobs is not None}
-    decoder = engine.runner.decoder_for(bucket, **wants)
-    traced_round = jit_rounds(_traced_round, decoder.bucket)
-
-    def decode(weights: DecodeWeights, state: DecodeState, _: np.int32) -> tuple[DecodeState, RoundRecord]:
-        state, (record, passed) = traced_round(decoder, weights, state)
-        seen.append(passed)
-        return state, jax.tree.map(lambda one: one[None], record)
-
-    try:
-        while output.finish_reason is None:
-            try:
-                engine.step(1, decode)
-            except OutOfStep:
-                if not request.cancelled:
-                    raise
-            if request.cancelled and request.finish_reason is None:
-                return  # the first process has closed its trace
-            output.update()
-            if not seen:
-                continue  # the step collected what an interrupted call had launched
-            passed = jax.device_get(seen.pop())
-            if passed.accepted.counts[request.slot]:  # none while it waits for a page
-                yield _of_slot(passed, request.slot)
-    finally:
-        request.cancel()
-        give_back(target, engine)
+    weights = DecodeWeights(target.weights, proposer_weights if head is None else head.weights)
+    loop = loop_for(target)
+    idle = loop.engine
+    if idle is not None and not idle.plan.persistent:
+        loop.free()  # so that two sets of stores do not coexist
+    engine = loop.run(functools.partial(Engine, plan, weights))
+    return Trace(loop, engine, request, target.tokenizer)
 
 
 class _Seen(NamedTuple):
-    """What passes between the parts of a round, of all slots."""
+    """Values between the parts of a round, of all slots."""
 
     starts: Int[Array, "B"]
     candidate_tokens: Int[Array, "B D K"]
@@ -204,7 +199,7 @@ class _Seen(NamedTuple):
 def _traced_round(
     decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState
 ) -> tuple[DecodeState, tuple[RoundRecord, _Seen]]:
-    """`TreeDecoder.round`, which also returns what its pieces hand to each other."""
+    """`TreeDecoder.round`, which also returns the values between its parts."""
     return decoder.on_mesh(functools.partial(_pieces, decoder))(weights, state)
 
 
@@ -214,11 +209,11 @@ def _pieces(
     tree, candidates = decoder.propose(weights, state)
     verified = decoder.verify(weights, state, tree)
     after, record, accepted = decoder.settle(weights, state, tree, verified)
-    nothing = jnp.zeros((state.anchors.shape[0], 0, decoder.breadth.candidates))
+    empty = jnp.zeros((state.anchors.shape[0], 0, decoder.breadth.candidates))
     seen = _Seen(
         state.slots.lengths,
-        nothing.astype(jnp.int32) if candidates is None else candidates.tokens,
-        nothing if candidates is None else candidates.log_probs,
+        empty.astype(jnp.int32) if candidates is None else candidates.tokens,
+        empty if candidates is None else candidates.log_probs,
         None if candidates is None else candidates.pairs,
         tree,
         _target_log_probs(tree, verified.logits),
@@ -228,22 +223,22 @@ def _pieces(
 
 
 def _target_log_probs(tree: TokenTree, logits: Float[Array, "B N V"]) -> Float32[Array, "B N"]:
-    """Log-probability of each node's token under the target's logits at its parent; 0 where there is none."""
+    """Log-probability of each node's token under the target's logits at its parent; 0 for the root."""
     values = logits.astype(jnp.float32)
     parents = jnp.maximum(tree.parents, ROOT_INDEX)
     sequence = jnp.arange(parents.shape[0], dtype=jnp.int32)[:, None]
     totals = jax.nn.logsumexp(values, axis=-1)
     if shards.count() == 1:
-        own = values[sequence, parents, tree.tokens] - totals[sequence, parents]
+        log_probs = values[sequence, parents, tree.tokens] - totals[sequence, parents]
     else:
-        # Only one part of the vocabulary has the token's logit; all parts' sums are needed.
+        # Only one shard of the vocabulary has the token's logit; the normaliser needs all shards.
         size = values.shape[-1]
         column = tree.tokens - size * shards.index()
         found = values[sequence, parents, jnp.clip(column, 0, size - 1)]
         found = jnp.where((column >= 0) & (column < size), found, -jnp.inf)
         of_all = shards.gather(jnp.stack([found, totals[sequence, parents]]))
-        own = jnp.max(of_all[:, 0], axis=0) - jax.nn.logsumexp(of_all[:, 1], axis=0)
-    return jnp.where(tree.parents == NO_PARENT, 0.0, own)
+        log_probs = jnp.max(of_all[:, 0], axis=0) - jax.nn.logsumexp(of_all[:, 1], axis=0)
+    return jnp.where(tree.parents == NO_PARENT, 0.0, log_probs)
 
 
 def _of_slot(seen: Any, slot: int) -> RoundTrace:

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from jetspec_jax.arguments import nearest, printable, shortened, shown
-from jetspec_jax.engine.line import QueueFull
 from jetspec_jax.engine.request import DeadlinePassed, EngineFailed
+from jetspec_jax.engine.waiting_queue import QueueFull
 
 #: Unsupported paths of OpenAI's API, with advice.
 ELSEWHERE = {

@@ -235,7 +235,9 @@ class TestRefused:
             llm.chat([[chat, begun], [chat]], continue_final_message=True)
 
     def test_templates_of_models_that_are_loaded(self, llm, target):
-        with pytest.raises(ValueError, match="chat_template is for a target that is yet to be loaded"):
+        with pytest.raises(
+            ValueError, match="chat_template has no effect on a target that is loaded already"
+        ):
             LLM(target, chat_template=TEMPLATE)
         with pytest.raises(TypeError, match=r"all chats of an LLM have one template: LLM\(chat_template=…\)"):
             llm.chat([{"role": "user", "content": "ab"}], chat_template=TEMPLATE)
@@ -243,7 +245,7 @@ class TestRefused:
     def test_several_completions_cannot_be_followed(self, llm, target, head):
         params = SamplingParams(n=2)
         for call in (lambda: llm.stream("ab", params), lambda: trace_rounds(target, head, [1], params)):
-            with pytest.raises(ValueError, match="n must be 1 to follow one completion, not 2"):
+            with pytest.raises(ValueError, match="n must be 1 for a stream or a trace, not 2"):
                 call()
         with pytest.raises(TypeError, match="a prompt must be"):
             llm.stream(None)

@@ -195,7 +195,7 @@ class TestWhatCannotBe:
         self.refused(
             (target, head),
             ValueError,
-            "the loaded target lies on one device, and what is asked for is a mesh of expert 1 x tensor 2",
+            "the loaded target lies on one device, and the arguments ask for a mesh of expert 1 x tensor 2",
             tensor_parallel_size=2,
         )
         self.refused(

@@ -14,6 +14,7 @@ from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.decode.state import grow
 from jetspec_jax.engine import round_costs
 from jetspec_jax.engine.budget_policy import AutoBudget, Dispatch
+from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.planning import plan_engine
 from jetspec_jax.engine.round_costs import RoundCosts
 from jetspec_jax.engine.runner import Runner
@@ -162,7 +163,7 @@ def test_nothing_compiles_after_a_first_request(target, head, monkeypatch):
     records = every_bucket(monkeypatch)
     with compilations() as seen:
         run(30)
-        target.keeper.engine = None
+        loop_for(target).free()
         run(30)
     assert {record.bucket for record in records} == set(BUCKETS)
     assert seen == []

@@ -10,6 +10,7 @@ from jetspec_jax import LLM, Head, SamplingParams, TreeDecoder, draft_logits, ge
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.engine.admission import check_request
 from jetspec_jax.engine.bad_words import encode_bad_words
+from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.planning import plan_engine
 from jetspec_jax.inspect.trace import trace_rounds
 from tests.decode.tiny import (
@@ -112,7 +113,7 @@ REQUESTS = pytest.mark.parametrize(
         (
             [1],
             {"allowed_token_ids": (5, 6), "stop_token_ids": (5, 6, 7), "min_tokens": 1},
-            "no token could be chosen before min_tokens=1: all that are allowed end it",
+            "no token could be chosen before min_tokens=1: all allowed tokens end the output",
         ),
         (
             [1] * (LIMIT - 4),
@@ -136,7 +137,7 @@ def test_requests(target, head, prompt, params, message):
         generate_tree(target, head, prompts, sampling, budget=16)
     with pytest.raises(ValueError, match=message):
         trace_rounds(target, head, prompts[-1], sampling[-1], TreeSettings(budget=16))
-    assert target.keeper.engine is None
+    assert loop_for(target).engine is None
 
 
 @pytest.mark.usefixtures("nothing_runs")
@@ -152,7 +153,7 @@ def test_requests_of_an_llm(target, head):
         llm.generate([GOOD], [SHORT] * 2)
     with pytest.raises(ValueError, match="no chat template"):
         llm.chat([{"role": "user", "content": "ab"}])
-    assert llm.target.keeper.engine is None
+    assert loop_for(llm.target).engine is None
 
     without = LLM(target, head, budget=16)
     for call in (without.generate, without.stream):
@@ -165,7 +166,7 @@ def test_requests_of_an_llm(target, head):
 @pytest.mark.parametrize(
     ("words", "allowed", "message"),
     [
-        (["a", "b"], (0, 1), "no token could be chosen: bad_words forbid all that are allowed"),
+        (["a", "b"], (0, 1), "no token could be chosen: bad_words forbid all allowed tokens"),
         ([" "], None, "a bad word must have 1 to 64 tokens, and ' ' has 0"),
         (["x" * 65], None, "a bad word must have 1 to 64 tokens, and .* has 65"),
         ([f"{i:b}".replace("1", "a").replace("0", "b") for i in range(1, 1026)], None, "at most 1024"),

@@ -12,7 +12,8 @@ import pytest
 from jetspec_jax import LLM, SamplingParams, draft_logits, generate, generate_tree
 from jetspec_jax.cache.pages import NO_PAGE, PAGE_SIZE
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine.engine import say_which_attention
+from jetspec_jax.engine.engine import log_attention_fallback
+from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.models import bind
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, gaps
@@ -384,7 +385,7 @@ def test_a_stream_is_the_text_in_pieces(llm):
     assert all(pieces)
     assert next(stream, None) is None
     # It no longer keeps the engine from calls that need another.
-    assert not llm.target.keeper.engine.busy
+    assert not loop_for(llm.target).engine.busy
 
 
 @pytest.mark.parametrize("cut", [1, 3, 6, 10])
@@ -404,7 +405,7 @@ def test_a_stop_string_never_leaks(llm, cut):
 def test_leaving_a_stream_frees_its_pages(llm):
     prompt, params = prompt_of(17), sampled(2, max_tokens=200)
     [expected] = llm.generate([prompt], params)
-    engine = llm.target.keeper.engine
+    engine = loop_for(llm.target).engine
 
     def is_free():
         return not engine.busy and engine.scheduler.free_pages == engine.plan.size.num_pages
@@ -427,7 +428,7 @@ def test_leaving_a_stream_frees_its_pages(llm):
     # No device work in a finaliser: the next batch takes back the slot of a dropped stream.
     assert not engine.busy
     assert llm.generate([prompt], params) == [expected]
-    assert llm.target.keeper.engine is engine
+    assert loop_for(llm.target).engine is engine
     assert is_free()
 
 
@@ -437,7 +438,7 @@ def test_leaving_a_stream_frees_its_pages(llm):
 @pytest.mark.parametrize("problem", ["no GPU: the default device is a cpu", None])
 def test_kernels_that_cannot_run_are_said_once(target, caplog, monkeypatch, problem):
     monkeypatch.setattr("jetspec_jax.engine.engine.gpu_problem", lambda: problem)
-    say_which_attention.cache_clear()
+    log_attention_fallback.cache_clear()
     with caplog.at_level(logging.WARNING, "jetspec_jax"):
         TinyEngine(target, implementation="xla")  # who names it need not be told
         assert caplog.messages == []

@@ -29,6 +29,7 @@ from jetspec_jax.device.memory import array_bytes, weight_bytes
 from jetspec_jax.engine import runner
 from jetspec_jax.engine.admission import plan_requests
 from jetspec_jax.engine.extras import NO_EXTRAS, Extras
+from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.memory import check_engine_memory, empty_state, extra_bytes, workspace_bytes
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.size import EngineSize
@@ -240,9 +241,9 @@ def test_what_requests_want_beside_is_counted_where_they_do(device, part):
     with pytest.raises(DeviceMemoryError, match=part):
         generate(target, prompts, WANTS[part])
     device(more + workspace_bytes(EnginePlan(decoder, size, FLOAT32)))
-    kept = target.keeper.engine
+    kept = loop_for(target).engine
     assert len(generate(target, prompts, WANTS[part])) == 2
-    assert target.keeper.engine is kept
+    assert loop_for(target).engine is kept
     adjust = kept.runner.state.adjust
     assert (adjust is None) == ("adjustments" not in "".join(parts))
     if adjust is not None:
@@ -384,7 +385,7 @@ def llm():
 @pytest.mark.wide
 def test_an_llm_that_cannot_grow_does_what_it_did(device, llm):
     alone = [llm.generate([[i, 1]], SHORT)[0] for i in (1, 2)]
-    decoder = llm.target.keeper.engine.plan.decoder
+    decoder = loop_for(llm.target).engine.plan.decoder
     enough = total(decoder, EngineSize.of(TINY, 1, 256))
     device(enough)
     with pytest.raises(DeviceMemoryError, match="stores of 2 x 256 tokens"):

@@ -33,7 +33,7 @@ def feed(output, tokens, chunk, looks=1):
         if start // chunk % looks == 0:
             output.update()
             seen.append(output.settled_text)
-        request.take_round(tokens[start : start + chunk], 16)
+        request.append_round(tokens[start : start + chunk], 16)
         request.publish()
     output.update()
     return [*seen, output.settled_text]
@@ -88,9 +88,9 @@ def test_ends(tokenizer, tokens, more, chunk, looks, stop):
 
 def test_nothing_is_added_after_the_end():
     output = output_of(SamplingParams(max_tokens=3), None, ())
-    output.request.take_round([5], 8)
-    output.request.take_round([6, 7, 8, 9], 16)
-    output.request.take_round([1], 16)
+    output.request.append_round([5], 8)
+    output.request.append_round([6, 7, 8, 9], 16)
+    output.request.append_round([1], 16)
     output.request.publish()
     output.update()
     completion = output.completion()
@@ -104,7 +104,7 @@ def test_a_tail_that_may_become_a_stop_string_is_held_back():
     output = output_of(SamplingParams(stop=("abc", "b\n\n")), byte_level())
 
     def take(*tokens):
-        output.request.take(tokens)
+        output.request.append_tokens(tokens)
         output.request.publish()
         output.update()
         return output.settled_text
@@ -131,7 +131,7 @@ def test_a_long_stop_string_is_not_tried_in_all_its_lengths(stop):
     output = output_of(SamplingParams(stop=[Sliced(stop)], max_tokens=1000), byte_level())
     Sliced.slices = 0
     for letter in b"a" * 60 + b"ca" * 30:
-        output.request.take([letter + 1])
+        output.request.append_tokens([letter + 1])
         output.request.publish()
         output.update()
         assert output.text.startswith(output.settled_text)
@@ -255,7 +255,7 @@ def test_a_completion_is_read_as_vllm_s_result():
 def test_a_completion_holds_its_prompt():
     request = Request(np.array([3, 4], np.int32), SamplingParams(max_tokens=1), text="of a text", index=2)
     output = Output(request, None)
-    request.take_round([7, 8], 16)
+    request.append_round([7, 8], 16)
     output.update()
     assert output.finish_reason is None  # who hands tokens out has not done yet
     request.publish()

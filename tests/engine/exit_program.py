@@ -21,7 +21,7 @@ def report_threads():
 atexit.register(report_threads)
 
 from jetspec_jax import AsyncLLM, SamplingParams, generate  # noqa: E402
-from tests.decode.tiny import TINY, random_target, with_windows  # noqa: E402
+from tests.decode.tiny import TINY, random_target, with_windows, word_tokenizer  # noqa: E402
 
 # Many seconds of decoding.
 CONTEXT = 2**16
@@ -37,7 +37,7 @@ def decode(llm, begun):
         asyncio.run(read())
 
 
-def fork_refuses(llm, target):
+def fork_refuses(llm, target, stream):
     """Whether a fork is told what is wrong: by each way in, and without waiting for anything."""
     child = os.fork()
     if child:
@@ -48,8 +48,9 @@ def fork_refuses(llm, target):
             lambda: generate(target, [[1]]),
             lambda: llm.llm.generate([[1]]),
             lambda: asyncio.run(anext(llm.generate([1]))),
+            lambda: next(stream),
         ):
-            with pytest.raises(RuntimeError, match="spawn"):
+            with pytest.raises(RuntimeError, match="is a fork"):
                 way()
         code = 0
     except BaseException:
@@ -60,10 +61,10 @@ def fork_refuses(llm, target):
 
 if __name__ == "__main__":
     config = dataclasses.replace(with_windows(TINY, None), max_position_embeddings=CONTEXT)
-    target, begun = random_target(config, 0), threading.Event()
+    target, begun = random_target(config, 0, tokenizer=word_tokenizer(64)), threading.Event()
     llm = AsyncLLM(target, max_slots=1, capacity=CONTEXT)
     threading.Thread(target=decode, args=(llm, begun), daemon=True).start()
     begun.wait()
-    refused = fork_refuses(llm, target)
+    refused = fork_refuses(llm, target, llm.llm.stream([1, 2]))
     print("refused" if refused else "served", flush=True)
     sys.exit(3)

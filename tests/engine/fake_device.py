@@ -42,14 +42,18 @@ def expected_tokens(request):
 class Slot:
     """What the device knows of a slot."""
 
-    def __init__(self, own):
-        self.pages = own.pages[own.pages != NO_PAGE].tolist()
-        self.length, self.anchor, self.active = own.length, own.anchor, own.active
+    def __init__(self, admission):
+        self.pages = admission.pages[admission.pages != NO_PAGE].tolist()
+        self.length, self.anchor, self.active = admission.length, admission.anchor, admission.active
         # Whether it has read nothing yet, so that others may still fill pages that it shares.
         self.is_new = True
-        self.seed, self.remaining, self.stop_ids = own.params.seed, own.remaining, own.stop_ids
+        self.seed, self.remaining, self.stop_ids = (
+            admission.params.seed,
+            admission.remaining,
+            admission.stop_ids,
+        )
         # In its own place, behind shared pages: what another left there.
-        self.own = None if own.length else (0, 0)
+        self.recurrent = None if admission.length else (0, 0)
 
     @property
     def room(self):
@@ -87,12 +91,12 @@ class FakeDevice:
         self.batches += 1
         for slot in batch.releases:
             del self.slots[slot]  # an error if it was told before
-        for own in batch.admissions:
-            self.slots.pop(own.slot, None)
-        for own in batch.admissions:
-            assert own.slot not in self.slots, "admitted twice"
-            self.slots[own.slot] = Slot(own)
-            assert own.length % PAGE_SIZE == 0
+        for admission in batch.admissions:
+            self.slots.pop(admission.slot, None)
+        for admission in batch.admissions:
+            assert admission.slot not in self.slots, "admitted twice"
+            self.slots[admission.slot] = Slot(admission)
+            assert admission.length % PAGE_SIZE == 0
         for slot, pages in batch.growths:
             self._grow(self.slots[slot], pages[pages != NO_PAGE].tolist())
         for number in range(len(batch.chunks) + 1):
@@ -117,15 +121,15 @@ class FakeDevice:
     def _copy(self, copy):
         slot = self.slots[copy.slot]
         if copy.restores:
-            assert slot.own is None, "restored, though it knows"
-            slot.own = self.snapshots[copy.place]
-            assert slot.own[0] == slot.length, "the snapshot of another length"
+            assert slot.recurrent is None, "restored, though it knows"
+            slot.recurrent = self.snapshots[copy.place]
+            assert slot.recurrent[0] == slot.length, "the snapshot of another length"
             self.restored += 1
         else:
-            assert slot.own[0] == slot.length, "of tokens that are not all there"
+            assert slot.recurrent[0] == slot.length, "of tokens that are not all there"
             assert slot.length, "of nothing"
             assert slot.length % PAGE_SIZE == 0, "at no page's end"
-            self.snapshots[copy.place] = slot.own
+            self.snapshots[copy.place] = slot.recurrent
             self.kept += 1
 
     def _prefill(self, chunk):
@@ -150,7 +154,7 @@ class FakeDevice:
         if batch.rounds:
             allowed = {*self.size.live, self.size.slots}
             assert len(batch.live) in allowed
-            assert len(batch.live) == min(own for own in allowed if own >= len(active))
+            assert len(batch.live) == min(live for live in allowed if live >= len(active))
             assert sorted(set(batch.live)) == list(batch.live)
             assert active
             assert active <= set(batch.live)
@@ -168,8 +172,8 @@ class FakeDevice:
                 if slot.length + most > slot.room < slot.length + slot.remaining:
                     self.paused += 1
                     continue
-                own = self._round(slot, int(self._rng.integers(1, most + 1)))
-                row[column, : len(own)], size[column] = own, batch.bucket
+                committed = self._round(slot, int(self._rng.integers(1, most + 1)))
+                row[column, : len(committed)], size[column] = committed, batch.bucket
             if not size.any():
                 break
             tokens.append(row)
@@ -184,14 +188,14 @@ class FakeDevice:
 
     def _round(self, slot, count):
         read = self._read(slot)
-        own = follow(slot.seed, [*read, slot.anchor], count)
+        tokens = follow(slot.seed, [*read, slot.anchor], count)
         # What overshoots the request's end is dropped.
         kept = min(count, slot.remaining)
-        self._write(slot, [slot.anchor, *own][:kept], sum_of(read))
+        self._write(slot, [slot.anchor, *tokens][:kept], sum_of(read))
         slot.length += kept
-        slot.anchor, slot.remaining = own[-1], slot.remaining - count
-        slot.active = slot.remaining > 0 and not set(own) & set(slot.stop_ids)
-        return own
+        slot.anchor, slot.remaining = tokens[-1], slot.remaining - count
+        slot.active = slot.remaining > 0 and not set(tokens) & set(slot.stop_ids)
+        return tokens
 
     def _named(self, page):
         return None if self.pool is None else self.pool._keys.get(page)
@@ -203,19 +207,19 @@ class FakeDevice:
         if len(tokens):
             assert self.sums[used].reshape(-1)[slot.length - 1] == sum_of(tokens), "was written behind others"
         if not self.size.pages_alone:
-            assert slot.own == (len(tokens), sum_of(tokens)), "its own place is as for other tokens"
+            assert slot.recurrent == (len(tokens), sum_of(tokens)), "its own place is as for other tokens"
         return tokens
 
     def _write(self, slot, tokens, before):
         if not self.size.pages_alone:
-            slot.own = slot.own[0] + len(tokens), sum_of(tokens, slot.own[1])
+            slot.recurrent = slot.recurrent[0] + len(tokens), sum_of(tokens, slot.recurrent[1])
         for place, token in enumerate(tokens, slot.length):
             assert place < slot.room, "a token beyond the room"
             page = slot.pages[place // PAGE_SIZE]
             if place % PAGE_SIZE == 0 or place == slot.length:
                 if name := self._named(page):
                     assert self._keys.get(page) != name, "writes what is cached"
-                others = [own for own in self.slots.values() if page in own.pages and own is not slot]
-                assert all(own.is_new for own in others), "writes what others read"
+                others = [other for other in self.slots.values() if page in other.pages and other is not slot]
+                assert all(other.is_new for other in others), "writes what others read"
             before = sum_of([token], before)
             self.pages[page, place % PAGE_SIZE], self.sums[page, place % PAGE_SIZE] = token, before

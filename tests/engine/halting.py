@@ -4,7 +4,8 @@ import contextlib
 import threading
 
 from jetspec_jax.engine.engine import Engine
-from tests.events import until
+from jetspec_jax.engine.loop import loop_for
+from tests.events import PATIENCE, join, until
 
 
 def begun(count):
@@ -16,8 +17,7 @@ def begun(count):
 def halted(when, over=lambda: False):
     """No engine launches anything while ``when`` holds of its requests.
 
-    That ends with the block, or when the event that this gives is set, or when ``over()`` holds. An engine
-    that waits holds its lock: calls and streams that need it wait too.
+    That ends with the block, or when the event that this gives is set, or when ``over()`` holds.
     """
     launch, left = Engine.launch, threading.Event()
 
@@ -32,3 +32,22 @@ def halted(when, over=lambda: False):
     finally:
         Engine.launch = launch
         left.set()
+
+
+@contextlib.contextmanager
+def paused(target):
+    """The loop of a target serves nobody until the block ends."""
+    begins, left = threading.Event(), threading.Event()
+
+    def work():
+        begins.set()
+        assert left.wait(PATIENCE)
+
+    thread = threading.Thread(target=loop_for(target).run, args=(work,))
+    thread.start()
+    assert begins.wait(PATIENCE)
+    try:
+        yield
+    finally:
+        left.set()
+        join(thread)

@@ -332,7 +332,7 @@ def led_astray(mesh):
     async def run():
         stream = llm.generate(PROMPT, GREEDY)
         await anext(stream)
-        Scheduler.take = fail
+        Scheduler.update = fail
         try:
             async for _ in stream:
                 pass

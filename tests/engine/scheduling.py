@@ -16,10 +16,10 @@ CHUNKS = ((1, 128), (2, 64))
 STEP = 3
 
 
-def request(length, tokens, *, start=0, stop_ids=(), seed=1, settings=None, **own):
+def request(length, tokens, *, start=0, stop_ids=(), seed=1, settings=None, **fields):
     prompt = (np.arange(start, start + length) % VOCAB).astype(np.int32)
     params = SamplingParams(max_tokens=tokens, seed=seed, **(settings or {}))
-    return Request(prompt, params, frozenset(stop_ids), BUCKET, **own)
+    return Request(prompt, params, frozenset(stop_ids), BUCKET, **fields)
 
 
 class Even(FakeDevice):
@@ -38,14 +38,14 @@ def make(slots=2, pages=8, capacity=256, policy=None, most=STEP, **size):
 
 
 def add(scheduler, *requests):
-    for own in requests:
-        scheduler.add(own)
+    for each in requests:
+        scheduler.add(each)
     return requests
 
 
 def step(scheduler, device, rounds=None, now=None):
     batch = scheduler.next_batch(rounds, now)
-    scheduler.take(device.run(batch), now)
+    scheduler.update(device.run(batch), now)
     return batch
 
 
@@ -58,10 +58,10 @@ def finish(scheduler, device):
 
 
 def assert_served(*requests):
-    for own in requests:
-        assert own.tokens == expected_tokens(own)
-        assert own.finish_reason == "length"
+    for each in requests:
+        assert each.tokens == expected_tokens(each)
+        assert each.finish_reason == "length"
 
 
 def slots_of(batch):
-    return [own.slot for own in batch.admissions]
+    return [admission.slot for admission in batch.admissions]

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 
 from jetspec_jax import LLM, AsyncLLM, DeviceMemoryError, SamplingParams, TreeDecoder, generate
-from jetspec_jax.device.keeper import Keeper
-from jetspec_jax.engine.driver import Driver
-from jetspec_jax.engine.line import QueueFull
+from jetspec_jax.engine.loop import EngineLoop, loop_for
 from jetspec_jax.engine.request import DeadlinePassed, EngineFailed
+from jetspec_jax.engine.waiting_queue import QueueFull
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
-from tests.engine.halting import begun, halted
+from tests.engine.halting import begun, halted, paused
 from tests.events import join
 from tests.marks import wide
 
@@ -41,7 +40,7 @@ def llm(models):
     yield made
     asyncio.run(made.close())
     assert threads() == []
-    engine = models[0].keeper.engine
+    engine = loop_for(models[0]).engine
     if engine is not None and not engine.broken:
         assert not engine.busy
         assert engine.scheduler.free_pages == engine.plan.size.num_pages
@@ -113,7 +112,7 @@ def test_many_at_once_get_what_each_gets_alone(llm, models):
             assert got == whole.token_ids[: len(got)]
         else:
             same(deltas, whole)
-    assert models[0].keeper.engine.plan.size.slots == 4
+    assert loop_for(models[0]).engine.plan.size.slots == 4
 
 
 def test_deltas_make_the_completion(llm):
@@ -242,10 +241,10 @@ def test_calls_of_other_threads_take_turns(llm, models, expected, settings):
 
 def test_a_call_shares_the_engine_of_more_slots(llm, models, expected):
     asyncio.run(read(llm))
-    engine = models[0].keeper.engine
+    engine = loop_for(models[0]).engine
     assert LLM(*models, **TREE).generate([PROMPT], PARAMS)[0].token_ids == expected.token_ids
     asyncio.run(read(llm))
-    assert models[0].keeper.engine is engine
+    assert loop_for(models[0]).engine is engine
 
 
 @pytest.mark.wide
@@ -304,15 +303,16 @@ def test_an_error_of_the_engine_ends_all_and_the_next_begins_anew(llm, expected,
 
 def test_an_engine_that_others_broke(llm, expected, monkeypatch):
     """Between two of its turns, while it had a request."""
-    step, broken = Driver._step, []
+    launch, broken = EngineLoop.launch, []
 
-    def break_it(driver, engine):
+    def break_it(loop):
+        engine = loop.engine
         if engine is not None and not broken and begun(1)(engine.scheduler.requests):
             engine.broken = True
             broken.append(engine)
-        return step(driver, engine)
+        return launch(loop)
 
-    monkeypatch.setattr(Driver, "_step", break_it)
+    monkeypatch.setattr(EngineLoop, "launch", break_it)
 
     async def run():
         with pytest.raises(RuntimeError, match="start anew"):
@@ -326,14 +326,14 @@ def test_a_request_that_no_engine_has_had_outlives_one_that_is_broken(llm, model
     """Beside one that was cancelled, whose engine it was."""
 
     async def run():
-        driver = llm._drivers[0]
+        loop = loop_for(models[0])
         stream = llm.generate(PROMPT, LONG)
         await anext(stream)
-        with models[0].keeper.line, models[0].keeper.lock:
-            models[0].keeper.engine.close()
+        with paused(models[0]):
+            loop.engine.close()
             await stream.aclose()
             waits = asyncio.create_task(read(llm))
-            while not driver._arrived:
+            while not loop._waiting:
                 await asyncio.sleep(0.001)
         same(await waits, expected)
         assert not llm.errored
@@ -352,8 +352,9 @@ def test_a_deadline_passes(llm, expected):
 
 def test_a_deadline_passes_while_another_call_has_the_engine(llm, models):
     async def run():
-        late = pytest.raises(DeadlinePassed, match=r"had 0\.050 s; after \d+\.\d+ s it still waits")
-        with models[0].keeper.line, models[0].keeper.lock, late:
+        message = r"of 0\.050 s passed: after \d+\.\d+ s the request still waits"
+        late = pytest.raises(DeadlinePassed, match=message)
+        with paused(models[0]), late:
             await read(llm, timeout=0.05)
 
     asyncio.run(run())
@@ -362,7 +363,7 @@ def test_a_deadline_passes_while_another_call_has_the_engine(llm, models):
 def test_a_full_queue(models, expected):
     async def run():
         async with AsyncLLM(*models, max_slots=4, max_waiting=2, **TREE) as llm:
-            with models[0].keeper.line, models[0].keeper.lock:  # nobody is served before all have come
+            with paused(models[0]):  # nobody is served before all have come
                 tasks = [asyncio.create_task(read(llm)) for _ in range(8)]
                 while sum(task.done() for task in tasks) < 2:
                     await asyncio.sleep(0.001)
@@ -386,7 +387,7 @@ def test_closed_with_running_requests(models):
     async def run():
         llm = AsyncLLM(*models, max_slots=2, **TREE)
         stream = llm.generate(PROMPT, LONG)
-        with halted(begun(1), over=lambda: llm._drivers[0]._closed):
+        with halted(begun(1), over=lambda: llm._closed):
             await anext(stream)
             others = [asyncio.create_task(read(llm, params=LONG)) for _ in range(4)]
             while llm.stats().running + llm.stats().waiting < 5:
@@ -445,7 +446,7 @@ def test_abort(llm):
     ],
 )
 def test_bad_input_reaches_no_engine(llm, monkeypatch, prompt, settings, says):
-    monkeypatch.setattr(Driver, "submit", lambda *_: pytest.fail("was submitted"))
+    monkeypatch.setattr(EngineLoop, "submit", lambda *_: pytest.fail("was submitted"))
     with pytest.raises((TypeError, ValueError), match=says):
         asyncio.run(read(llm, prompt, **settings))
 
@@ -460,11 +461,11 @@ def test_what_was_checked_is_not_checked_again(llm, expected, monkeypatch):
 
 def test_nothing_compiles_after_a_warm_up(llm, models):
     asyncio.run(llm.warm_up())
-    engine = models[0].keeper.engine
+    engine = loop_for(models[0]).engine
     with compilations() as seen:
         asyncio.run(read(llm, [1] * 40))
     assert seen == []
-    assert models[0].keeper.engine is engine
+    assert loop_for(models[0]).engine is engine
 
 
 def test_one_that_is_dropped_leaves_no_thread_and_no_target():
@@ -477,7 +478,7 @@ def test_one_that_is_dropped_leaves_no_thread_and_no_target():
     loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()
     join(*threads())
-    kept = weakref.ref(target.keeper.engine), weakref.ref(target.weights["embed_tokens"])
+    kept = weakref.ref(loop_for(target).engine), weakref.ref(target.weights["embed_tokens"])
     del llm, stream, target
     gc.collect()
     assert threads() == []
@@ -524,25 +525,3 @@ def test_what_each_round_added_joins_to_the_text(llm):
 def test_a_budget_that_there_is_not(llm, budget, error):
     with pytest.raises((TypeError, ValueError), match=f"budget must .*{error}"):
         asyncio.run(read(llm, budget=budget))
-
-
-def test_a_call_comes_between_two_turns():
-    """Of a thread that never stops: one that starves would wait for ever."""
-    keeper, done = Keeper(), threading.Event()
-
-    def turns():
-        while not done.is_set():
-            with keeper.turn():
-                pass
-
-    def calls():
-        for _ in range(50):
-            with keeper.line, keeper.lock, keeper.line, keeper.lock:
-                pass
-
-    threads = [threading.Thread(target=own, daemon=True) for own in (turns, calls)]
-    for one in threads:
-        one.start()
-    join(threads[1])
-    done.set()
-    join(threads[0])

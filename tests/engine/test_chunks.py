@@ -32,56 +32,56 @@ def prompts_of(*lengths):
     ],
 )
 def test_the_shape_that_takes_most_for_its_cost(lengths, shape):
-    left = prompts_of(*lengths)
-    chunk = next_chunk(left, SHAPES, 11)
+    remaining = prompts_of(*lengths)
+    chunk = next_chunk(remaining, SHAPES, 11)
     assert chunk.tokens.shape == shape
-    assert chunk.slots.tolist()[: len(lengths)] == list(left)[: shape[0]]
+    assert chunk.slots.tolist()[: len(lengths)] == list(remaining)[: shape[0]]
 
 
 @pytest.mark.parametrize("lengths", [(1,), (129, 5, 1024), (40,) * 9, (2000, 1, 300, 128, 128, 7, 9, 700)])
 def test_prompts_come_whole_and_in_order(lengths):
-    left, seen = prompts_of(*lengths), {}
-    for chunk in cut_prompts(left, SHAPES, len(lengths) + 8):
+    remaining, seen = prompts_of(*lengths), {}
+    for chunk in cut_prompts(remaining, SHAPES, len(lengths) + 8):
         assert len(set(chunk.slots.tolist())) == len(chunk.slots)
         assert chunk.counts.any()
         for slot, tokens, count, ready in zip(*chunk, strict=True):
             assert not tokens[count:].any()
             assert not (ready and not count)
             if count:
-                own = seen.setdefault(int(slot), [])
-                own += tokens[:count].tolist()
-                assert ready == (len(own) == len(left[int(slot)]))
-    assert seen == {slot: tokens.tolist() for slot, tokens in left.items()}
+                prefilled = seen.setdefault(int(slot), [])
+                prefilled += tokens[:count].tolist()
+                assert ready == (len(prefilled) == len(remaining[int(slot)]))
+    assert seen == {slot: tokens.tolist() for slot, tokens in remaining.items()}
 
 
 @pytest.mark.parametrize("most", [1, 100, 129, 1000, 3000])
 def test_no_more_than_so_many_tokens_are_taken(most):
     """First of those who came first."""
-    left = prompts_of(700, 50, 2000)
-    chunks = cut_prompts(left, SHAPES, 11, most)
-    taken = dict.fromkeys(left, 0)
+    remaining = prompts_of(700, 50, 2000)
+    chunks = cut_prompts(remaining, SHAPES, 11, most)
+    taken = dict.fromkeys(remaining, 0)
     for chunk in chunks:
-        for slot, count, ready in zip(*(own.tolist() for own in chunk[:1] + chunk[2:]), strict=True):
+        for slot, count, ready in zip(*(array.tolist() for array in chunk[:1] + chunk[2:]), strict=True):
             taken[slot] = taken.get(slot, 0) + count
-            assert not count or ready == (taken[slot] == len(left[slot]))
-    counts = [taken[slot] for slot in left]
+            assert not count or ready == (taken[slot] == len(remaining[slot]))
+    counts = [taken[slot] for slot in remaining]
     assert sum(counts) == min(most, 2750)
     assert counts == sorted(counts, key=bool, reverse=True)
 
 
 def test_forwards_end_at_cuts():
     """And nowhere else that they would not end anyway; what comes behind a cut is not later than others."""
-    left = prompts_of(300, 70, 40)
-    first, second, third = left
-    chunks = cut_prompts(left, ((1, 128), (2, 64)), 6, cuts={first: [64, 256], second: [64]})
-    ends = {slot: [] for slot in left}
-    taken = dict.fromkeys(left, 0)
+    remaining = prompts_of(300, 70, 40)
+    first, second, third = remaining
+    chunks = cut_prompts(remaining, ((1, 128), (2, 64)), 6, cuts={first: [64, 256], second: [64]})
+    ends = {slot: [] for slot in remaining}
+    taken = dict.fromkeys(remaining, 0)
     for chunk in chunks:
-        for slot, count, ready in zip(*(own.tolist() for own in chunk[:1] + chunk[2:]), strict=True):
+        for slot, count, ready in zip(*(array.tolist() for array in chunk[:1] + chunk[2:]), strict=True):
             if count:
                 taken[slot] += count
                 ends[slot].append(taken[slot])
-                assert ready == (taken[slot] == len(left[slot]))
+                assert ready == (taken[slot] == len(remaining[slot]))
     assert ends == {first: [64, 192, 256, 300], second: [64, 70], third: [40]}
 
 

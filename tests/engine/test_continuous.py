@@ -50,8 +50,8 @@ def planted(monkeypatch, truth):
     launch = Runner.launch
 
     def launched(runner, batch, *arguments, **settings):
-        for own in batch.admissions:
-            held[own.slot] = truth[own.params.seed]
+        for admission in batch.admissions:
+            held[admission.slot] = truth[admission.params.seed]
         runner.weights = runner.weights._replace(proposer=plant(held, LIMIT + 16))
         return launch(runner, batch, *arguments, **settings)
 
@@ -85,13 +85,13 @@ def serve_all(engine, asked, rng, most_rounds):
             requests.append(engine.submit(prompt, params))
         engine.launch(int(rng.integers(1, most_rounds)))
         if requests and rng.random() < 0.1:
-            own = requests[int(rng.integers(len(requests)))]
-            if own.open and len(gone) < len(asked) // 5:
-                own.cancel()
-                gone.add(own)
+            req = requests[int(rng.integers(len(requests)))]
+            if req.open and len(gone) < len(asked) // 5:
+                req.cancel()
+                gone.add(req)
         engine.collect()
         scheduler = engine.scheduler
-        scheduler.pool.check([own.pages for own in requests if own.pages])
+        scheduler.pool.check([req.pages for req in requests if req.pages])
     finish(engine)
     engine.launch()
     engine.collect()
@@ -127,7 +127,7 @@ def test_each_gets_what_it_gets_alone(monkeypatch, model, proposer, count, snaps
     config = dataclasses.replace(MODELS[model], max_position_embeddings=LIMIT)
     target, rng = random_target(config, 0), np.random.default_rng(count)
     asked = texts_of(rng, count)
-    alone = [tokens_alone(target, prompt, own) for prompt, own in asked]
+    alone = [tokens_alone(target, prompt, each) for prompt, each in asked]
     settings = {"slots": 4, "num_pages": 6, "capacity": 384, "snapshots": snapshots}
     if proposer == "oracle":
         oracle = OracleProposer(config.vocab_size)
@@ -153,7 +153,7 @@ def test_an_engine_for_many_compiles_nothing_while_it_serves(monkeypatch):
     config = dataclasses.replace(MODELS["dense"], max_position_embeddings=LIMIT)
     target, rng = random_target(config, 0), np.random.default_rng(1)
     asked = texts_of(rng, 30)
-    alone = [tokens_alone(target, prompt, own) for prompt, own in asked]
+    alone = [tokens_alone(target, prompt, each) for prompt, each in asked]
     planted(monkeypatch, [prompt + tokens for (prompt, _), tokens in zip(asked, alone, strict=True)])
     monkeypatch.setattr(round_costs, "REPEATS", 1)
     monkeypatch.setattr(round_costs, "DISPATCH_SECONDS", 0.0)

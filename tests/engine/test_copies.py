@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 
 import jax
 import pytest
@@ -9,10 +10,12 @@ import pytest
 from jetspec_jax import LLM, AsyncLLM, Head, SamplingParams, Target
 from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.device.mesh import make_mesh
-from jetspec_jax.engine.budget_policy import ROUNDS_TO_AN_END
 from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.loop import loop_for
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
+from tests.engine.halting import halted
+from tests.events import PATIENCE, until
 from tests.meshes import need_devices
 
 CONFIG = with_windows(TINY, None)
@@ -72,33 +75,29 @@ def served(monkeypatch):
 
 
 def test_requests_go_to_whichever_engine_has_room(llm, expected, served):
-    """First come, first served: the long one keeps one engine, so the other serves the rest."""
-    assert tokens(llm.generate(PROMPTS, params_of(LENGTHS))) == expected
-    assert served == {0: PROMPTS[:1], 1: PROMPTS[1:]}
+    """First come, first served: while the long one keeps one engine, the other serves the rest."""
+
+    def is_long(requests):
+        return any(one.max_tokens == LENGTHS[0] for one in requests)
+
+    with halted(is_long, over=lambda: sum(map(len, served.values())) == len(PROMPTS)):
+        assert tokens(llm.generate(PROMPTS, params_of(LENGTHS))) == expected
+    assert sorted(served.values(), key=len) == [PROMPTS[:1], PROMPTS[1:]]
 
 
 def test_engines_work_at_the_same_time(llm, expected, monkeypatch):
-    """Both are launched before one is waited for, and for no longer than the other can be left alone."""
-    calls, launch, collect = [], Engine.launch, Engine.collect
-
-    def device_of(engine):
-        return engine.plan.decoder.mesh.devices.item().id
-
-    def launched(engine, most_rounds, *, timed):
-        calls.append(("launch", device_of(engine), most_rounds))
-        assert not timed
-        return launch(engine, most_rounds, timed=timed)
+    """Both are launched before one is waited for."""
+    collect, both = Engine.collect, threading.Barrier(2, timeout=PATIENCE)
+    first = threading.Semaphore(2)
 
     def collected(engine):
-        calls.append(("collect", device_of(engine)))
+        if first.acquire(blocking=False):
+            both.wait()
         return collect(engine)
 
-    monkeypatch.setattr(Engine, "launch", launched)
     monkeypatch.setattr(Engine, "collect", collected)
     assert tokens(llm.generate(PROMPTS[:2], params_of(LENGTHS)[:2])) == expected[:2]
-    most = ROUNDS_TO_AN_END
-    assert calls[:4] == [("launch", 0, most), ("launch", 1, most), ("collect", 0), ("launch", 0, most)]
-    assert calls[4:] == [("collect", 1), ("collect", 0), ("launch", 0, None), ("collect", 0)]
+    assert not first.acquire(blocking=False), "each was collected"
 
 
 def test_one_request_needs_one_engine(llm, expected, served):
@@ -110,7 +109,7 @@ def test_streams_go_where_the_least_work_is(llm, expected, served):
     params = params_of(LENGTHS)
     first, second = (llm.stream(PROMPTS[i], params[0]) for i in (0, 1))
     pieces = [next(first)]
-    assert served == {0: PROMPTS[:1], 1: PROMPTS[1:2]}
+    until(lambda: served == {0: PROMPTS[:1], 1: PROMPTS[1:2]})
     second.close()
     # The other engine has no work any more.
     assert tokens(llm.generate(PROMPTS[2], params[2])) == expected[2:3]
@@ -122,7 +121,7 @@ def test_streams_go_where_the_least_work_is(llm, expected, served):
 
 def test_a_broken_engine_is_replaced_and_the_others_go_on(llm, expected, monkeypatch):
     llm.generate(PROMPTS[:2], params_of([4, 4]))
-    first, second = (copy.keeper.engine for copy in (llm.target, *llm.target.copies))
+    first, second = (loop_for(copy).engine for copy in (llm.target, *llm.target.copies))
 
     def fail():
         raise RuntimeError("the device is gone")
@@ -131,24 +130,29 @@ def test_a_broken_engine_is_replaced_and_the_others_go_on(llm, expected, monkeyp
         patch.setattr(first.runner, "collect", fail)
         with pytest.raises(RuntimeError, match="the device is gone"):
             llm.generate(PROMPTS, params_of(LENGTHS))
+    loop_for(llm.target.copies[0]).settle()
     assert (first.broken, second.broken, second.busy) == (True, False, False)
     assert tokens(llm.generate(PROMPTS, params_of(LENGTHS))) == expected
-    assert llm.target.keeper.engine is not first
-    assert llm.target.copies[0].keeper.engine is second
+    assert loop_for(llm.target).engine is not first
+    assert loop_for(llm.target.copies[0]).engine is second
 
 
-def test_a_call_from_inside_of_a_wait(llm, expected, monkeypatch):
-    """As a signal's handler makes: it collects what the call around it has launched."""
-    inside, device_get = [], jax.device_get
+def test_a_call_from_inside_of_a_wait(llm, expected):
+    """As a bar of the caller's or a signal's handler makes it."""
+    inside = []
 
-    def interrupted(arrays):
-        if not inside:
-            inside.append(None)
-            inside[0] = tokens(llm.generate(PROMPTS[1:3], params_of(LENGTHS)[1:3]))
-        return device_get(arrays)
+    class Bar:
+        def __init__(self, **_):
+            pass
 
-    monkeypatch.setattr(jax, "device_get", interrupted)
-    assert tokens(llm.generate(PROMPTS, params_of(LENGTHS))) == expected
+        def update(self, _):
+            if not inside:
+                inside.append(tokens(llm.generate(PROMPTS[1:3], params_of(LENGTHS)[1:3])))
+
+        def close(self):
+            pass
+
+    assert tokens(llm.generate(PROMPTS, params_of(LENGTHS), use_tqdm=Bar)) == expected
     assert inside == [expected[1:3]]
 
 

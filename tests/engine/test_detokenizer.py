@@ -87,12 +87,14 @@ def test_the_bytes_of_tokens_are_those_of_the_text(name, text):
 
 def test_tokens_alone():
     gemma, llama_2, level = map(detokenizer_of, (byte_fallback(), llama(), byte_level()))
-    for own in (gemma, llama_2):
-        assert own.token_bytes(0xC3 + 1) == b"\xc3"
-        assert own.token_text(0xC3 + 1) == "\N{REPLACEMENT CHARACTER}"
-        assert own.token_text(257) == " the"  # as it continues a text, also where its start has no space
-        assert own.token_bytes(999) == b""
-        assert own.token_text(EOS) == "<eos>"
+    for detokenizer in (gemma, llama_2):
+        assert detokenizer.token_bytes(0xC3 + 1) == b"\xc3"
+        assert detokenizer.token_text(0xC3 + 1) == "\N{REPLACEMENT CHARACTER}"
+        assert (
+            detokenizer.token_text(257) == " the"
+        )  # as it continues a text, also where its start has no space
+        assert detokenizer.token_bytes(999) == b""
+        assert detokenizer.token_text(EOS) == "<eos>"
     assert level.token_bytes(HIGH) == b"b\xe6"
     assert level.token_text(HIGH) == "b\N{REPLACEMENT CHARACTER}"
     assert detokenizer_of(byte_level()) is level

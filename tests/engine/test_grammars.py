@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, StructuredOutputsParams
-from jetspec_jax.engine.grammars import FollowedMatchers, matcher_for
+from jetspec_jax.engine.grammars import WorkerMatchers, matcher_for
 from jetspec_jax.engine.records import Admission, Batch
 from tests.engine.processes_worker import of_forms
 
@@ -29,8 +29,8 @@ def admission(target, slot, params, output=()):
 def test_what_is_committed_is_taken_once(target):
     """Also of a request that goes on, and where rounds have been taken while they ran."""
     a, b, c, d = target.tokenizer.convert_tokens_to_ids(list("abcd"))
-    followed, own = FollowedMatchers(target), matcher_for(target, PARAMS, target.eos_token_ids)
-    own.advance([a, b, c])
+    followed, alone = WorkerMatchers(target), matcher_for(target, PARAMS, target.eos_token_ids)
+    alone.advance([a, b, c])
     admitted = (admission(target, 0, SamplingParams()), admission(target, 2, PARAMS, (a, b, c)))
     first = batch(admissions=admitted, masked=(2,))
     matchers = followed.begin(first)
@@ -38,10 +38,10 @@ def test_what_is_committed_is_taken_once(target):
     # The rounds run: all but the last are committed meanwhile.
     matchers[2].advance([d, a])
     followed.end(first, np.array([[[7, -1], [d, a]], [[7, 7], [b, -1]], [[7, 7], [-1, -1]]]))
-    own.advance([d, a, b])
+    alone.advance([d, a, b])
     tree = np.array([b, c]), np.array([-1, 0])
     [again] = followed.begin(batch(masked=(2,))).values()
-    assert again.count == own.count == 6
-    np.testing.assert_array_equal(again.masks_of_tree(*tree, 2), own.masks_of_tree(*tree, 2))
+    assert again.count == alone.count == 6
+    np.testing.assert_array_equal(again.masks_of_tree(*tree, 2), alone.masks_of_tree(*tree, 2))
     assert followed.begin(batch(releases=(2,))) == {}
     assert followed.begin(batch(admissions=(admission(target, 2, PARAMS),), masked=(2,)))[2].count == 0

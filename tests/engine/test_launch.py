@@ -91,7 +91,7 @@ def test_an_interrupted_wait_loses_nothing(engine, expected, monkeypatch, turn):
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(TreeDecoder, "prefill"), (TreeDecoder, "decode"), (Runner, "launch"), (Request, "take")],
+    [(TreeDecoder, "prefill"), (TreeDecoder, "decode"), (Runner, "launch"), (Request, "append_tokens")],
 )
 def test_an_interrupted_decision_is_said(engine, expected, monkeypatch, owner, name):
     """Host and device may be at odds then: no tokens come of it."""

@@ -47,81 +47,81 @@ class TestKeys:
 class TestPool:
     def test_hands_out_each_page_once(self):
         pool = PagePool(5)
-        first, second = pool.take(2), pool.take(3)
+        first, second = pool.allocate(2), pool.allocate(3)
         assert sorted(first + second) == [0, 1, 2, 3, 4]
-        assert pool.take(1) is None
+        assert pool.allocate(1) is None
         pool.check([first, second])
-        pool.give_back(first)
-        assert pool.take(3) is None
+        pool.free(first)
+        assert pool.allocate(3) is None
         assert pool.num_free == 2
-        assert sorted(pool.take(2)) == sorted(first)
+        assert sorted(pool.allocate(2)) == sorted(first)
 
     def test_leaves_some_to_spare(self):
         pool = PagePool(5)
-        assert pool.take(4, spare=2) is None
-        assert len(pool.take(3, spare=2)) == 3
-        assert pool.take(0) == []
+        assert pool.allocate(4, spare=2) is None
+        assert len(pool.allocate(3, spare=2)) == 3
+        assert pool.allocate(0) == []
 
     def test_shares_what_it_has_a_name_for(self):
         pool, keys = PagePool(8), page_keys(TOKENS)
-        first = pool.take(4)
-        pool.share(first[:3], keys[:3])
+        first = pool.allocate(4)
+        pool.register(first[:3], keys[:3])
         assert pool.find(keys) == first[:3]
         assert pool.find(keys[:2]) == first[:2]
         assert pool.find(page_keys(TOKENS, salt="other")) == []
-        second = pool.take(5, pool.find(keys))
+        second = pool.allocate(5, pool.find(keys))
         assert second[:3] == first[:3]
         assert not set(second[3:]) & set(first)
         pool.check([first, second])
-        pool.give_back(first)
+        pool.free(first)
         pool.check([second])
         assert pool.num_free == 3
-        pool.give_back(second)
+        pool.free(second)
         pool.check([])
         assert pool.num_free == 8
         assert pool.find(keys) == first[:3]
 
     def test_a_name_stays_with_the_first_page_that_had_it(self):
         pool, keys = PagePool(4), page_keys(TOKENS)
-        first, second = pool.take(2), pool.take(2)
-        pool.share(first, keys[:2])
-        pool.share(second, keys[:2])
+        first, second = pool.allocate(2), pool.allocate(2)
+        pool.register(first, keys[:2])
+        pool.register(second, keys[:2])
         assert pool.find(keys) == first
-        pool.give_back(second)
+        pool.free(second)
         pool.check([first])
         assert pool.num_free == 2
 
     def test_evicts_the_last_pages_of_those_who_went_first(self):
         pool, keys, others = PagePool(6), page_keys(TOKENS), page_keys(TOKENS, salt="other")
-        first, second = pool.take(3), pool.take(3)
-        pool.share(first, keys[:3])
-        pool.share(second, others[:3])
-        pool.give_back(second)
-        pool.give_back(first)
-        pool.take(2)
+        first, second = pool.allocate(3), pool.allocate(3)
+        pool.register(first, keys[:3])
+        pool.register(second, others[:3])
+        pool.free(second)
+        pool.free(first)
+        pool.allocate(2)
         assert (pool.find(others), pool.find(keys)) == (second[:1], first)
         # Who is found is held again, and goes last.
-        pool.give_back(pool.take(1, pool.find(others)))
-        pool.take(3)
+        pool.free(pool.allocate(1, pool.find(others)))
+        pool.allocate(3)
         assert (pool.find(others), pool.find(keys)) == (second[:1], [])
 
     def test_does_not_evict_what_is_just_found(self):
         pool, keys = PagePool(4), page_keys(TOKENS)
-        pages = pool.take(3)
-        pool.share(pages, keys[:3])
-        pool.give_back(pages)
+        pages = pool.allocate(3)
+        pool.register(pages, keys[:3])
+        pool.free(pages)
         assert pool.num_free == 4
-        assert pool.take(5, pool.find(keys)) is None
+        assert pool.allocate(5, pool.find(keys)) is None
         pool.check([])
-        got = pool.take(4, pool.find(keys))
+        got = pool.allocate(4, pool.find(keys))
         assert got[:3] == pages
         pool.check([got])
 
     def test_without_sharing_nothing_is_cached(self):
         pool, keys = PagePool(3, shares=False), page_keys(TOKENS)
-        pages = pool.take(2)
-        pool.share(pages, keys[:2])
-        pool.give_back(pages)
+        pages = pool.allocate(2)
+        pool.register(pages, keys[:2])
+        pool.free(pages)
         assert pool.find(keys) == []
         pool.check([])
 
@@ -136,19 +136,19 @@ class TestPool:
             pool.check([pages for _, pages in held])
             if held and rng.random() < 0.45:
                 _, pages = held.pop(int(rng.integers(len(held))))
-                pool.give_back(pages)
+                pool.free(pages)
                 continue
             which, count = int(rng.integers(4)), int(rng.integers(1, 9))
             found = pool.find(keys[which][:count])
-            pages = pool.take(count + int(rng.integers(3)), found)
+            pages = pool.allocate(count + int(rng.integers(3)), found)
             if pages is None:
                 refused += 1
                 continue
             hits += bool(found)
-            pool.share(pages[len(found) : count], keys[which][len(found) : count])
+            pool.register(pages[len(found) : count], keys[which][len(found) : count])
             held.append((which, pages))
         for _, pages in held:
-            pool.give_back(pages)
+            pool.free(pages)
         pool.check([])
         assert pool.num_free == 24
         assert min(hits, refused) > 200

@@ -155,7 +155,7 @@ def test_grammars_are_followed_by_all(run, tmp_path):
 def test_an_error_of_the_first_process_ends_those_that_follow(run):
     codes, errors = endings(run("led_astray"))
     assert codes == [1, 1]
-    assert "process 0 serves no more: ZeroDivisionError: a mistake of process 0" in errors[1]
+    assert "process 0 has stopped serving: ZeroDivisionError: a mistake of process 0" in errors[1]
 
 
 @pytest.mark.wide

@@ -8,11 +8,11 @@ import pytest
 from jetspec_jax import SamplingParams
 from jetspec_jax.cache.pages import NO_PAGE
 from jetspec_jax.engine.budget_policy import Dispatch, FixedBudget, LiveSlot
-from jetspec_jax.engine.line import MOST_OVERTAKEN
 from jetspec_jax.engine.metrics import RequestMetrics
 from jetspec_jax.engine.output import Output
 from jetspec_jax.engine.request import DeadlinePassed, Request, State
 from jetspec_jax.engine.scheduler import MASKED_ROUNDS
+from jetspec_jax.engine.waiting_queue import MOST_OVERTAKEN
 from jetspec_jax.sampling.grammar import Matcher
 from jetspec_jax.sampling.token_sets import NO_CHOICE
 from tests.engine.fake_device import expected_tokens
@@ -37,21 +37,21 @@ def made():
 def test_a_token_that_is_no_choice_is_an_error(made):
     """Nothing of such a batch is handed out."""
     scheduler, device = made()
-    [own] = add(scheduler, request(5, 9))
+    [req] = add(scheduler, request(5, 9))
     record = device.run(scheduler.next_batch(1))
-    record.tokens[0, own.slot, 1] = NO_CHOICE
+    record.tokens[0, req.slot, 1] = NO_CHOICE
     with pytest.raises(ValueError, match="the target's logits are not numbers"):
-        scheduler.take(record)
-    assert own.tokens == []
+        scheduler.update(record)
+    assert req.tokens == []
 
 
 def test_what_an_idle_slot_holds_does_not_matter(made):
     scheduler, device = made()
-    [own] = add(scheduler, request(5, 9))
+    [req] = add(scheduler, request(5, 9))
     record = device.run(scheduler.next_batch(1))
-    record.tokens[0, 1 - own.slot] = NO_CHOICE
-    scheduler.take(record)
-    assert own.tokens == expected_tokens(own)[:STEP]
+    record.tokens[0, 1 - req.slot] = NO_CHOICE
+    scheduler.update(record)
+    assert req.tokens == expected_tokens(req)[:STEP]
 
 
 def test_a_slot_is_cleared_once(made):
@@ -89,12 +89,12 @@ def test_where_a_request_ends(made, most, stop, tokens, reason, lengths):
     """Rounds count what they committed before the cut, and none after the end."""
     scheduler, device = made()
     text = expected_tokens(request(4, 10))
-    [own] = add(scheduler, request(4, most, stop_ids=() if stop is None else text[stop : stop + 1]))
+    [req] = add(scheduler, request(4, most, stop_ids=() if stop is None else text[stop : stop + 1]))
     finish(scheduler, device)
-    assert own.tokens == text[:tokens]
-    assert own.finish_reason == reason
-    assert own.accept_lengths == lengths
-    assert own.tree_sizes == [BUCKET] * len(lengths)
+    assert req.tokens == text[:tokens]
+    assert req.finish_reason == reason
+    assert req.accept_lengths == lengths
+    assert req.tree_sizes == [BUCKET] * len(lengths)
 
 
 def test_a_request_that_no_pool_can_hold_is_refused(made):
@@ -117,9 +117,9 @@ class TestLine:
         order = []
         while scheduler.busy:
             batch = step(scheduler, device)
-            order += [own for own in requests if batch.admissions and own.started and own not in order]
-        assert [requests.index(own) for own in order] == [1, 3, 0, 4, 2]
-        assert [own.overtaken for own in requests] == [2, 0, 2, 0, 0]
+            order += [req for req in requests if batch.admissions and req.started and req not in order]
+        assert [requests.index(req) for req in order] == [1, 3, 0, 4, 2]
+        assert [req.overtaken for req in requests] == [2, 0, 2, 0, 0]
 
     def test_nobody_is_overtaken_for_ever(self, made):
         scheduler, device = made(slots=1)
@@ -136,7 +136,10 @@ class TestLine:
 class TestDeadlines:
     @pytest.mark.parametrize(
         ("slots", "message"),
-        [(1, r"had 1.500 s; after 2.000 s it still waits for a slot"), (2, r"after 2.000 s it has 6 tokens")],
+        [
+            (1, r"of 1.500 s passed: after 2.000 s the request still waits for a slot"),
+            (2, r"after 2.000 s the request has 6 tokens"),
+        ],
     )
     def test_one_that_passes_ends_the_request(self, made, slots, message):
         scheduler, device = made(slots=slots)
@@ -157,10 +160,10 @@ class TestDeadlines:
 
     def test_one_that_does_not_pass_does_nothing(self, made):
         scheduler, device = made()
-        scheduler.add(own := request(5, 3, deadline=10.5), 10.0)
+        scheduler.add(req := request(5, 3, deadline=10.5), 10.0)
         step(scheduler, device, 1, 10.4)
         step(scheduler, device, 1, 11.0)
-        assert_served(own)
+        assert_served(req)
 
 
 class TestPrefill:
@@ -191,12 +194,12 @@ class TestPrefill:
 
     def test_a_batch_may_have_no_rounds(self, made):
         scheduler, device = made(slots=2, pages=20, capacity=512, prefill_tokens=64)
-        [own] = add(scheduler, request(150, 9))
+        [req] = add(scheduler, request(150, 9))
         batch = scheduler.next_batch()
         assert (batch.live, batch.rounds) == ((), 0)
-        assert scheduler.take(device.run(batch)) == []
+        assert scheduler.update(device.run(batch)) == []
         finish(scheduler, device)
-        assert_served(own)
+        assert_served(req)
 
 
 def test_live_slots_are_as_many_as_a_program_has(made):
@@ -256,25 +259,27 @@ class TestLeaving:
         runs, waits = add(scheduler, request(60, 30), request(50, 30, start=1))
         batch = scheduler.next_batch(1)
         assert slots_of(batch) == [0]
-        scheduler.take(device.run(batch))
+        scheduler.update(device.run(batch))
         batch = scheduler.next_batch(1)
         assert (batch.releases, slots_of(batch)) == ((), [0])
-        scheduler.take(device.run(batch))
+        scheduler.update(device.run(batch))
         finish(scheduler, device)
         assert_served(waits)
 
     @pytest.mark.parametrize("looks", range(7))
     def test_who_goes_at_any_moment_leaves_nothing(self, made, looks):
-        """Also between two looks at it: readers are dropped by other threads."""
+        """Also between two looks at it: it is cancelled by another thread."""
 
         class Fading(Request):
             left_looks = None
 
             @property
-            def unwanted(self):
+            def open(self):
                 if self.left_looks is not None:
                     self.left_looks -= 1
-                return super().unwanted or (self.left_looks is not None and self.left_looks < 0)
+                    if self.left_looks < 0:
+                        self.cancel()
+                return super().open
 
         scheduler, device = made(slots=2, pages=4)
         fades = Fading(np.arange(70, dtype=np.int32), SamplingParams(max_tokens=60, seed=1), budget=BUCKET)
@@ -301,28 +306,28 @@ class TestLeaving:
         assert slots_of(batch) == [late.slot] == [runs.slot]
         flies.cancel()
         late.cancel()
-        assert scheduler.take(device.run(batch)) == []
-        assert [len(own.tokens) for own in (runs, flies, waits, late)] == [3, 3, 0, 0]
+        assert scheduler.update(device.run(batch)) == []
+        assert [len(req.tokens) for req in (runs, flies, waits, late)] == [3, 3, 0, 0]
         assert slots_of(step(scheduler, device)) == [stays.slot]
         finish(scheduler, device)
         assert_served(stays)
         stays.cancel()  # has ended
         runs.cancel()  # is gone already
         assert scheduler.free_pages == 8
-        assert [own.finish_reason for own in (runs, flies, waits, late)] == [None] * 4
+        assert [req.finish_reason for req in (runs, flies, waits, late)] == [None] * 4
 
     def test_one_of_several_processes_goes_on_until_all_cancel_it(self, made):
         scheduler, device = made(slots=1)
-        [own] = add(scheduler, request(4, 30))
-        own.shared = True
+        [req] = add(scheduler, request(4, 30))
+        req.shared = True
         step(scheduler, device, 1)
-        own.cancel()
-        assert (own.unwanted, own.cancelled, own.state) == (True, False, State.DECODING)
-        count = len(own.tokens)
+        req.cancel()
+        assert (req.done_here, req.cancelled, req.state) == (True, False, State.DECODING)
+        count = len(req.tokens)
         step(scheduler, device, 1)
-        assert len(own.tokens) > count
-        own.cancelled = True  # as the first process says to all
-        assert (own.state, scheduler.busy) == (State.CANCELLED, False)
+        assert len(req.tokens) > count
+        req.cancelled = True  # as the first process says to all
+        assert (req.state, scheduler.busy) == (State.CANCELLED, False)
         assert scheduler.next_batch().releases == (0,)
 
     def test_what_is_cancelled_is_taken_out_by_the_next_batch(self, made):
@@ -362,26 +367,26 @@ def test_the_policy_decides_and_is_told(made):
     # All of a prompt but its last token is in the stores when its first round begins.
     first = [(149, 30, True, True, True), (3, 8, False, False, True)]
     second = [(155, 24, True, True, False), (9, 2, False, False, False)]
-    assert policy.told[0] == ([LiveSlot(*own, budget=16) for own in first], 1)
-    assert policy.told[1] == ([LiveSlot(*own, budget=16) for own in second], 1)
+    assert policy.told[0] == ([LiveSlot(*slot, budget=16) for slot in first], 1)
+    assert policy.told[1] == ([LiveSlot(*slot, budget=16) for slot in second], 1)
     assert [len(record.tokens) for record in policy.records] == [2, 5]
     assert {record.bucket for record in policy.records} == {32}
 
 
 def test_figures_of_a_request(made):
     scheduler, device = made(slots=1, pages=12)
-    first, own = request(70, 3), request(90, 8)
+    first, req = request(70, 3), request(90, 8)
     scheduler.add(first, 10.0)
-    scheduler.add(own, 11.0)
-    assert RequestMetrics.of(own) == RequestMetrics(None, None, None, 0, 0, 0, 0, (), 0, 0)
+    scheduler.add(req, 11.0)
+    assert RequestMetrics.of(req) == RequestMetrics(None, None, None, 0, 0, 0, 0, (), 0, 0)
     for now in (12.0, 14.0, 15.0, 17.0):
         step(scheduler, device, 1, now)
-    figures = RequestMetrics.of(own)
+    figures = RequestMetrics.of(req)
     assert figures == RequestMetrics(3.0, 3.0, 3.0, 3, 3, 45, 6, (3, 3), 64, 0)
     assert figures.acceptance_by_depth == (1.0, 1.0)
-    assert RequestMetrics.of(own, 1).accepted_tokens == 2
-    own.accept_lengths, own.tree_sizes = [1, 4, 2], [1, 16, 8]
-    figures = RequestMetrics.of(own)
+    assert RequestMetrics.of(req, 1).accepted_tokens == 2
+    req.accept_lengths, req.tree_sizes = [1, 4, 2], [1, 16, 8]
+    figures = RequestMetrics.of(req)
     assert (figures.rounds, figures.drafts) == (3, 2), "a root alone is no draft"
     assert (figures.drafted_tokens, figures.accepted_tokens) == (22, 4)
     assert figures.accepted_by_depth == (2, 1, 1)
@@ -396,9 +401,9 @@ def plain_leaves(value):
 
 def test_records_can_go_to_another_process(made):
     scheduler, device = made()
-    own = request(131, 20, stop_ids=(4, 2), settings={"temperature": 0.5, "top_k": 3, "stop": ("x",)})
-    own.routing = (("task", "math"),)
-    add(scheduler, own)
+    req = request(131, 20, stop_ids=(4, 2), settings={"temperature": 0.5, "top_k": 3, "stop": ("x",)})
+    req.routing = (("task", "math"),)
+    add(scheduler, req)
     batch = scheduler.next_batch()
     record = device.run(batch)
     for sent in (batch, record):
@@ -410,7 +415,7 @@ def test_records_can_go_to_another_process(made):
     [admission], [first, last] = batch.admissions, batch.chunks
     assert admission.stop_ids == (2, 4)
     assert admission.params.stop == ()
-    assert admission.pages.tolist() == own.pages + [NO_PAGE] * (4 - len(own.pages))
+    assert admission.pages.tolist() == req.pages + [NO_PAGE] * (4 - len(req.pages))
     assert (admission.anchor, admission.length, admission.active, admission.remaining) == (130, 0, False, 20)
     assert [chunk.counts.tolist() for chunk in (first, last)] == [[128], [2]]
     assert [chunk.ready.tolist() for chunk in (first, last)] == [[False], [True]]

@@ -26,26 +26,26 @@ def made():
 class TestPages:
     def test_come_with_the_prompt_and_grow_with_the_rounds(self, made):
         scheduler, device = made(slots=1, capacity=512)
-        [own] = add(scheduler, request(61, 300))
-        assert own.num_pages == 6
+        [req] = add(scheduler, request(61, 300))
+        assert req.num_pages == 6
         batch = step(scheduler, device, 1)
         # 60 tokens are committed, and a round commits at most 3.
-        assert (len(own.pages), batch.growths) == (1, ())
+        assert (len(req.pages), batch.growths) == (1, ())
         batch = step(scheduler, device, 1)
         assert [growth.slot for growth in batch.growths] == [0]
-        assert batch.growths[0].pages.tolist() == own.pages + [NO_PAGE] * 6
+        assert batch.growths[0].pages.tolist() == req.pages + [NO_PAGE] * 6
         batch = step(scheduler, device, 40)
-        assert len(own.pages) == -(-(66 + 40 * STEP) // PAGE_SIZE)
+        assert len(req.pages) == -(-(66 + 40 * STEP) // PAGE_SIZE)
         assert step(scheduler, device, 1).growths == ()
         finish(scheduler, device)
-        assert_served(own)
+        assert_served(req)
         assert scheduler.free_pages == 8
 
     def test_are_never_more_than_it_can_use(self, made):
         scheduler, device = made(slots=1)
-        [own] = add(scheduler, request(60, 4))
+        [req] = add(scheduler, request(60, 4))
         step(scheduler, device)
-        assert_served(own)
+        assert_served(req)
         assert device.slots[0].pages == [0]
 
     def test_a_request_waits_for_them_and_lets_nobody_pass(self, made):
@@ -53,27 +53,27 @@ class TestPages:
         requests = add(scheduler, *(request(n, m, start=n) for n, m in ((70, 70), (190, 9), (5, 50), (9, 9))))
         step(scheduler, device, 1)
         # The first has two pages of three, the second needs four; the others wait though they would fit.
-        assert [own.state for own in requests] == [State.DECODING, *[State.WAITING] * 3]
+        assert [req.state for req in requests] == [State.DECODING, *[State.WAITING] * 3]
         finish(scheduler, device)
         assert_served(*requests)
-        assert [own.overtaken for own in requests] == [0] * 4
+        assert [req.overtaken for req in requests] == [0] * 4
         assert scheduler.free_pages == 5
 
     def test_none_is_left_for_who_needs_no_more(self, made):
         scheduler, device = made(slots=2, pages=3)
         requests = add(scheduler, request(70, 50), request(10, 9, start=1))
         step(scheduler, device, 1)
-        assert [own.state for own in requests] == [State.DECODING] * 2
+        assert [req.state for req in requests] == [State.DECODING] * 2
 
     def test_one_is_left_for_each_that_may_need_more(self, made):
         """Else it would be taken back soon."""
         scheduler, device = made(slots=3, pages=3)
         requests = add(scheduler, request(10, 70), request(20, 9, start=1), request(30, 9, start=2))
         step(scheduler, device, 1)
-        assert [len(own.pages) for own in requests] == [1, 1, 0]
+        assert [len(req.pages) for req in requests] == [1, 1, 0]
         finish(scheduler, device)
         assert_served(*requests)
-        assert [own.preemptions for own in requests] == [0, 0, 0]
+        assert [req.preemptions for req in requests] == [0, 0, 0]
 
 
 class TestPressure:
@@ -120,17 +120,17 @@ class TestPressure:
         assert first.state is State.FINISHED
         finish(scheduler, device)
         assert_served(first, second, late)
-        assert [own.preemptions for own in (first, second, late)] == [0, 1, 0]
+        assert [req.preemptions for req in (first, second, late)] == [0, 1, 0]
 
     def test_what_resumes_brings_prompt_and_output(self, made):
         scheduler, device = made(slots=2, pages=8, capacity=384)
-        [own] = add(scheduler, request(60, 200, stop_ids=(5000,)))
+        [req] = add(scheduler, request(60, 200, stop_ids=(5000,)))
         for _ in range(7):
             step(scheduler, device, 4)
-        got = list(own.tokens)
+        got = list(req.tokens)
         # As if others had needed its pages.
-        scheduler._holdings.free(own)
-        own.preempt()
+        scheduler._allocator.free(req)
+        req.preempt()
         [admission] = scheduler.next_batch(1).admissions
         assert admission.anchor == got[-1]
         assert admission.remaining == 200 - len(got)
@@ -168,7 +168,10 @@ class TestPrefixes:
         step(scheduler, device, 1)
         whole, longer = add(scheduler, request(128, 5), request(129, 5))
         batch = step(scheduler, device, 1)
-        assert [(own.length, own.active) for own in batch.admissions] == [(64, False), (128, True)]
+        assert [(admission.length, admission.active) for admission in batch.admissions] == [
+            (64, False),
+            (128, True),
+        ]
         finish(scheduler, device)
         assert_served(first, whole, longer)
 
@@ -187,10 +190,15 @@ class TestPrefixes:
         scheduler, device = made(slots=4, pages=20)
         children = add(scheduler, *(request(150, 20, seed=seed) for seed in range(4)))
         batch = step(scheduler, device, 1)
-        assert [(own.slot, own.length) for own in batch.admissions] == [(0, 0), (1, 128), (2, 128), (3, 128)]
+        assert [(admission.slot, admission.length) for admission in batch.admissions] == [
+            (0, 0),
+            (1, 128),
+            (2, 128),
+            (3, 128),
+        ]
         assert [chunk.counts.tolist() for chunk in batch.chunks] == [[128], [21], [21, 21], [21]]
-        assert len({page for own in children for page in own.pages[:2]}) == 2
-        assert [len(own.tokens) for own in children] == [STEP] * 4
+        assert len({page for req in children for page in req.pages[:2]}) == 2
+        assert [len(req.tokens) for req in children] == [STEP] * 4
         finish(scheduler, device)
         assert_served(*children)
 
@@ -201,7 +209,7 @@ class TestPrefixes:
         assert slots_of(step(scheduler, device, 1)) == [0]
         batch = step(scheduler, device, 1)
         assert slots_of(batch) == [1, 2, 3]
-        assert [own.length for own in batch.admissions] == [128] * 3
+        assert [admission.length for admission in batch.admissions] == [128] * 3
         finish(scheduler, device)
         assert_served(*children)
 
@@ -231,4 +239,4 @@ class TestPrefixes:
         assert len(step(scheduler, device, 1).admissions) == 2
         finish(scheduler, device)
         assert_served(*requests)
-        assert [own.prefix_tokens for own in requests] == [0] * 3
+        assert [req.prefix_tokens for req in requests] == [0] * 3

@@ -8,11 +8,11 @@ import pytest
 
 from jetspec_jax import SamplingParams
 from jetspec_jax.engine.budget_policy import Dispatch
-from jetspec_jax.engine.line import MOST_OVERTAKEN, QueueFull, check_room
 from jetspec_jax.engine.output import Output
 from jetspec_jax.engine.request import DeadlinePassed, Request, State
 from jetspec_jax.engine.scheduler import Scheduler
 from jetspec_jax.engine.size import EngineSize
+from jetspec_jax.engine.waiting_queue import MOST_OVERTAKEN, QueueFull, check_room
 from tests.engine.fake_device import VOCAB, FakeDevice, expected_tokens
 from tests.marks import wide
 
@@ -56,10 +56,10 @@ class World:
     def request(self):
         """A prompt that begins like others, with whatever a caller may ask for."""
         rng, capacity = self.rng, self.size.capacity
-        most, own = int(rng.integers(1, 300)), int(rng.integers(1, 90))
+        most, more = int(rng.integers(1, 300)), int(rng.integers(1, 90))
         begin, end = self.texts[int(rng.integers(3))][: int(rng.choice([0, 64, 100, 128, 192]))], []
         if len(begin) == 0 or rng.random() < 0.8:
-            end = rng.integers(0, VOCAB, own)
+            end = rng.integers(0, VOCAB, more)
         prompt = np.concatenate([begin, end])[: capacity - most]
         return Request(
             prompt.astype(np.int32),
@@ -74,7 +74,7 @@ class World:
         request = self.request()
         if self.most_waiting is not None:
             try:
-                waiting = sum(own.state is State.WAITING for own in self.scheduler.requests)
+                waiting = sum(other.state is State.WAITING for other in self.scheduler.requests)
                 check_room(waiting, 1, self.most_waiting)
             except QueueFull:
                 self.refused += 1
@@ -94,7 +94,7 @@ class World:
             return
         if self.readers.pop(request, None) is not None:
             self.ends["unread"] += 1
-        elif request.reader is None:
+        else:
             request.cancel()
             self.ends["cancelled"] += 1
 
@@ -109,7 +109,7 @@ class World:
             self.leave()
         record = self.device.run(batch)
         self.now += BATCH
-        served = scheduler.take(record, self.now)
+        served = scheduler.update(record, self.now)
         assert not batch.rounds or (record.tree_sizes > 0).any(), "no progress"
         assert all(request.tokens for request in served if request.open)
         self.check()
@@ -119,19 +119,19 @@ class World:
         scheduler = self.scheduler
         holding = [request for request in self.requests if request.pages]
         scheduler.pool.check([request.pages for request in holding])
-        scheduler._holdings.snapshots.check()
+        scheduler._allocator.snapshots.check()
         slots = [request.slot for request in scheduler.requests if request.slot >= 0]
         assert len(set(slots)) == len(slots)
         for request in holding:
             assert request.slot >= 0
             assert len(request.pages) <= request.num_pages
             # Who shares a page has the same salt, and the same tokens up to its end.
-            for index, page in enumerate(request.pages[: request.named]):
-                others = [own for own in holding if own is not request and page in own.pages]
-                assert all(own.pages[index] == page for own in others)
-                assert all(own.cache_salt == request.cache_salt for own in others)
+            for index, page in enumerate(request.pages[: request.cached_pages]):
+                others = [other for other in holding if other is not request and page in other.pages]
+                assert all(other.pages[index] == page for other in others)
+                assert all(other.cache_salt == request.cache_salt for other in others)
                 end = 64 * (index + 1)
-                assert all((own.span(0, end) == request.span(0, end)).all() for own in others)
+                assert all((other.span(0, end) == request.span(0, end)).all() for other in others)
 
     def finish(self):
         for _ in range(20_000):
@@ -147,7 +147,7 @@ class World:
         assert self.scheduler.free_pages == self.scheduler.pool.num_free == self.size.num_pages
 
     def step_quietly(self):
-        self.scheduler.take(self.device.run(self.scheduler.next_batch(now=self.now)), self.now)
+        self.scheduler.update(self.device.run(self.scheduler.next_batch(now=self.now)), self.now)
         self.now += BATCH
 
     def check_outputs(self):

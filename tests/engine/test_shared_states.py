@@ -17,7 +17,7 @@ from jetspec_jax.engine import memory, round_costs
 from jetspec_jax.engine.memory import check_engine_memory
 from tests.decode.compilations import compilations
 from tests.decode.tiny import HYBRID, TINY, TinyEngine, finish, random_head, random_target, with_windows
-from tests.engine.test_standing import whole
+from tests.engine.test_persistent import whole
 from tests.marks import wide
 from tests.mesh.tiny import on_mesh
 from tests.meshes import mesh_of
@@ -106,7 +106,7 @@ def test_hits_change_nothing(model, mesh):
         again = serve_waves(engine, waves(np.random.default_rng(4)))
     assert seen == []
     assert [own.prefix_tokens for own in again] == hits
-    engine.scheduler._holdings.snapshots.check()
+    engine.scheduler._allocator.snapshots.check()
 
 
 def filled(tree, rng):
@@ -204,7 +204,7 @@ def test_async_llm_keeps_snapshots(monkeypatch):
 
 
 def test_who_shares_nothing_is_told_once(caplog):
-    engines.say_what_is_not_shared.cache_clear()
+    engines.log_no_prefix_sharing.cache_clear()
     with caplog.at_level("INFO", "jetspec_jax"):
         engine_of("recurrent", trees=False)
         assert caplog.messages == []

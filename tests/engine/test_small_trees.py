@@ -6,6 +6,7 @@ import pytest
 from jetspec_jax import LLM, SamplingParams, generate
 from jetspec_jax import llm as llm_module
 from jetspec_jax.engine import known_costs, round_costs, runner, small_trees
+from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.round_costs import RoundCosts
 from tests.decode.compilations import compilations
 
@@ -92,7 +93,7 @@ def test_they_begin_at_once_after_a_warm_up_for_greedy_requests(llm, monkeypatch
 
 def test_where_memory_is_short_decoding_stays_plain(llm, monkeypatch):
     monkeypatch.setattr(small_trees, "fits", lambda needs: False)
-    llm.target.keeper.engine = None
+    loop_for(llm.target).free()
     assert planned(llm).decoder.bucket == 1
 
 

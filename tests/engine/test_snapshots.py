@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams
+from jetspec_jax.engine.broadcast import pack, unpack
 from jetspec_jax.engine.pages import PagePool
 from jetspec_jax.engine.records import SlotCopy
 from jetspec_jax.engine.request import Request, State
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.engine.snapshots import Snapshots
-from jetspec_jax.engine.wire import pack, unpack
 from tests.decode.tiny import HYBRID, SLIDING, TINY
 from tests.engine.scheduling import STEP, add, assert_served, finish, make, request, slots_of, step
 
@@ -20,9 +20,9 @@ def made(snapshots=4, **size):
     return make(pages_alone=False, snapshots=snapshots, **{"slots": 2, "pages": 16, "capacity": 512, **size})
 
 
-def behind(shared, own, *, start=500, seed=1, **settings):
+def behind(shared, more, *, start=500, seed=1, **settings):
     """A prompt of which others have the first tokens, and some of its own."""
-    prompt = np.r_[np.arange(shared), start + np.arange(own)].astype(np.int32)
+    prompt = np.r_[np.arange(shared), start + np.arange(more)].astype(np.int32)
     return Request(prompt, SamplingParams(max_tokens=9, seed=seed), **settings)
 
 
@@ -36,38 +36,38 @@ class TestPlaces:
     @pytest.fixture
     def pool(self):
         pool = PagePool(6)
-        pool.share(pool.take(6), self.KEYS)
+        pool.register(pool.allocate(6), self.KEYS)
         return pool
 
     def test_the_longest_beginning_ends_with_one(self, pool):
-        own = Snapshots(3, pool)
-        assert own.longest(self.KEYS) == 0
-        assert [own.keep(self.KEYS[number]) for number in (1, 3)] == [0, 1]
-        assert [own.longest(self.KEYS[:count]) for count in range(6)] == [0, 0, 2, 2, 4, 4]
-        own.check()
+        snapshots = Snapshots(3, pool)
+        assert snapshots.longest(self.KEYS) == 0
+        assert [snapshots.keep(self.KEYS[number]) for number in (1, 3)] == [0, 1]
+        assert [snapshots.longest(self.KEYS[:count]) for count in range(6)] == [0, 0, 2, 2, 4, 4]
+        snapshots.check()
 
     def test_without_any_pages_are_enough(self, pool):
         assert Snapshots(0, pool).longest(self.KEYS) == 6
 
     def test_what_was_used_last_stays(self, pool):
-        own = Snapshots(2, pool)
-        assert [own.keep(key) for key in self.KEYS[:2]] == [0, 1]
-        assert own.use(self.KEYS[0]) == 0
-        assert own.keep(self.KEYS[2]) == 1
+        snapshots = Snapshots(2, pool)
+        assert [snapshots.keep(key) for key in self.KEYS[:2]] == [0, 1]
+        assert snapshots.use(self.KEYS[0]) == 0
+        assert snapshots.keep(self.KEYS[2]) == 1
         # One that is there is kept as it is, and counts as used.
-        assert own.keep(self.KEYS[0]) is None
-        assert own.keep(self.KEYS[3]) == 1
-        assert [own.longest(self.KEYS[: end + 1]) for end in range(4)] == [1, 1, 1, 4]
-        own.check()
+        assert snapshots.keep(self.KEYS[0]) is None
+        assert snapshots.keep(self.KEYS[3]) == 1
+        assert [snapshots.longest(self.KEYS[: end + 1]) for end in range(4)] == [1, 1, 1, 4]
+        snapshots.check()
 
     def test_one_without_its_page_goes_first(self, pool):
-        own = Snapshots(3, pool)
+        snapshots = Snapshots(3, pool)
         for key in self.KEYS[:3]:
-            own.keep(key)
-        pool.give_back([1])
-        pool.take(1)  # the page of the second name goes
-        assert own.keep(self.KEYS[3]) == 1
-        assert own.keep(self.KEYS[4]) == 0
+            snapshots.keep(key)
+        pool.free([1])
+        pool.allocate(1)  # the page of the second name goes
+        assert snapshots.keep(self.KEYS[3]) == 1
+        assert snapshots.keep(self.KEYS[4]) == 0
 
 
 class TestSize:
@@ -117,14 +117,14 @@ class TestHits:
         scheduler, device = made(slots=1)
         prompts = [behind(128, 100, start=start) for start in (300, 500, 700)]
         batches = []
-        for own in prompts:
-            add(scheduler, own)
+        for prompt in prompts:
+            add(scheduler, prompt)
             batches.append(step(scheduler, device, 1))
             finish(scheduler, device)
         assert_served(*prompts)
-        assert [own.prefix_tokens for own in prompts] == [0, 0, 128]
+        assert [req.prefix_tokens for req in prompts] == [0, 0, 128]
         # 227 tokens, and full pages of 192 of them; the second has found pages of 128.
-        assert [[(own.after, own.restores) for own in batch.copies] for batch in batches] == [
+        assert [[(copy.after, copy.restores) for copy in batch.copies] for batch in batches] == [
             [(2, False)],
             [(1, False), (2, False)],
             [(0, True), (1, False)],
@@ -135,11 +135,16 @@ class TestHits:
         scheduler, device = made(slots=4, pages=20)
         children = add(scheduler, *(request(150, 20, seed=seed) for seed in range(4)))
         batch = step(scheduler, device, 1)
-        assert [(own.slot, own.length) for own in batch.admissions] == [(0, 0), (1, 128), (2, 128), (3, 128)]
+        assert [(admission.slot, admission.length) for admission in batch.admissions] == [
+            (0, 0),
+            (1, 128),
+            (2, 128),
+            (3, 128),
+        ]
         # They are restored behind the forwards of the first, in the same batch.
         kept, *others = batch.copies
         assert (kept.slot, kept.restores) == (0, False)
-        assert [(own.slot, own.restores, own.after > kept.after) for own in others] == [
+        assert [(copy.slot, copy.restores, copy.after > kept.after) for copy in others] == [
             (slot, True, True) for slot in (1, 2, 3)
         ]
         finish(scheduler, device)
@@ -149,11 +154,11 @@ class TestHits:
         scheduler, device = made(slots=4, pages=24, prefill_tokens=100)
         children = add(scheduler, request(150, 20), request(150, 20, seed=2), behind(64, 100))
         assert slots_of(step(scheduler, device, 1)) == [0]
-        assert [own.state for own in children[1:]] == [State.WAITING] * 2
+        assert [req.state for req in children[1:]] == [State.WAITING] * 2
         batch = step(scheduler, device, 1)
         # The last finds a page of the first, but no snapshot that it could use, and waits for nobody.
         assert slots_of(batch) == [1, 2]
-        assert [own.length for own in batch.admissions] == [128, 0]
+        assert [admission.length for admission in batch.admissions] == [128, 0]
         finish(scheduler, device)
         assert_served(*children)
 
@@ -163,26 +168,26 @@ class TestHits:
         step(scheduler, device, 1)
         first.cancel()
         batch = step(scheduler, device, 1)
-        assert [(own.slot, own.length) for own in batch.admissions] == [(0, 0)]
+        assert [(admission.slot, admission.length) for admission in batch.admissions] == [(0, 0)]
         finish(scheduler, device)
         assert_served(second)
 
     def test_who_has_lost_its_slot_goes_on_behind_one(self):
         scheduler, device = made(slots=2, pages=8)
-        [own] = add(scheduler, request(140, 200))
+        [req] = add(scheduler, request(140, 200))
         for _ in range(7):
             step(scheduler, device, 4)
-        length = own.length - 1
+        length = req.length - 1
         assert length > 192
         # As if others had needed its pages.
-        scheduler._holdings.free(own)
-        own.preempt()
+        scheduler._allocator.free(req)
+        req.preempt()
         batch = step(scheduler, device, 1)
         assert batch.admissions[0].length == 128
         assert [copy.restores for copy in batch.copies] == [True, False]
         assert sum(map(sum, counts_of(batch))) == length - 128
         finish(scheduler, device)
-        assert_served(own)
+        assert_served(req)
 
     def test_salts_keep_requests_apart(self):
         scheduler, device = made(slots=1)
@@ -190,7 +195,7 @@ class TestHits:
         asked = add(scheduler, *(request(150, 5, cache_salt=salt) for salt in salts))
         finish(scheduler, device)
         assert_served(*asked)
-        assert [own.prefix_tokens for own in asked] == [0, 0, 128]
+        assert [req.prefix_tokens for req in asked] == [0, 0, 128]
 
 
 def test_other_processes_are_told_of_copies():
@@ -223,10 +228,10 @@ class TestPressure:
     def test_one_whose_pages_have_gone_is_no_hit(self):
         scheduler, device = made(slots=1, pages=4, capacity=256)
         for start in (0, 300, 0):
-            [own] = add(scheduler, request(200, 50, start=start))
+            [req] = add(scheduler, request(200, 50, start=start))
             finish(scheduler, device)
-            assert_served(own)
-            assert own.prefix_tokens == 0
+            assert_served(req)
+            assert req.prefix_tokens == 0
 
     def test_none_is_taken_where_there_are_no_places(self):
         scheduler, device = made(snapshots=0)
@@ -235,4 +240,4 @@ class TestPressure:
         assert (len(batch.admissions), batch.copies) == (2, ())
         finish(scheduler, device)
         assert_served(*requests)
-        assert [own.prefix_tokens for own in requests] == [0] * 3
+        assert [req.prefix_tokens for req in requests] == [0] * 3

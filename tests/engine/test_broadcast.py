@@ -1,4 +1,4 @@
-"""Records that processes tell each other."""
+"""Records that process 0 broadcasts."""
 
 import json
 
@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams
+from jetspec_jax.engine.broadcast import pack, unpack
 from jetspec_jax.engine.extras import Extras
 from jetspec_jax.engine.records import Adjusting, Admission, Batch, Chunk, Growth
-from jetspec_jax.engine.wants import Kind
-from jetspec_jax.engine.wire import pack, unpack
+from jetspec_jax.engine.round_kinds import Kind
 
 
 def test_all_comes_back_as_it_was():
@@ -34,12 +34,12 @@ def test_all_comes_back_as_it_was():
     sent = batch, Extras(True, (2, 3)), (Kind(logprobs=True),), "text", None
     back = unpack(json.loads(json.dumps(pack(sent))))
     assert repr(back) == repr(sent)
-    own = back[0].admissions[0]
-    assert own.params == params
-    assert own.pages.dtype == np.int32
+    admission = back[0].admissions[0]
+    assert admission.params == params
+    assert admission.pages.dtype == np.int32
     np.testing.assert_array_equal(back[0].chunks[0].tokens, tokens)
 
 
 def test_nothing_else_is_told():
-    with pytest.raises(TypeError, match="object is nothing that processes tell each other"):
+    with pytest.raises(TypeError, match="object cannot be broadcast between processes"):
         pack([object()])

@@ -12,13 +12,13 @@ import pytest
 from jetspec_jax import LLM, AsyncLLM, SamplingParams, generate
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.device import memory
-from jetspec_jax.engine import round_costs, standing
-from jetspec_jax.engine.driver import Driver
+from jetspec_jax.engine import persistent, round_costs
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.extras import Extras
+from jetspec_jax.engine.loop import EngineLoop, loop_for
 from jetspec_jax.engine.memory import engine_bytes
+from jetspec_jax.engine.persistent import plan_persistent
 from jetspec_jax.engine.records import DispatchRecord
-from jetspec_jax.engine.standing import plan_standing
 from jetspec_jax.engine.stats import EngineStats, Tally
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
@@ -90,7 +90,7 @@ def test_a_warm_up_compiles_all_and_figures_add_up(models, monkeypatch):
             with compilations() as seen:
                 alone = await whole(llm, prompts[0], params[0])
                 got = await asyncio.gather(*[whole(llm, *own) for own in zip(prompts, params, strict=True)])
-            while llm._drivers[0]._thread is not None:  # the rounds after an end count too
+            while loop_for(models[0])._thread is not None:  # the rounds after an end count too
                 await asyncio.sleep(0.001)
             return seen, before, alone, got, llm.stats()
 
@@ -117,7 +117,7 @@ def test_a_tally_counts_rounds():
     tokens = np.full((2, 2, 4), -1, np.int32)
     tokens[0, 0, :3], tokens[0, 1, :1], tokens[1, 0, :2] = 1, 1, 1
     tally = Tally()
-    tally.take(DispatchRecord(8, (0, 2), None, tokens, np.array([[8, 8], [5, 0]], np.int32)))
+    tally.add_dispatch(DispatchRecord(8, (0, 2), None, tokens, np.array([[8, 8], [5, 0]], np.int32)))
     assert tally.stats([], 7, None) == EngineStats(
         pages=7,
         dispatches=1,
@@ -132,29 +132,29 @@ def test_a_tally_counts_rounds():
 
 def test_slots_by_memory(models, monkeypatch):
     target, head = models
-    monkeypatch.setattr(standing, "gpu_problem", lambda: None)
+    monkeypatch.setattr(persistent, "gpu_problem", lambda: None)
     settings = TreeSettings(32, 3, algorithm="auto")
     monkeypatch.setattr(memory, "free_bytes", lambda *_: None)
-    most = plan_standing(target, head, settings)
+    most = plan_persistent(target, head, settings)
     assert (most.size.slots, most.size.live) == (256, (1, 2, 4, 8, 16, 32, 64, 128))
     assert [decoder.bucket for decoder in most.decoders] == [1, 2, 4, 8, 16, 32]
     assert most.size.prefill_tokens == 1024
-    fixed = plan_standing(target, head, TreeSettings(32, 3), max_slots=256)
+    fixed = plan_persistent(target, head, TreeSettings(32, 3), max_slots=256)
     wanted = Extras(adjusts=True, logprobs=True)
     # Trees of all slots at once are never run where there is a choice.
     needs = [engine_bytes(replace(own, extras=wanted)) for own in (most, fixed)]
     assert 1.5 * sum(needs[0].values()) < sum(needs[1].values())
     for slots in (256, 64, 1):
-        plan = plan_standing(target, head, settings, max_slots=slots)
+        plan = plan_persistent(target, head, settings, max_slots=slots)
         free = sum(engine_bytes(replace(plan, extras=wanted)).values())
         monkeypatch.setattr(memory, "free_bytes", lambda *_, free=free: free)
-        assert plan_standing(target, head, settings).size.slots == slots
+        assert plan_persistent(target, head, settings).size.slots == slots
         if slots > 1:
             monkeypatch.setattr(memory, "free_bytes", lambda *_, free=free: free - 1)
-            assert plan_standing(target, head, settings).size.slots == slots // 2
+            assert plan_persistent(target, head, settings).size.slots == slots // 2
     monkeypatch.undo()
-    assert plan_standing(target, None, PLAIN).size.live == (1, 4)
-    assert plan_standing(target, None, PLAIN).size.slots == 8
+    assert plan_persistent(target, None, PLAIN).size.live == (1, 4)
+    assert plan_persistent(target, None, PLAIN).size.slots == 8
 
 
 def test_a_call_and_other_callers_run_together(models, monkeypatch):
@@ -164,13 +164,15 @@ def test_a_call_and_other_callers_run_together(models, monkeypatch):
     long, short = SamplingParams(max_tokens=200, ignore_eos=True), SamplingParams(max_tokens=9)
     prompts = [[number, 5] for number in range(8)]
     expected, brief = generate(models[0], prompts, long), generate(models[0], prompts, short)
-    submit, requests, completions = Driver.submit, collections.defaultdict(list), []
+    submit, requests, completions = EngineLoop.submit, collections.defaultdict(list), []
 
-    def noted(driver, asked, **settings):
-        submit(driver, asked, **settings)
-        requests[asked[0].params.max_tokens] += asked
+    def noted(loop, call, *arguments):
+        asked = list(call.queue)
+        submit(loop, call, *arguments)
+        for request in asked:
+            requests[request.params.max_tokens].append(request)
 
-    monkeypatch.setattr(Driver, "submit", noted)
+    monkeypatch.setattr(EngineLoop, "submit", noted)
 
     def call():
         completions.extend(beside.generate(prompts, long))
@@ -178,7 +180,7 @@ def test_a_call_and_other_callers_run_together(models, monkeypatch):
     async def run():
         async with AsyncLLM(*models, max_slots=4, **trees) as llm:
             await llm.warm_up()
-            engine = models[0].keeper.engine
+            engine = loop_for(models[0]).engine
             thread = threading.Thread(target=call)
             with halted(begun(1)):
                 thread.start()
@@ -190,7 +192,7 @@ def test_a_call_and_other_callers_run_together(models, monkeypatch):
             got = [one.token_ids for one in await asyncio.gather(*others)]
             pieces = await asyncio.to_thread(list, streamed)
             await asyncio.to_thread(join, thread)
-            assert models[0].keeper.engine is engine
+            assert loop_for(models[0]).engine is engine
             return got, pieces, streamed.completion
 
     got, pieces, streamed = asyncio.run(run())
@@ -248,4 +250,4 @@ def test_one_name_for_two_loops_at_once(models):
         thread.start()
     join(*threads)
     asyncio.run(llm.close())
-    assert got == ["another request of the name 'mine' runs"] * 3
+    assert got == ["another request with the id 'mine' runs"] * 3

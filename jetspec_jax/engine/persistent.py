@@ -1,4 +1,4 @@
-"""The engine that stands for requests of many callers: how much it holds where nobody says so."""
+"""Plans the persistent engine that serves requests of many callers."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from jetspec_jax.tree import BUCKETS
 from pallas_kernels.dispatch import gpu_problem
 
 
-def plan_standing(
+def plan_persistent(
     target: Target,
     head: Head | None,
     settings: TreeSettings,
@@ -24,24 +24,24 @@ def plan_standing(
     capacity: int | None = None,
     implementation: str | None = None,
 ) -> EnginePlan:
-    """An engine for requests that come and go; on the target's own devices, and on those of each copy.
+    """Plans an engine for requests that arrive at any time, on the target's own devices.
 
     With GPU kernels there are programs for 1, 2, 4, … live slots, and with "auto" trees of 2, 4, 8, … nodes.
-    Without, each row is work and a program takes long to compile: so there are programs for 1, 4, 16, …, and
-    either trees of the budget or none.
+    On a CPU each row is work, and programs compile slowly: so there are programs for 1, 4, 16, … live slots,
+    and trees of the budget or none.
 
     Args:
         target: The target, loaded.
         head: A draft head; None decodes plainly.
-        settings: The trees.
-        max_slots: Requests that decode at the same time; None is as many as the devices have memory for by
-            now, a power of two up to `MOST_SLOTS`, and without GPU kernels `MAX_SLOTS`.
-        capacity: Tokens that a slot can hold; None is the usual number.
-        implementation: Of tree attention; None picks the best.
+        settings: The tree settings.
+        max_slots: Requests that decode at the same time; None is as many as the devices' free memory allows,
+            a power of two up to `MOST_SLOTS`, and `MAX_SLOTS` without GPU kernels.
+        capacity: Tokens per slot; None is the default capacity.
+        implementation: Tree attention implementation; None picks the best.
 
     Raises:
-        TypeError: A setting is of a wrong type.
-        ValueError: One is out of its range.
+        TypeError: A setting has a wrong type.
+        ValueError: A setting is out of its range.
     """
     gpu = implementation != "xla" and gpu_problem() is None
 
@@ -56,7 +56,7 @@ def plan_standing(
             implementation=implementation,
             mesh=target.mesh,
         )
-        made = replace(made, led=spans(target.mesh))
+        made = replace(made, has_workers=spans(target.mesh))
         if gpu:
             return made.for_many()
         least = max(made.decoder.bucket, BUCKETS[1])
@@ -70,10 +70,10 @@ def plan_standing(
         made = plan(2 * slots)
         if all(_has_room(made.on(mesh)) for mesh in target.meshes):
             return made
-    return plan(1)  # if that does not fit either, the engine says what is missing
+    return plan(1)  # if this does not fit either, the engine's error says how much is missing
 
 
 def _has_room(plan: EnginePlan) -> bool:
-    """Whether its devices can hold an engine by now, and what its requests may want beside."""
+    """Whether its devices have free memory for an engine with all optional features of requests."""
     extras = Extras(adjusts=True, logprobs=True)
     return fits(engine_bytes(replace(plan, extras=extras)), plan.decoder.mesh)

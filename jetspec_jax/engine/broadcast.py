@@ -1,4 +1,4 @@
-"""What the scheduler of the first process tells the others: records as JSON."""
+"""Broadcasts from process 0 to its workers: an action and its records, as JSON."""
 
 import base64
 from dataclasses import is_dataclass
@@ -9,13 +9,13 @@ import numpy as np
 from jetspec_jax.device.processes import agreed
 from jetspec_jax.engine.extras import Extras
 from jetspec_jax.engine.records import Adjusting, Admission, Batch, Chunk, Growth, SlotCopy
-from jetspec_jax.engine.wants import Kind
+from jetspec_jax.engine.round_kinds import Kind
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.structured import StructuredOutputsParams
 
 _RECORDS: dict[str, Any] = {
-    own.__name__: own
-    for own in (
+    record.__name__: record
+    for record in (
         Adjusting,
         Admission,
         Batch,
@@ -28,29 +28,29 @@ _RECORDS: dict[str, Any] = {
         StructuredOutputsParams,
     )
 }
-_ABOUT = "what process 0 decides"
+_ABOUT = "a broadcast of process 0"
 
 
-def tell(what: str, *values: Any) -> None:
-    """Tells all other processes to do something; called by the first alone. They wait for it in `hear`."""
-    agreed([what, pack(values)], _ABOUT)
+def send(action: str, *values: Any) -> None:
+    """Sends an action to all workers; called by process 0 only. Workers wait for it in `receive`."""
+    agreed([action, pack(values)], _ABOUT)
 
 
-def hear() -> tuple[str, tuple[Any, ...]]:
-    """What the first process tells; waits for it as long as that lives.
+def receive() -> tuple[str, tuple[Any, ...]]:
+    """The next action of process 0; waits as long as that process lives.
 
     Raises:
-        OutOfStep: It does something else.
+        OutOfStep: Process 0 does something else.
     """
-    said: Any = agreed(None, _ABOUT)
-    return said[0], unpack(said[1])
+    message: Any = agreed(None, _ABOUT)
+    return message[0], unpack(message[1])
 
 
 def pack(value: Any) -> Any:
-    """A value of numbers, texts, arrays, tuples and records, in JSON's types.
+    """Encodes numbers, texts, arrays, tuples and records as JSON types.
 
     Raises:
-        TypeError: It has something else.
+        TypeError: The value has another type.
     """
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
@@ -58,22 +58,22 @@ def pack(value: Any) -> Any:
         return {"array": data, "dtype": array.dtype.str, "shape": array.shape}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    name = type(value).__name__
-    if _RECORDS.get(name) is type(value):
+    kind = type(value).__name__
+    if _RECORDS.get(kind) is type(value):
         fields = vars(value) if is_dataclass(value) else value._asdict()
-        return {"record": name, "fields": {key: pack(own) for key, own in fields.items()}}
+        return {"record": kind, "fields": {key: pack(field) for key, field in fields.items()}}
     if isinstance(value, tuple | list):
-        return [pack(own) for own in value]
-    raise TypeError(f"{name} is nothing that processes tell each other")
+        return [pack(item) for item in value]
+    raise TypeError(f"{kind} cannot be broadcast between processes")
 
 
 def unpack(value: Any) -> Any:
-    """The inverse of `pack`; of lists there are tuples."""
+    """The inverse of `pack`; lists become tuples."""
     if isinstance(value, list):
         return tuple(map(unpack, value))
     if not isinstance(value, dict):
         return value
     if "array" in value:
         array = np.frombuffer(base64.b64decode(value["array"]), value["dtype"])
-        return array.reshape(value["shape"])[()]  # of no axes it is a number again
-    return _RECORDS[value["record"]](**{key: unpack(own) for key, own in value["fields"].items()})
+        return array.reshape(value["shape"])[()]  # an array without axes becomes a scalar
+    return _RECORDS[value["record"]](**{key: unpack(field) for key, field in value["fields"].items()})

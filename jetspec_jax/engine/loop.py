@@ -1,0 +1,492 @@
+"""The engine loop: one thread that owns a target's engine and serves all callers."""
+
+import atexit
+import contextlib
+import math
+import os
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from jax.sharding import Mesh
+
+from jetspec_jax.checkpoint.loading import Target
+from jetspec_jax.decode.state import DecodeWeights
+from jetspec_jax.device.memory import DeviceMemoryError
+from jetspec_jax.device.processes import spans
+from jetspec_jax.device.thread_config import configured, thread_config
+from jetspec_jax.engine.broadcast import send
+from jetspec_jax.engine.budget_policy import ROUNDS_TO_AN_END
+from jetspec_jax.engine.engine import LOST, Engine
+from jetspec_jax.engine.planning import EnginePlan
+from jetspec_jax.engine.request import EngineFailed, Request
+from jetspec_jax.engine.stats import EngineStats, Tally
+from jetspec_jax.engine.waiting_queue import check_room
+
+T = TypeVar("T")
+# Loops with a running thread. It ends before the interpreter does: a thread in compiled code at exit aborts
+# the process. A fork has none of these threads.
+_RUNNING: "set[EngineLoop]" = set()
+_PROGRAM_ENDED = threading.Event()
+# Seconds that the loop waits for a caller to read its tokens, and between two checks whether a thread ended.
+_MOMENT = 0.02
+# Held for a step in a caller's thread.
+_CALLERS_STEP = threading.RLock()
+
+
+def _end_all() -> None:
+    _PROGRAM_ENDED.set()
+    for loop in tuple(_RUNNING):
+        if (thread := loop._thread) is not None:
+            thread.join()
+
+
+# JAX is already imported, so its own exit functions run after this one.
+atexit.register(_end_all)
+os.register_at_fork(after_in_child=_RUNNING.clear)
+
+
+class Flag:
+    """A `threading.Event` that an interrupt of one thread cannot leave locked for other threads.
+
+    An event acquires its lock in Python code, where an interrupt may leave it locked.
+    """
+
+    def __init__(self) -> None:
+        self._set: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def set(self) -> None:
+        """Sets the flag; wakes the waiting thread."""
+        self._set.put(None)
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits until the flag is set, or for ``seconds``; only one thread may wait at a time."""
+        with contextlib.suppress(queue.Empty):
+            self._set.get(timeout=seconds)
+            self._set.put(None)
+
+    def clear(self) -> None:
+        """Clears the flag."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._set.get_nowait()
+
+
+@dataclass(eq=False)
+class Call:
+    """Requests of one caller, or a function to run, for the loop of a target.
+
+    Attributes:
+        loop: The loop.
+        plan: The `EnginePlan` of the required engine; None if ``work`` needs no engine.
+        weights: That engine's parameters, as `DecodeWeights`.
+        queue: Requests that are not admitted yet; the calls of several copies of a target share one queue.
+        most_admitted: Most requests that are admitted at a time, so that other callers' requests run in
+            between; None admits all.
+        most_rounds: Most rounds per dispatch, unless the engine is persistent.
+        work: A function that the loop runs once, between two dispatches; None afterwards.
+        news: Set when requests have new tokens or the call has failed; calls that share a queue share it.
+        ready: Set while the caller waits, having read all tokens.
+        config: JAX's settings in the caller's thread.
+        admitted: Requests in the engine.
+        error: The engine's or the function's error; the requests have the same error.
+        result: The function's result.
+    """
+
+    loop: "EngineLoop"
+    plan: Any = None
+    weights: Any = None
+    queue: deque[Request] = field(default_factory=deque)
+    most_admitted: int | None = None
+    most_rounds: int | None = None
+    work: Callable[[], Any] | None = None
+    news: Flag = field(default_factory=Flag)
+    ready: Flag = field(default_factory=Flag)
+    config: tuple[Any, ...] = field(default_factory=thread_config)
+    admitted: list[Request] = field(default_factory=list)
+    error: BaseException | None = None
+    result: Any = None
+
+    @property
+    def requests(self) -> list[Request]:
+        """Admitted requests, then queued ones."""
+        return [*self.admitted, *self.queue]
+
+    @property
+    def over(self) -> bool:
+        """Whether all its requests and its function have ended."""
+        return self.work is None and not any(request.open for request in self.requests)
+
+    @property
+    def in_callers_thread(self) -> bool:
+        """Whether its caller runs the steps, because processes that share a mesh make the same calls."""
+        return spans(self.loop.mesh) and not (self.plan is not None and self.plan.has_workers)
+
+    def is_served_by(self, plan: EnginePlan, weights: DecodeWeights, *, joining: bool) -> bool:
+        """Whether an engine can serve it: see `EnginePlan.serves`."""
+        same = self.plan.decoder.proposer is None or weights.proposer is self.weights.proposer
+        return same and plan.serves(self.plan, joining=joining)
+
+    def fail(self, error: Exception) -> None:
+        """Fails all its requests, and wakes the caller."""
+        self.error, self.work = error, None
+        for request in self.requests:
+            request.fail(error)
+        self.queue.clear()
+        self.news.set()
+
+
+class EngineLoop:
+    """Owns the engine of a target, which serves all calls in order of arrival.
+
+    A call shares the slots with running calls if the engine can serve it. Else it waits until the engine is
+    idle, and all later calls wait behind it; then a new engine replaces the old one, so that two sets of
+    stores do not coexist.
+
+    The thread lives while there are calls. Callers wait for a flag, so an interrupt affects the interrupted
+    caller only. If several processes share the mesh, the callers run the steps, in the same order in all
+    processes.
+
+    Attributes:
+        mesh: The target's devices.
+        engine: The engine; None before the first call.
+        failed: Whether the last dispatch failed. The error itself would keep its callers' frames alive, and
+            so the target.
+        server: Returns the call of an `AsyncLLM`, whose persistent engine other calls join; or None.
+        has_workers: Whether worker processes run this loop's batches; an error of the engine ends them.
+        tally: Statistics.
+    """
+
+    def __init__(self, mesh: Mesh | None, engine: Engine | None = None):
+        """A loop without a thread, with or without an engine."""
+        self.mesh, self.engine = mesh, engine
+        self.failed = False
+        self.server: Callable[[], Call | None] = lambda: None
+        self.has_workers, self.tally = False, Tally()
+        self._config = thread_config()
+        # Protects the attributes below; held briefly.
+        self._mutex = threading.Lock()
+        self._waiting: deque[Call] = deque()
+        self._served: list[Call] = []
+        self._thread: threading.Thread | None = None
+
+    @property
+    def open_requests(self) -> int:
+        """Number of waiting and running requests."""
+        return sum(request.open for call in self._calls for request in call.requests)
+
+    def submit(self, call: Call, most_waiting: int | None = None) -> None:
+        """Queues a call as a whole, without waiting.
+
+        Raises:
+            QueueFull: More than ``most_waiting`` requests would wait for a slot, not counting requests that
+                calls have not admitted yet.
+            RuntimeError: The program is exiting.
+        """
+        if _PROGRAM_ENDED.is_set():
+            raise RuntimeError("the program has ended")
+        with self._mutex:
+            if most_waiting is not None and call.plan is not None:
+                served = sum(request.open for request in self._counted())
+                check_room(served - call.plan.size.slots, len(call.queue), most_waiting)
+            now = time.monotonic()
+            for request in call.queue:
+                request.arrival = request.arrival or now
+            self._waiting.append(call)
+        if self._thread is None and not call.in_callers_thread:
+            # If two threads start at once, one ends. An interrupt may occur here: the next call starts a
+            # thread.
+            threading.Thread(target=self._run, name="jetspec-engine", daemon=True).start()
+
+    def run(
+        self,
+        work: Callable[[], T],
+        plan: EnginePlan | None = None,
+        weights: DecodeWeights | None = None,
+        config: tuple[Any, ...] | None = None,
+    ) -> T:
+        """Runs a function between two dispatches and waits for its result; no other call runs meanwhile.
+
+        Args:
+            work: The function.
+            plan: The engine that it requires; None if it needs no engine.
+            weights: That engine's parameters.
+            config: JAX's settings; None is those of this thread.
+
+        Raises:
+            Exception: The function's or the engine's error.
+        """
+        call = Call(self, plan, weights, work=work, config=config or thread_config())
+        try:
+            self.submit(call)
+            wait([call])  # raises the function's error
+            while call.work is not None:
+                wait([call])
+        finally:
+            call.work = None
+        return call.result
+
+    def launch(self) -> None:
+        """Starts waiting calls and launches a batch, if there are requests and none is in flight.
+
+        Raises:
+            Exception: An error of the engine.
+        """
+        if self.engine is not None and self.engine.broken:
+            self._fail(RuntimeError(LOST))
+        if self._in_flight or self._begin():
+            return
+        if self.engine is not None and self._served:
+            self._wait_for_readers()
+            self._admit(self.engine)
+            if self.engine.busy:
+                with configured(self._config):
+                    self.engine.launch(self._most_rounds(self.engine))
+
+    def collect(self) -> None:
+        """Waits for the batch in flight, if any, and hands out its tokens.
+
+        Raises:
+            Exception: An error of the engine.
+        """
+        if self.engine is not None and self._in_flight:
+            for call in self._served:
+                call.ready.clear()
+            with configured(self._config):
+                self.engine.collect()
+            if self.engine.record is not None:
+                with self._mutex:
+                    self.tally.add_dispatch(self.engine.record)
+            self.failed = False
+
+    def free(self) -> None:
+        """Frees the engine, unless it has requests."""
+        self.run(self._drop_idle)
+
+    def stats(self, num_pages: int) -> EngineStats:
+        """Statistics so far; from any thread, without waiting for a dispatch.
+
+        Args:
+            num_pages: Pages of the persistent engine, also before it exists.
+        """
+        engine = self.engine
+        with self._mutex:
+            pool = engine.scheduler.pool if engine is not None and engine.plan.persistent else None
+            return self.tally.stats(self._counted(), num_pages, pool)
+
+    def settle(self) -> None:
+        """Waits until the thread has ended, unless it has requests."""
+        thread = self._thread
+        while thread is not None and thread.is_alive() and not self.open_requests:
+            thread.join(_MOMENT)
+
+    def _run(self) -> None:
+        with self._mutex:
+            if self._thread is not None:
+                return
+            self._thread = threading.current_thread()
+            _RUNNING.add(self)
+        try:
+            while self._has_work():
+                try:
+                    self.launch()
+                    self.collect()
+                except Exception as error:
+                    self._fail(error)
+        except BaseException as error:  # no caller may wait for a thread that has ended
+            failed = EngineFailed(f"the engine's thread has ended: {error!r}")
+            failed.__cause__ = error
+            self._fail(failed, everyone=True)
+
+    def _has_work(self) -> bool:
+        if _PROGRAM_ENDED.is_set():
+            self._fail(RuntimeError("the program has ended"), everyone=True)
+        with self._mutex:
+            self._forget()
+            if not (self._waiting or self._served):
+                self._end_thread()
+            return self._thread is threading.current_thread()
+
+    def _end_thread(self) -> None:
+        if self.engine is not None:
+            self.engine.scheduler.drop_closed()  # their errors keep callers' frames alive, and so the target
+        self._thread = None
+        _RUNNING.discard(self)
+
+    def _forget(self) -> None:
+        """Removes requests and calls that have ended."""
+        for call in self._served:
+            for request in call.admitted:
+                if not request.open:
+                    self.tally.add_request(request)
+            call.admitted = [request for request in call.admitted if request.open]
+        self._served = [call for call in self._served if not call.over]
+        self._waiting = deque(call for call in self._waiting if not call.over)
+
+    def _begin(self) -> bool:
+        """Starts waiting calls while the engine can serve them; True if a function ran instead."""
+        with self._mutex:
+            self._forget()
+        while self._waiting:
+            call = self._waiting[0]
+            if not (call.over or self._can_serve(call)):
+                if self._served:
+                    return False  # later calls wait behind it
+                try:
+                    self._make_engine(call)
+                except Exception as error:
+                    # An engine that is too large for one caller is not a failure of a server.
+                    self.failed = self.failed or (call.plan is not None and call.plan.persistent)
+                    call.fail(error)
+            with self._mutex:
+                if call.work is None and not call.over:
+                    self._served.append(call)
+                self._waiting.popleft()  # last: an interrupt of a caller that runs the steps loses no call
+            if call.work is not None:
+                self._run_work(call, call.work)
+                return True
+        return False
+
+    def _can_serve(self, call: Call) -> bool:
+        engine = self.engine
+        if call.plan is None or engine is None or call.config != self._config:
+            return call.plan is None
+        joining = bool(self._served) or (engine.plan.persistent and self.server() is not None)
+        return call.is_served_by(engine.plan, engine.weights, joining=joining)
+
+    def _make_engine(self, call: Call) -> None:
+        self._drop_idle()  # frees its stores before new ones are allocated
+        self._config, server = call.config, self.server()
+        if server is not None and call.is_served_by(server.plan, server.weights, joining=True):
+            call = server
+        with configured(self._config):
+            self.engine = Engine(call.plan, call.weights)
+
+    def _run_work(self, call: Call, work: Callable[[], Any]) -> None:
+        try:
+            with configured(call.config):
+                call.result = work()
+        except BaseException as error:
+            call.error = error  # raised in the caller's thread
+        call.work = None
+        call.news.set()
+
+    def _wait_for_readers(self) -> None:
+        """Waits briefly for callers to find their stop strings, or the next batch would be wasted."""
+        for call in self._served:
+            if call.most_admitted and any(request.params.stop for request in call.admitted if request.open):
+                call.ready.wait(_MOMENT)
+
+    def _admit(self, engine: Engine) -> None:
+        """Admits requests of all calls, at most ``most_admitted`` of each."""
+        for call in self._served:
+            most = math.inf if call.most_admitted is None else min(call.most_admitted, engine.plan.size.slots)
+            room = most - sum(request.open for request in call.admitted)
+            while room > 0 and (request := self._next_of(call)) is not None:
+                room -= request.open
+                try:
+                    if request.open:
+                        engine.admit(request)
+                except (ValueError, DeviceMemoryError) as error:
+                    request.fail(error)
+
+    def _next_of(self, call: Call) -> Request | None:
+        with self._mutex:
+            try:
+                call.admitted.append(call.queue.popleft())
+            except IndexError:  # another copy's loop admitted the last request
+                return None
+            return call.admitted[-1]
+
+    def _most_rounds(self, engine: Engine) -> int | None:
+        if engine.plan.persistent:
+            return None
+        most = [call.most_rounds for call in self._served if call.most_rounds is not None]
+        if engine.plan.size.slots > 1 and any(call.queue for call in self._served):
+            most.append(ROUNDS_TO_AN_END)  # requests wait, though not in the scheduler
+        return min(most, default=None)
+
+    def _fail(self, error: Exception, *, everyone: bool = False) -> None:
+        """Fails the calls that the engine serves, or all calls; the next call makes a new engine."""
+        with self._mutex:
+            self.failed = True
+            failed, self._served = self._served, []
+            engine, self.engine = self.engine, None
+            if everyone:
+                failed += self._waiting
+                self._waiting.clear()
+                self._end_thread()
+        # Workers get the same error for a lack of memory, and continue.
+        ends = self.has_workers and not isinstance(error, DeviceMemoryError)
+        self.has_workers = self.has_workers and not ends  # before a caller submits again
+        for call in failed:
+            call.fail(error)
+        with self._mutex:
+            for request in [request for call in failed for request in call.admitted]:
+                self.tally.add_request(request)
+        if engine is not None:
+            engine.close()
+        if ends:
+            send("end", f"{type(error).__name__}: {error}")
+
+    def _drop_idle(self) -> None:
+        if self.engine is not None and not self._served:
+            engine, self.engine = self.engine, None
+            engine.close()
+
+    @property
+    def _in_flight(self) -> bool:
+        return self.engine is not None and self.engine.runner.in_flight is not None
+
+    @property
+    def _calls(self) -> list[Call]:
+        return [*self._waiting, *self._served]
+
+    def _counted(self) -> list[Request]:
+        """Waiting and running requests, except those that calls have not admitted yet."""
+        counted = []
+        for call in self._calls:
+            counted += call.requests if call.most_admitted is None else call.admitted
+        return counted
+
+
+# Loops by target, freed with it. All heads of a target share a loop, as their engines do not coexist.
+_LOOPS: "weakref.WeakKeyDictionary[Target, EngineLoop]" = weakref.WeakKeyDictionary()
+
+
+def loop_for(target: Target) -> EngineLoop:
+    """The loop of a target, for any head."""
+    return _LOOPS.get(target) or _LOOPS.setdefault(target, EngineLoop(target.mesh))
+
+
+def wait(calls: Sequence[Call]) -> None:
+    """Waits for news of calls that share a flag; if callers run the steps, runs one step.
+
+    Raises:
+        RuntimeError: This is a loop's thread, which would wait for itself; or this process is a fork, which
+            has no such thread.
+        Exception: The error of an engine or a function.
+    """
+    if threading.current_thread() in [loop._thread for loop in tuple(_RUNNING)]:
+        raise RuntimeError("an engine calls this function, and cannot wait for one: use another thread")
+    thread = calls[0].loop._thread
+    if thread is not None and not thread.is_alive():
+        raise RuntimeError("this process is a fork, without the thread that serves this request")
+    for call in calls:
+        call.ready.set()
+    if calls[0].in_callers_thread:
+        with _CALLERS_STEP:
+            for call in calls:
+                call.loop.launch()
+            calls[0].loop.collect()
+    else:
+        calls[0].news.wait()
+        calls[0].news.clear()
+    for call in calls:
+        if call.error is not None:
+            raise call.error

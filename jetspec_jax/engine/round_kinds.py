@@ -1,0 +1,109 @@
+"""Kinds of rounds: with adjusted logits, log-probabilities or grammars; and log-probabilities of prompts."""
+
+import itertools
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jetspec_jax.decode.decoder import TreeDecoder
+from jetspec_jax.decode.logprobs import Logprobs
+from jetspec_jax.decode.models import Models
+from jetspec_jax.decode.scoring import compile_scoring, score_prompt
+from jetspec_jax.decode.state import DecodeState
+from jetspec_jax.engine.records import Admission, Batch
+from jetspec_jax.models import Weights
+from jetspec_jax.sampling.adjust import Adjustments
+from jetspec_jax.sampling.params import SamplingParams
+
+#: Most rounds of a dispatch with log-probabilities: its records are large, and fetched whole.
+LOGPROBS_ROUNDS = 32
+
+
+def decoder_for(decoder: TreeDecoder, *, adjusts: bool, logprobs: bool) -> TreeDecoder:
+    """The decoder with rounds that also adjust logits or return log-probabilities."""
+    if not (adjusts or logprobs):
+        return decoder
+    most = min(decoder.max_rounds, LOGPROBS_ROUNDS) if logprobs else decoder.max_rounds
+    return replace(decoder, adjusts=adjusts, logprobs=logprobs, max_rounds=most)
+
+
+class Kind(NamedTuple):
+    """Optional parts of rounds: each kind has its own programs.
+
+    Attributes:
+        adjusts: The logits are adjusted.
+        logprobs: Log-probabilities are returned.
+        masked: The host makes token masks in each round.
+    """
+
+    adjusts: bool = False
+    logprobs: bool = False
+    masked: bool = False
+
+    def __str__(self) -> str:
+        """The kind in words."""
+        parts = [name for name in ("adjusts", "logprobs") if getattr(self, name)]
+        return " ".join([*(["masked"] if self.masked else []), "rounds", *parts])
+
+    @property
+    def parts(self) -> "list[Kind]":
+        """All kinds with a subset of the parts, itself included: a dispatch has only its requests' parts."""
+        return [Kind(*flags) for flags in itertools.product(*(sorted({False, part}) for part in self))]
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> "Kind":
+        """The kind of rounds that a request needs."""
+        return cls(params.adjusts, params.logprobs is not None, params.structured_outputs is not None)
+
+
+def set_adjustments(decoder: TreeDecoder, state: DecodeState, admission: Admission) -> DecodeState:
+    """The state with the logit adjustments of an admitted request. ``state`` is donated."""
+    adjusting = admission.adjusting
+    if adjusting is None:
+        return state
+    assert state.adjust is not None, "the engine has allocated adjustments"
+    _, words, longest = state.adjust.words.shape
+    adjustments = Adjustments.of(
+        admission.params,
+        vocab_size=decoder.target.vocab_size,
+        prompt=adjusting.prompt.tolist(),
+        output=adjusting.output,
+        endings=adjusting.endings,
+        bad_words=adjusting.bad_words,
+        words=(words, longest),
+    )
+    return decoder.adjust(state, np.int32(admission.slot), adjustments)
+
+
+class PromptScores:
+    """Log-probabilities of prompts' tokens but the first."""
+
+    def __init__(self, models: Models, weights: Weights, dtype: jnp.dtype):
+        """Keeps the target's models and parameters, and the dtype of its stores."""
+        self._arguments = models, weights, dtype
+        # The last prompt: its completions share the log-probabilities.
+        self._last: tuple[bytes, list[Logprobs]] = (b"", [])
+
+    def launch(self, batch: Batch) -> list[tuple[int, list[Logprobs]]]:
+        """Log-probabilities of a batch's admissions that want them, by slot: in parts, and on the device."""
+        scored = ((admission.slot, admission.scored) for admission in batch.admissions)
+        return [(slot, self._of(prompt)) for slot, prompt in scored if prompt is not None]
+
+    def compile(self, length: int) -> None:
+        """Compiles the programs for prompts of up to ``length`` tokens."""
+        models, weights, dtype = self._arguments
+        compile_scoring(models, weights, length, dtype)
+
+    def _of(self, prompt: np.ndarray) -> list[Logprobs]:
+        if self._last[0] != prompt.tobytes():
+            models, weights, dtype = self._arguments
+            self._last = prompt.tobytes(), score_prompt(models, weights, prompt, dtype)
+        return self._last[1]
+
+
+def concatenated(parts: list[Logprobs]) -> Logprobs:
+    """Log-probabilities of a prompt, on the host, in one row of tokens."""
+    return jax.tree.map(lambda *rows: np.concatenate([row[0] for row in rows]), *parts)
