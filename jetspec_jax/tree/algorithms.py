@@ -110,7 +110,7 @@ def algorithm_names() -> tuple[str, ...]:
 def check_algorithm(name: str) -> None:
     """Raises ValueError, with the registered names, for an unknown name, and TypeError for other types."""
     if not isinstance(name, str):
-        raise TypeError(f"a tree algorithm is a name, or an Algorithm with its options, not {name!r}")
+        raise TypeError(f"a tree algorithm must be a name, or an Algorithm with its options, not {name!r}")
     if name not in _KNOWN:
         raise ValueError(f"unknown tree algorithm {name!r}; known algorithms: {', '.join(_KNOWN)}")
 

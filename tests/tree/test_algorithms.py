@@ -475,7 +475,7 @@ def _plan_arrays(algorithm, candidates):
     return plan.caps, plan.bonus
 
 
-ALGORITHM = "a tree algorithm is a name, or an Algorithm with its options, not "
+ALGORITHM = "a tree algorithm must be a name, or an Algorithm with its options, not "
 ROUTING = "routing is a mapping with any of task, mode, text, as {'task': 'math'}"
 
 
