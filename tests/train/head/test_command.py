@@ -280,7 +280,8 @@ def test_bad_input_is_named(folder, tmp_path, capsys):
     assert head(folder, tmp_path / "nothing", tmp_path / "work") == 2
     assert "has no documents.json" in capsys.readouterr().err
     assert main(["head", "--recipe", "best", "--target", "demo", "--data", "x", "--work", "y"]) == 2
-    assert "no recipe best: name a TOML file or one of ablations, demo, demo-selector, finetune" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no recipe best: name a TOML file or one of ablations, demo, demo-selector, finetune" in said
     shutil.copy(folder / "prompts.jsonl", tmp_path / "broken.jsonl")
     with (tmp_path / "broken.jsonl").open("a") as file:
         file.write('{"messages": []}\n')
