@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ import numpy as np
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.engine.admission import check_request, plan_requests
-from jetspec_jax.engine.loop import Call, wait
+from jetspec_jax.engine.loop import Call, Flag, wait
 from jetspec_jax.engine.prompts import TokenIds
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import Group
@@ -150,7 +149,7 @@ def regenerate(
     plan, requests = plan_requests(
         target, head, tree, prompts.tokens, params, max_slots=slots, capacity=max(lengths)
     )
-    group, news, count = Group(target, head), threading.Event(), writer.settings.count
+    group, news, count = Group(target, head), Flag(), writer.settings.count
     for request in requests:
         request.on_update = news.set
 
