@@ -377,9 +377,13 @@ class EngineLoop:
         call.news.set()
 
     def _wait_for_readers(self) -> None:
-        """Waits briefly for callers to find their stop strings, or the next batch would be wasted."""
+        """Waits briefly for callers to find their stop strings, or the next batch would be wasted.
+
+        Before its first batch a caller is waited for too: if it began to wait while that runs, it would seem
+        to have read the tokens.
+        """
         for call in self._served:
-            if call.most_admitted and any(request.params.stop for request in call.admitted if request.open):
+            if call.most_admitted and any(request.params.stop for request in call.requests if request.open):
                 call.ready.wait(_MOMENT)
 
     def _admit(self, engine: Engine) -> None:
