@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--candidates", type=int, nargs="+", default=usual, help="candidates per draft row (default: 7 16 32)"
     )
-    add("--oracle", action="store_true", help="the target's own probabilities score the head's candidates")
+    add("--oracle", action="store_true", help="score the head's candidates by the target's probabilities")
     add("--batch", type=int, default=32, help="most prompts decoded at a time (default: 32)")
     add("--dtype", default="auto", help="auto, float32 or bfloat16")
     add_report_arguments(parser, "acceptance")

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import itertools
 import math
 import os
 import queue
@@ -383,7 +384,8 @@ class EngineLoop:
         to have read the tokens.
         """
         for call in self._served:
-            if call.most_admitted and any(request.params.stop for request in call.requests if request.open):
+            next_batch = call.admitted or list(itertools.islice(call.queue, 1))
+            if call.most_admitted and any(request.params.stop for request in next_batch if request.open):
                 call.ready.wait(_MOMENT)
 
     def _admit(self, engine: Engine) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections import deque
 from pathlib import Path
 
 import jax
@@ -13,11 +14,14 @@ import jax.numpy as jnp
 import pytest
 
 from jetspec_jax import LLM, SamplingParams, TreeDecoder, generate
+from jetspec_jax.decode.settings import PLAIN
+from jetspec_jax.decode.state import DecodeWeights
+from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.engine.admission import plan_requests
 from jetspec_jax.engine.engine import LOST, Engine
-from jetspec_jax.engine.loop import EngineLoop, Flag, loop_for
+from jetspec_jax.engine.loop import Call, EngineLoop, Flag, loop_for, wait
 from jetspec_jax.engine.request import EngineFailed
-from jetspec_jax.engine.serving import Group
+from jetspec_jax.engine.serving import Group, complete
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
 from tests.engine.halting import begun, halted, paused
 from tests.events import PATIENCE, join, until
@@ -332,6 +336,32 @@ def test_an_engine_that_is_closed_while_somebody_waits(llm, expected):
         halt.set()
     assert [(type(error), str(error)) for error in got] == [(RuntimeError, LOST)]
     assert tokens_of(llm.generate([PROMPT], PARAMS)) == expected
+
+
+def test_a_broken_engine_of_the_callers_is_refused(models):
+    """No other one is made in its place."""
+    plan, requests = plan_requests(models[0], None, PLAIN, [PROMPT], PARAMS)
+    engine = Engine(plan, DecodeWeights(models[0].weights))
+    engine.close()
+    with pytest.raises(RuntimeError, match=LOST):
+        complete([engine], requests, None, None)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_engine_that_does_not_fit_is_a_failure_of_a_server_alone(models, monkeypatch, persistent):
+    def refuse(plan, weights):
+        raise DeviceMemoryError("too large")
+
+    monkeypatch.setattr("jetspec_jax.engine.loop.Engine", refuse)
+    plan, requests = plan_requests(models[0], None, PLAIN, [PROMPT], PARAMS)
+    loop = EngineLoop(None)
+    plan = plan.for_many() if persistent else plan
+    call = Call(loop, plan, DecodeWeights(models[0].weights), deque(requests))
+    loop.submit(call)
+    with pytest.raises(DeviceMemoryError, match="too large"):
+        wait([call])
+    loop.settle()
+    assert loop.failed is persistent
 
 
 def test_work_runs_alone_and_its_error_is_the_callers(llm, expected):
