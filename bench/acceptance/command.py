@@ -9,10 +9,10 @@ import argparse
 import itertools
 from typing import Any
 
-import numpy as np
-
+from bench.acceptance.rejections import anchors_of, rejection_tables, rejections
 from bench.acceptance.replay import Drafts, accepted_along, draft_along, rounds_along, write_texts
 from bench.common.given_profile import describe_profile, profile_notes
+from bench.common.intervals import ratio_interval
 from bench.common.methods import check_fixed_budgets, choose_algorithms
 from bench.common.pair import (
     add_pair_arguments,
@@ -95,18 +95,28 @@ def run(arguments: argparse.Namespace) -> int:
     title = f"{arguments.num_prompts} prompts x {arguments.max_tokens} tokens, {measured_on(report)}"
     from bench.acceptance.plot import draw_acceptance
 
-    publish(arguments, report, _tables(rows, title), profile_notes(report), draw_acceptance)
+    tables = _tables(rows, title) + rejection_tables(rows)
+    publish(arguments, report, tables, profile_notes(report), draw_acceptance)
     return 0
 
 
 def _rows(drafts: Drafts, settings: TreeSettings, budgets: list[int]) -> list[dict[str, Any]]:
-    """Tokens per round over all rounds of all texts: a row per budget."""
+    """Tokens per round over all rounds of all texts, and where rounds ended: a row per budget."""
     algorithm, count = algorithm_of(settings.algorithm), settings.breadth.candidates
     accepted = accepted_along(drafts, algorithm, count, budgets)
     rows = []
     for budget, column in zip(budgets, accepted.T, strict=True):
-        lengths = np.asarray(list(itertools.chain(*rounds_along(column, drafts.counts))))
-        rows.append({"budget": budget, "tau": float(lengths.mean()), "rounds": len(lengths)})
+        rounds = rounds_along(column, drafts.counts)
+        anchors = anchors_of(rounds, drafts.counts)
+        rows.append(
+            {
+                "budget": budget,
+                "tau": sum(map(sum, rounds)) / len(anchors),
+                "tau interval": ratio_interval(list(map(sum, rounds)), list(map(len, rounds))),
+                "rounds": len(anchors),
+                "rejected": rejections(drafts, count, column[anchors], anchors),
+            }
+        )
     return rows
 
 

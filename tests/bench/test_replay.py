@@ -1,13 +1,15 @@
 """Rounds replayed along plain decoding's texts are the rounds of decoding with trees."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from bench.acceptance import command, replay
-from bench.acceptance.replay import accepted_along, draft_along, rounds_along, write_texts
+from bench.acceptance.rejections import anchors_of, rejections
+from bench.acceptance.replay import Drafts, accepted_along, draft_along, rounds_along, write_texts
 from bench.common.workload import Workload
 from jetspec_jax import SamplingParams, generate_tree
-from jetspec_jax.tree import algorithm_of
+from jetspec_jax.tree import Candidates, algorithm_of
 from tests.bench.conftest import random_workloads, text_prompt
 from tests.decode.tiny import TINY
 
@@ -68,6 +70,24 @@ def test_rounds_of_a_hand_made_text():
     assert rounds_along(accepted, [6, 1, 2]) == [[2, 3, 1], [10], [1, 4]]
 
 
+def test_anchors_of_hand_made_rounds():
+    assert anchors_of([[2, 3, 1], [10], [1, 4]], [6, 1, 2]).tolist() == [0, 2, 5, 6, 7, 8]
+
+
+def test_rejections_of_hand_made_rounds():
+    tokens = jnp.array([[[5, 6, 2], [7, 8, 2], [9, 4, 2]]] * 3, jnp.int32)
+    entropies = jnp.array([[0.1, 0.5, 5.0]] * 3)
+    following = np.array([[5, 8, 2], [6, 1, 4], [5, 7, 4]], np.int32)
+    drafts = Drafts(Candidates(tokens, jnp.zeros_like(tokens, float), entropies), following, None, [3])
+    # Of two candidates, the first anchor's third row lacks 2; the second tree lacks 6; the third accepts all.
+    found = rejections(drafts, 2, np.array([2, 0, 3]), np.arange(3))
+    assert found == {
+        "by_depth": [[0, 1], [0, 0], [1, 0]],
+        "by_entropy": [[0, 1], [0, 0], [0, 0], [0, 0], [1, 0]],
+        "whole": 1,
+    }
+
+
 def test_the_command_writes_a_report_and_a_picture(pair, report_of, monkeypatch, capsys):
     monkeypatch.setattr(command, "load_pair", lambda *_: pair)
     monkeypatch.setattr(command, "make_workloads", random_workloads)
@@ -77,6 +97,13 @@ def test_the_command_writes_a_report_and_a_picture(pair, report_of, monkeypatch,
     assert len(rows) == 16
     for (temperature, name, _, budget), row in rows.items():
         assert row["tau"] >= 1
+        low, high = row["tau interval"]
+        assert low <= row["tau"] <= high
+        rejected = row["rejected"]
+        for kind in ("by_depth", "by_entropy"):
+            assert sum(map(sum, rejected[kind])) + rejected["whole"] == row["rounds"]
         if name == "chain":
             assert row["tau"] == rows[temperature, "chain", 3, budget]["tau"]
-    assert capsys.readouterr().out.count("tokens per round, by budget") == 2
+    out = capsys.readouterr().out
+    assert out.count("tokens per round, by budget") == 2
+    assert out.count("rejected tokens by") == 4
