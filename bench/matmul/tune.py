@@ -79,7 +79,7 @@ def _of_mosaic(case: Case) -> Iterator[MosaicConfig]:
     if case.stored != "fp8":
         return
     for groups in (2, 3):
-        tiles, rest = divmod(case.shape.columns, groups * 128)
+        tiles, rest = divmod(case.shape.columns, groups * 64)
         if rest == 0:
             for splits in dict.fromkeys((1, *(max(1, count // tiles) for count in (132, 264)))):
                 yield MosaicConfig(groups, splits)

@@ -1,8 +1,10 @@
 """Parts of the Mosaic kernel below what Pallas offers: FP8 to bfloat16 in shared memory, and sums to memory.
 
-Both are written for a warpgroup, thread by thread. Shared memory is swizzled in rows of 128 bytes, as its
-transforms say: 16-byte chunk c of row r lies in the place of chunk c ^ (r % 8), so that neither a row nor a
-column of chunks falls into the same banks.
+Both are written for a warpgroup, thread by thread. Shared memory is swizzled, as its transforms say, so that
+neither rows nor columns fall into the same banks: of 16-byte chunks, c of row r lies in the place of
+
+    c ^ (r // 2 % 4)   where rows have 64 bytes (FP8)
+    c ^ (r % 8)        where they have 128 (bfloat16)
 """
 
 from typing import Any
@@ -15,88 +17,82 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-#: Columns of a warpgroup: a row of FP8 is one row of a swizzle.
-COLUMNS = 128
+#: Columns of a warpgroup: tensor cores take 64 rows of the transposed weights.
+COLUMNS = 64
 #: Multiplies scales, as the weights below stand for 2**-120 times their value.
 POWER = 2.0**120
 
-FP8_TRANSFORMS = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
+FP8_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64))
 WIDE_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 _THREADS = 128
-_CHUNK, _ROW, _TILE = 16, 128, 1024  # bytes of a chunk, of a swizzle's row, and of its eight rows
-# Rows of FP8 that a warpgroup reads at once, a chunk for each thread.
-_ROWS_AT_ONCE = _THREADS * _CHUNK // _ROW
-# Four values, one in each byte of a word, times a scale. Sign, four bits of exponent and three of mantissa
-# move to where float32 has them, with exponents that are smaller by 120; zero and subnormal values too.
-_WIDEN_WORD = """{
-.reg .b32 a, b, c, d;
-shl.b32 a, $2, 24;
-shl.b32 b, $2, 16;
-shl.b32 c, $2, 8;
-shr.s32 a, a, 4;
-shr.s32 b, b, 4;
-shr.s32 c, c, 4;
-shr.s32 d, $2, 4;
-and.b32 a, a, 0x87f00000;
-and.b32 b, b, 0x87f00000;
-and.b32 c, c, 0x87f00000;
-and.b32 d, d, 0x87f00000;
-mul.rn.f32 a, a, $3;
-mul.rn.f32 b, b, $3;
-mul.rn.f32 c, c, $3;
-mul.rn.f32 d, d, $3;
-cvt.rn.bf16x2.f32 $0, b, a;
-cvt.rn.bf16x2.f32 $1, d, c;
+_CHUNK = 16  # bytes
+# Rows of weights that a warpgroup reads at once, a chunk for each thread.
+_ROWS = _THREADS * _CHUNK // COLUMNS
+# A scale as the sum of two numbers of bfloat16, each twice: 17 bits of it.
+_SPLIT_SCALE = """{
+.reg .b32 high, low;
+cvt.rn.bf16x2.f32 $0, $2, $2;
+shl.b32 high, $0, 16;
+sub.f32 low, $2, high;
+cvt.rn.bf16x2.f32 $1, low, low;
 }"""
+# Two bytes of a word times a scale, rounded once: as the selector says they become the upper ones of two
+# halves. Sign, four bits of exponent and three of mantissa move to where bfloat16 has them, with exponents
+# that are smaller by 120; zero and subnormal values too.
+_WIDEN_PAIR = """{{
+.reg .b32 bits, moved;
+prmt.b32 bits, $1, $1, {selector};
+shr.u32 moved, bits, 4;
+and.b32 moved, moved, 0x07f007f0;
+lop3.b32 bits, bits, 0x80008000, moved, 0xea;
+mul.bf16x2 moved, bits, $3;
+fma.rn.bf16x2 $0, bits, $2, moved;
+}}"""
+_SELECTORS = ("0x1000", "0x3020")
 
 
 def widen(values_ref: Any, scale: jax.Array, out_ref: Any) -> None:
-    """Weights [depth, 128] in FP8 times `scale` / 2**120, each rounded once, to bfloat16 in shared memory.
+    """Weights [depth, 64] in FP8 times `scale` / 2**120, each rounded once, to bfloat16 in shared memory.
 
     The caller must fence the writes and wait for all threads before it reads them.
     """
     depth = values_ref.shape[-2]
-
     types = plgpu.RefType(FP8_TRANSFORMS), plgpu.RefType(WIDE_TRANSFORMS), plgpu.Layout.WG_SPLAT
 
     def write(_: Any, values: Any, out: Any, scales: Any) -> None:
-        factor = scales.registers.item()
+        pair = llvm.StructType.get_literal([_i32(), _i32()])
+        factor: Any = scales.registers.item()
+        split: Any = llvm.inline_asm(pair, [factor], _SPLIT_SCALE, "=r,=r,f", asm_dialect=0)
+        high_low = [llvm.extractvalue(_i32(), split, [i]) for i in range(2)]
         thread = _thread()
-        row, chunk = arith.shrui(thread, _int(3)), arith.andi(thread, _int(7))
+        row, chunk = arith.shrui(thread, _int(2)), arith.andi(thread, _int(3))
+        place = arith.xori(chunk, arith.andi(arith.shrui(row, _int(1)), _int(3)))
+        source = _offset(utils.memref_ptr(values), _sum(_times(row, COLUMNS), _times(place, _CHUNK)))
+        # A chunk of FP8 becomes two neighbouring ones.
         turn = arith.andi(row, _int(7))
-        source = _offset(
-            utils.memref_ptr(values), _sum(_times(row, _ROW), _times(arith.xori(chunk, turn), _CHUNK))
-        )
-        # A chunk of FP8 becomes two neighbouring ones. Half of the threads write the second one first: with
-        # the first ones of the others these are the eight chunks of a row.
-        tile, first = arith.shrui(chunk, _int(2)), _times(arith.andi(chunk, _int(3)), 2)
-        eight = _times(arith.shrui(row, _int(3)), 2 * _TILE)
-        start = _sum(_sum(eight, _times(tile, _TILE)), _times(turn, _ROW))
-        swapped = arith.cmpi(arith.CmpIPredicate.ne, tile, _int(0))
         places = [
-            _offset(utils.memref_ptr(out), _sum(start, _times(arith.xori(_sum(first, half), turn), _CHUNK)))
-            for half in (tile, arith.xori(tile, _int(1)))
+            _offset(
+                utils.memref_ptr(out), _sum(_times(row, 2 * COLUMNS), _times(arith.xori(at, turn), _CHUNK))
+            )
+            for at in (_times(chunk, 2), _sum(_times(chunk, 2), _int(1)))
         ]
         words = ir.VectorType.get((4,), _i32())
-        loaded = [
-            llvm.load(words, _offset(source, at * _ROW), alignment=_CHUNK)
-            for at in range(0, depth, _ROWS_AT_ONCE)
-        ]
-        for i, chunk_words in enumerate(loaded):
-            own = [_element(chunk_words, j) for j in range(4)]
-            ahead = [arith.select(swapped, own[(j + 2) % 4], own[j]) for j in range(4)]
-            for place, pair in zip(places, (ahead[:2], ahead[2:]), strict=True):
-                wide = [half for word in pair for half in _widened(word, factor)]
-                at = i * _ROWS_AT_ONCE * 2 * _ROW
-                llvm.store(vector.from_elements(words, wide), _offset(place, at), alignment=_CHUNK)
+        starts = range(0, depth, _ROWS)
+        loaded = [llvm.load(words, _offset(source, at * COLUMNS), alignment=_CHUNK) for at in starts]
+        for at, four in zip(starts, loaded, strict=True):
+            for i, start in enumerate(places):
+                own = [_element(four, j) for j in (2 * i, 2 * i + 1)]
+                wide = [_widened(word, selector, high_low) for word in own for selector in _SELECTORS]
+                there = _offset(start, at * 2 * COLUMNS)
+                llvm.store(vector.from_elements(words, wide), there, alignment=_CHUNK)
 
     splat = plgpu.layout_cast(jnp.full((_THREADS,), scale, jnp.float32), plgpu.Layout.WG_SPLAT)
     plgpu.inline_mgpu(arg_types=types)(write)(values_ref, out_ref, splat)
 
 
 def store_transposed(sums: jax.Array, out_ref: Any) -> None:
-    """Writes sums [128, rows] of `Layout.WGMMA` to memory, [rows, 128] of an array with more columns."""
+    """Writes sums [64, rows] of `Layout.WGMMA` to memory, [rows, 64] of an array with more columns."""
     rows, stride, dtype = sums.shape[1], out_ref.ref.shape[-1], jnp.dtype(out_ref.dtype)
 
     def write(_: Any, out: Any, array: Any) -> None:
@@ -109,23 +105,21 @@ def store_transposed(sums: jax.Array, out_ref: Any) -> None:
         start = arith.extui(ir.IntegerType.get_signless(64), _sum(_times(row, stride), column))
         size = dtype.itemsize
         place = _offset(utils.memref_ptr(out), arith.muli(start, utils.c(size, start.type)))
-        registers = array.registers.reshape(COLUMNS // 64, rows // 8, 2)
-        for (block, eight, half), pair in np.ndenumerate(registers):
+        for (eight, half), pair in np.ndenumerate(array.registers.reshape(rows // 8, 2)):
             for i in range(2):
                 value = _element(pair, i)
                 if dtype != jnp.float32:
                     value = arith.truncf(utils.dtype_to_ir_type(dtype), value)
-                at = (8 * eight + i) * stride + 64 * block + 8 * half
+                at = (8 * eight + i) * stride + 8 * half
                 llvm.store(value, _offset(place, at * size), alignment=size)
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))(write)(out_ref, sums)
 
 
-def _widened(word: Any, factor: Any) -> list[Any]:
-    """Two registers of two values each."""
-    pair = llvm.StructType.get_literal([_i32(), _i32()])
-    both: Any = llvm.inline_asm(pair, [word, factor], _WIDEN_WORD, "=r,=r,r,f", asm_dialect=0)
-    return [llvm.extractvalue(_i32(), both, [i]) for i in range(2)]
+def _widened(word: Any, selector: str, high_low: list[Any]) -> Any:
+    """A register of two values of a word, times the scale."""
+    code = _WIDEN_PAIR.format(selector=selector)
+    return llvm.inline_asm(_i32(), [word, *high_low], code, "=r,r,r,r", asm_dialect=0)
 
 
 def _thread() -> Any:

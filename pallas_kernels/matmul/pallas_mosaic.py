@@ -3,7 +3,7 @@
 A product is computed transposed, out[N, M] = W[N, K] · x[M, K]^T, because tensor cores take at least 64 rows
 of their first operand: weights always fill them. A processor's program takes one share of the sums after
 another. One of its warpgroups copies weights and rows into a ring of buffers in shared memory; the others
-each widen 128 columns of the weights, times their scale, into one of two buffers of their own, while tensor
+each widen 64 columns of the weights, times their scale, into one of two buffers of their own, while tensor
 cores still multiply the other one. Both operands come from shared memory: with one in registers, compilers
 before CUDA 13.3 can overwrite it while a product still reads.
 
@@ -40,15 +40,15 @@ from pallas_kernels.weight_tiles import cell_of
 from pallas_kernels.weights import Narrow
 
 _HOPPER = (9, 0)
-_DEPTH = 64  # terms of a step: a row of bfloat16 in a swizzle
+_DEPTH = 128  # terms of a step
 # Registers of a thread, by the number of warpgroups that widen and multiply; the copying one takes few.
 _REGISTERS = {2: 240, 3: 160}
 _COPYING_REGISTERS = 24
 _MOST_ROWS = 128  # of a tile: more do not fit into registers
-_SHARED_BYTES = 220 << 10
+_SHARED_BYTES = 226 << 10
 _MOST_STAGES = 8
-_SCALES_AHEAD = 3  # steps
-_FEWEST_STEPS = 4  # of a share
+_SCALES_AHEAD = 2  # steps
+_FEWEST_STEPS = 2  # of a share
 # Parts of sums, relative to weights: fitted to Qwen3-8B's products of 64 and 128 rows on an H100.
 _COST_OF_PARTS = 4
 

@@ -42,21 +42,21 @@ def test_lowers_for_cuda(spec, rows, shape, block):
     [
         (jnp.zeros((1, 128)), fp8_of((128, 128), BLOCKS), "not for float32 and fp8 weights"),
         (jnp.zeros((1, 128), jnp.bfloat16), jnp.zeros((128, 128)), "not for bfloat16 and plain weights"),
-        (jnp.zeros((1, 96), jnp.bfloat16), fp8_of((96, 128), BLOCKS), "96 terms, no multiple of 64"),
+        (jnp.zeros((1, 96), jnp.bfloat16), fp8_of((96, 128), BLOCKS), "96 terms, no multiple of 128"),
         (
             jnp.zeros((1, 128), jnp.bfloat16),
             fp8_of((128, 192), (32, 192)),
-            "scales change after 32 terms, no multiple of 64",
+            "scales change after 32 terms, no multiple of 128",
         ),
         (
             jnp.zeros((1, 128), jnp.bfloat16),
             fp8_of((128, 128), (128, 1)),
-            "scales change after 1 columns, no multiple of 128",
+            "scales change after 1 columns, no multiple of 64",
         ),
         (
             jnp.zeros((1, 128), jnp.bfloat16),
-            fp8_of((128, 128), BLOCKS),
-            "128 columns, no multiple of 256 or 384",
+            fp8_of((128, 64), BLOCKS),
+            "64 columns, no multiple of 128 or 192",
         ),
     ],
 )
@@ -75,10 +75,10 @@ def test_other_gpus(monkeypatch):
 @pytest.mark.parametrize(
     ("sizes", "found"),
     [
-        ((64, 4096, 24576), (3, 2)),  # 128 items for 132 processors
-        ((128, 4096, 6144), (2, 5)),
-        ((128, 12288, 4096), (2, 8)),
-        ((1, 256, 256), (2, 1)),  # too few terms to share
+        ((64, 4096, 24576), (3, 1)),  # 128 tiles for 132 processors
+        ((16, 4096, 6144), (3, 4)),
+        ((128, 12288, 4096), (2, 4)),
+        ((1, 256, 128), (2, 1)),  # too few terms to share
     ],
 )
 def test_the_rule_keeps_processors_busy(sizes, found):
