@@ -23,7 +23,7 @@ RESULTS, DOCS = ROOT / "bench/results", ROOT / "docs"
 #: The report of the README's picture of budgets, and the algorithms in it.
 BUDGETS, COMPARED = "smollm2-gsm8k-gpu", ("top_nodes",)
 #: The trace of the README's page of trees, its round, and the size of the window.
-TRACE, ROUND, WINDOW = "tree-smollm2-cpu", 5, (1200, 820)
+TRACE, ROUND, WINDOW = "tree-smollm2-cpu", 8, (1200, 820)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
