@@ -1,14 +1,18 @@
-"""Tiles of weights in Triton kernels: as they are stored, to the type of the rows that they multiply.
+"""Products of blocks of rows with tiles of weights in Triton kernels, which read weights as they are stored.
+
+Narrow weights are read in words (`weight_words`). Where tensor cores take weights from registers, a word's
+parts are in tiles apart: four tiles of FP8 have other columns, and their products are put side by side at the
+end; four tiles of MXFP4 have other terms, two of each word, and their products add up. Elsewhere all parts of
+a word are put side by side in one tile.
 
 Scales of FP8 multiply the products of the terms that they hold for, in float32; scales of MXFP4 multiply the
-weights, exactly. A byte of MXFP4 holds two neighbouring terms, so a step has two tiles there, of even terms
-and of odd ones.
+weights, exactly. Scales of a step are loaded a step ahead, as the compiler does not prefetch so few bytes.
 
 Tiles are made to be the second operand of a product, which tensor cores read from shared memory. A first one
 would stay in registers, where compilers before CUDA 13.3 can overwrite it while a product still reads.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,15 +20,28 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array
+from jaxtyping import Array, Float32
 
 from pallas_kernels.dispatch import compute_capability
-from pallas_kernels.mxfp4 import BLOCK, BLOCK_BYTES, Mxfp4
+from pallas_kernels.mxfp4 import BLOCK, Mxfp4
 from pallas_kernels.quantized import Quantized
+from pallas_kernels.weight_words import (
+    COLUMNS,
+    TERMS,
+    fp8_columns,
+    mxfp4_powers,
+    mxfp4_terms,
+    side_by_side,
+    words_of,
+)
 from pallas_kernels.weights import Narrow
 
 # Ada's, the first that has FP8.
 _FP8_CAPABILITY = (8, 9)
+# From so many rows on Hopper's tensor cores read weights from shared memory.
+_SHARED_ROWS = 64
+#: Terms that a tensor core's product has at least.
+LEAST_DEPTH = 16
 
 
 class Lanes(NamedTuple):
@@ -41,74 +58,177 @@ class Lanes(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Steps:
+    """The terms of a product's sums, in steps.
+
+    Attributes:
+        stored: How the weights are stored: "plain", "fp8" or "mxfp4".
+        terms: How many terms there are.
+        depth: Terms of a step.
+        rows: Rows of a block.
+    """
+
+    stored: str
+    terms: int
+    depth: int
+    rows: int
+
+    @classmethod
+    def of(cls, stored: str, terms: int, depth: int, rows: int, run: int = 0) -> "Steps":
+        """Steps of about `depth` terms. `run` terms have the same scales; 0 is all."""
+        if stored == "mxfp4":  # with terms enough for each tile: two blocks
+            return cls(stored, terms, max(depth, LEAST_DEPTH * TERMS // 2), rows)
+        return cls(stored, terms, min(depth, (run & -run) or depth), rows)
+
+    @property
+    def count(self) -> int:
+        """Steps of all terms."""
+        return pl.cdiv(self.terms, self.depth)
+
+    @property
+    def apart(self) -> bool:
+        """Whether each part of a word is a tile of its own."""
+        return self.stored != "plain" and self.rows < _SHARED_ROWS
+
+    def rows_of(self, ref: Any, row: Lanes, i: Any) -> list[Array]:
+        """The terms of step i of some rows, one matrix for each tile of other terms; see `Tiles.add`."""
+        count = TERMS // 2 if self.apart and self.stored == "mxfp4" else 1
+        own = jnp.arange(self.depth // count, dtype=jnp.int32)
+        if count > 1:  # two terms of each word
+            own += (TERMS - 2) * jax.lax.div(own, 2)
+        found = []
+        for part in range(count):
+            term = i * self.depth + own + 2 * part
+            terms = Lanes(term, None if self.terms % self.depth == 0 else term < self.terms)
+            found.append(load(ref, (row.lane[:, None], term[None, :]), both(row, terms)))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class Tiles:
     """Some columns of a matrix of weights in memory.
 
     Attributes:
-        refs: Of the values, and of the scales if there are any.
-        stored: How the weights are stored: "plain", "fp8" or "mxfp4".
-        terms: How many terms the products sum over.
-        place: Gives the index of a value, by its term and its column, and of FP8 the index of a scale, by the
-            numbers of its cells. Of MXFP4, whose blocks come last, it gives the index before the block, by
-            the column alone.
+        refs: Of the values, in words if they are narrow, and of the scales if there are any.
+        steps: The terms.
+        columns: Columns of the matrix.
+        block: Columns of a tile.
+        at: Number of the tile.
+        place: Gives the index of a value by its term and its column. Of FP8 the column is that of a word, of
+            MXFP4 the term; and of FP8 it gives the index of a scale by the numbers of its cells.
         term_cell: Of FP8, the number of the cell of a term.
         column_cell: Likewise of a column.
+        columns_run: Of FP8, so many columns from any multiple of it on have the same scales; 0 is all.
     """
 
     refs: tuple[Any, ...]
-    stored: str
-    terms: int
-    place: Callable[..., tuple[Any, ...]]
+    steps: Steps
+    columns: int
+    block: int
+    at: Any
+    place: Callable[[Any, Any], tuple[Any, ...]]
     term_cell: Callable[[Any], Any] = int
     column_cell: Callable[[Any], Any] = int
+    columns_run: int = 0
 
-    def of_step(
-        self, i: Any, depth: int, columns: Lanes, dtype: jnp.dtype
-    ) -> Iterator[tuple[Lanes, Array, Array | None]]:
-        """The weights of the terms of one step.
+    @property
+    def parts(self) -> int:
+        """Tiles of other columns."""
+        return COLUMNS if self.steps.apart and self.steps.stored == "fp8" else 1
 
-        Args:
-            i: Number of the step.
-            depth: Terms of a step.
-            columns: The columns.
-            dtype: Of the tiles.
+    def scales(self, i: Any) -> tuple[Array, ...]:
+        """The scales of a step: of FP8 one for all tiles of other columns, or one for each."""
+        if self.steps.stored == "plain":
+            return ()
+        if self.steps.stored == "mxfp4":
+            column = Lanes.of(self.at, self.block, self.columns)
+            block = Lanes.of(i, self.steps.depth // BLOCK, self.steps.terms // BLOCK)
+            index = self.place(block.lane[None, :], column.lane[:, None])
+            return (mxfp4_powers(load(self.refs[1], index, both(column, block))),)
 
-        Yields:
-            Terms; their weights [terms, columns], zero outside; and what multiplies the products of each
-            column, or None.
-        """
-        if self.stored == "mxfp4":
-            yield from self._of_mxfp4(i, depth, columns, dtype)
-            return
-        terms = Lanes.of(i, depth, self.terms)
-        index = self.place(terms.lane[:, None], columns.lane[None, :])
-        tile = load(self.refs[0], index, both(terms, columns))
-        scales = None
-        if self.stored == "fp8":
-            cells = self.place(self.term_cell(i * depth), self.column_cell(columns.lane))
-            scales = load(self.refs[1], cells, columns.inside).astype(jnp.float32)
-        yield terms, tile.astype(dtype), scales
+        def of_columns(column: Any, inside: Array | None) -> Array:
+            cells = self.term_cell(i * self.steps.depth), self.column_cell(column)
+            return load(self.refs[1], self.place(*cells), inside).astype(jnp.float32)
 
-    def _of_mxfp4(
-        self, i: Any, depth: int, columns: Lanes, dtype: jnp.dtype
-    ) -> Iterator[tuple[Lanes, Array, Array | None]]:
-        values, powers = self.refs
-        count = depth // BLOCK
-        blocks = Lanes.of(i, count, self.terms // BLOCK)
-        mask = both(columns, blocks)
-        column, block = columns.lane[:, None], blocks.lane[None, :]
-        # Powers of two: their bytes are the exponents of bfloat16.
-        bits = load(powers, (*self.place(column), block), mask).astype(jnp.uint16) << 7
-        scale = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)[:, :, None]
-        byte = jnp.arange(BLOCK_BYTES, dtype=jnp.int32)[None, None, :]
-        shape = columns.lane.size, count, BLOCK_BYTES
-        wide_mask = None if mask is None else jnp.broadcast_to(mask[:, :, None], shape)
-        index = *self.place(column[:, :, None]), block[:, :, None], byte
-        pairs = load(values, index, wide_mask).astype(jnp.uint16)
-        lanes = Lanes.of(i, depth // 2, self.terms // 2)
-        for half, codes in enumerate((pairs & 15, pairs >> 4)):
-            tile = (_values(codes) * scale).reshape(columns.lane.size, depth // 2).astype(dtype)
-            yield Lanes(2 * lanes.lane + half, lanes.inside), tile.T, None
+        if self.columns_run % self.block == 0:  # one scale for all
+            return (of_columns(self.at * self.block, None),)
+        if self.parts == 1:
+            return (of_columns(*Lanes.of(self.at, self.block, self.columns))[None, :],)
+        word = Lanes.of(self.at, self.block // COLUMNS, self.columns // COLUMNS)
+        own = 1 if self.columns_run % COLUMNS == 0 else COLUMNS  # one scale for each word, or four
+        return tuple(of_columns(COLUMNS * word.lane + part, word.inside)[None, :] for part in range(own))
+
+    def add(
+        self,
+        sums: tuple[Array, ...],
+        rows: Sequence[Array],
+        i: Any,
+        scales: tuple[Array, ...],
+        precision: Any,
+    ) -> tuple[Array, ...]:
+        """The sums of each tile of other columns, with those of a step's terms."""
+        if self.steps.stored == "mxfp4":
+            (out,), (powers,) = sums, scales
+            for x, tile in zip(rows, self._mxfp4(i, powers, rows[0].dtype), strict=True):
+                out += plgpu.dot(x, tile, precision=precision)
+            return (out,)
+        (x,) = rows
+        each = (plgpu.dot(x, tile, precision=precision) for tile in self._columns(i, x.dtype))
+        if scales:
+            spread = scales * (self.parts // len(scales))
+            each = (product * scale for product, scale in zip(each, spread, strict=True))
+        return tuple(own + product for own, product in zip(sums, each, strict=True))
+
+    def _columns(self, i: Any, dtype: jnp.dtype) -> Sequence[Array]:
+        """Tiles [terms, columns] of other columns."""
+        terms = Lanes.of(i, self.steps.depth, self.steps.terms)
+        width = COLUMNS if self.steps.stored == "fp8" else 1
+        column = Lanes.of(self.at, self.block // width, self.columns // width)
+        index = self.place(terms.lane[:, None], column.lane[None, :])
+        values = load(self.refs[0], index, both(terms, column))
+        if width == 1:
+            return [values]
+        tiles = fp8_columns(values, dtype)
+        return tiles if self.steps.apart else [side_by_side(tiles)]
+
+    def _mxfp4(self, i: Any, powers: Array, dtype: jnp.dtype) -> list[Array]:
+        """Tiles [terms, columns] of other terms."""
+        depth, terms = self.steps.depth // TERMS, self.steps.terms // TERMS
+        column, word = Lanes.of(self.at, self.block, self.columns), Lanes.of(i, depth, terms)
+        index = self.place(word.lane[None, :], column.lane[:, None])
+        words = load(self.refs[0], index, both(column, word))
+        spread = jnp.broadcast_to(powers[:, :, None], (*powers.shape, BLOCK // TERMS)).reshape(words.shape)
+        tiles = mxfp4_terms(words, spread, dtype)
+        if not self.steps.apart:
+            return [side_by_side(tiles).T]
+        return [side_by_side(tiles[part : part + 2]).T for part in range(0, TERMS, 2)]
+
+
+def multiply(
+    ref: Any, row: Lanes, tiles: Sequence[Tiles], first: Any, last: Any, precision: Any
+) -> list[Float32[Array, "rows columns"]]:
+    """The products of some rows with tiles of matrices that are stored in the same way.
+
+    Args:
+        ref: Of the rows [R, K].
+        row: Indices of the rows.
+        tiles: One of each matrix.
+        first: The first step of the terms.
+        last: The step after the last one; there is at least one.
+        precision: Of the products.
+    """
+    steps = tiles[0].steps
+
+    def step(i: Array, carry: Any) -> Any:
+        sums, scales = carry
+        ahead = [tile.scales(jnp.minimum(i + 1, last - 1)) for tile in tiles]
+        rows = steps.rows_of(ref, row, i)
+        each = zip(tiles, sums, scales, strict=True)
+        return [tile.add(own, rows, i, scale, precision) for tile, own, scale in each], ahead
+
+    zeros = [(jnp.zeros((steps.rows, tile.block // tile.parts), jnp.float32),) * tile.parts for tile in tiles]
+    sums, _ = jax.lax.fori_loop(first, last, step, (zeros, [tile.scales(first) for tile in tiles]))
+    return [side_by_side(parts) for parts in sums]
 
 
 def stored_of(w: Array | Narrow) -> str:
@@ -117,27 +237,31 @@ def stored_of(w: Array | Narrow) -> str:
 
 
 def parts_of(w: Array | Narrow) -> tuple[Array, ...]:
-    """What a kernel is given of weights, as it becomes `Tiles.refs`."""
-    return (w.values, w.scales) if isinstance(w, Narrow) else (w,)
+    """Weights as a kernel is given them, and as they become `Tiles.refs`."""
+    if isinstance(w, Quantized):
+        return words_of(w.values), w.scales
+    if isinstance(w, Mxfp4):
+        return words_of(w.values).reshape(*w.scales.shape[:-1], -1), w.scales
+    return (w,)
 
 
-def unsupported(w: Array | Narrow, term_block: int, terms: int, depth: int) -> str | None:
+def unsupported(w: Array | Narrow, term_block: int, terms: int, columns: int) -> str | None:
     """Why kernels cannot read weights.
 
     Args:
         w: The weights.
         term_block: Of FP8, how many terms from any multiple of it on have the same scales.
         terms: How many there are.
-        depth: Terms of a step.
+        columns: Of the matrix, as it lies in memory.
     """
     if not isinstance(w, Quantized):
-        return f"steps of {depth} terms cut blocks" if isinstance(w, Mxfp4) and depth % BLOCK else None
+        return None
     capability = compute_capability()
     if capability is not None and capability < _FP8_CAPABILITY:
         return f"the GPU has no FP8: compute capability {'.'.join(map(str, capability))} is below 8.9"
-    if term_block < terms and term_block % depth:
-        return f"scales change after {term_block} terms, no multiple of {depth}"
-    return None
+    if term_block < terms and term_block % LEAST_DEPTH:
+        return f"scales change after {term_block} terms, no multiple of {LEAST_DEPTH}"
+    return f"{columns} columns, no multiple of {COLUMNS}" if columns % COLUMNS else None
 
 
 def both(first: Lanes, second: Lanes) -> Array | None:
@@ -152,15 +276,9 @@ def both(first: Lanes, second: Lanes) -> Array | None:
 def load(ref: Any, index: tuple[Any, ...], mask: Array | None) -> Array:
     """Elements, zero outside."""
     zero = None if mask is None else jnp.zeros((), ref.dtype)
-    return plgpu.load(ref.at[index], mask=mask, other=zero)
-
-
-def _values(codes: Array) -> Array:
-    """What codes of e2m1 stand for, in bfloat16."""
-    magnitude = codes & 7
-    half = jnp.uint16(0x3F00)
-    bits = jnp.where(magnitude > 1, half + (magnitude << 6), half * magnitude)
-    return jax.lax.bitcast_convert_type(bits | (codes & 8) << 12, jnp.bfloat16)
+    # Arrays, as the interpreter cannot load a single element by plain integers.
+    place = tuple(jnp.asarray(part, jnp.int32) for part in index)
+    return plgpu.load(ref.at[place], mask=mask, other=zero)
 
 
 def cell_of(index: Any, sizes: tuple[int, ...], block: tuple[int, ...]) -> Any:

@@ -29,9 +29,10 @@ from pallas_kernels.expert_mlp.shapes import ExpertShape
 GPU_CALLS, OTHER_CALLS = 16, 4
 
 
-def config_of(shape: ExpertShape, tokens: int, itemsize: int) -> Config:
+def config_of(shape: ExpertShape, tokens: int, itemsize: int, stored: str = "plain") -> Config:
     """The configuration of the kernels' rule for a call."""
     return config_for(
+        stored=stored,
         tokens=tokens,
         top_k=shape.routing.top_k,
         experts=shape.experts,
@@ -97,6 +98,8 @@ def time_shape(
             row |= {"experts": reads[count], **work._asdict()}
             row["floor_us"] = 1e6 * ceilings.seconds(work)
             row["times_floor"] = measured.micros / row["floor_us"]
-            row["config"] = asdict(config_of(shape, count, itemsize)) if name == "pallas_triton" else None
+            row["config"] = (
+                asdict(config_of(shape, count, itemsize, stored)) if name == "pallas_triton" else None
+            )
         rows.append(row)
     return rows

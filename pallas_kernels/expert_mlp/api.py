@@ -14,9 +14,9 @@ from pallas_kernels.weight_tiles import stored_of
 from pallas_kernels.weights import Narrow, expected_weights
 
 
-def _unsupported(x: Array, gate_up: Array | Narrow, down: Array | Narrow, *_: object) -> str | None:
+def _unsupported(_: Array, gate_up: Array | Narrow, down: Array | Narrow, *_others: object) -> str | None:
     """Why the Triton kernels cannot do a call."""
-    return pallas_triton.problem_of(x, gate_up, down)
+    return pallas_triton.problem_of(gate_up, down)
 
 
 OPERATION = Operation.of("expert_mlp", reference.expert_mlp, pallas_triton.expert_mlp, _unsupported)

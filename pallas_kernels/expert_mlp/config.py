@@ -51,7 +51,9 @@ class Config:
         check_config(self, powers=powers, counts=("num_stages",))
 
 
-def config_for(*, tokens: int, top_k: int, experts: int, size: int, features: int, itemsize: int) -> Config:
+def config_for(
+    *, stored: str, tokens: int, top_k: int, experts: int, size: int, features: int, itemsize: int
+) -> Config:
     """The configuration of a call.
 
     An expert's rows should fit into one block, for every block reads the expert's weights again: a block has
@@ -59,7 +61,10 @@ def config_for(*, tokens: int, top_k: int, experts: int, size: int, features: in
     get larger blocks. With more tokens the room that larger blocks need would slow all others down; there
     blocks have at least 32 rows. Few experts are cut into narrow columns: so there are enough programs.
 
+    Of FP8 a warp has at least eight words of columns.
+
     Args:
+        stored: how the weights are stored: "plain", "fp8" or "mxfp4".
         tokens: T.
         top_k: K.
         experts: E.
@@ -78,15 +83,18 @@ def config_for(*, tokens: int, top_k: int, experts: int, size: int, features: in
         fit = [width for width in _COLUMNS if width <= widest and groups * -(-total // width) >= _PROGRAMS]
         return fit[0] if fit else _COLUMNS[-1]
 
-    block_features, block_model = columns(features, 64), columns(size, 128)
-    depth = 128 // itemsize
-    stage = depth * (rows + max(2 * block_features, block_model)) * itemsize
+    fp8 = stored == "fp8" and itemsize == 2
+    block_features, block_model = columns(features, 128 if fp8 else 64), columns(size, 128)
+    depth = 128 if stored == "mxfp4" else 128 // itemsize
+    weight = {"plain": itemsize, "fp8": 1, "mxfp4": 0.5}[stored]
+    stage = depth * (rows * itemsize + max(2 * block_features, block_model) * weight)
+    warps = min(4, min(block_features, block_model) // 32) if fp8 else 4
     return Config(
         block_rows=rows,
         crowd_rows=max(rows, _CROWD_ROWS) if crowded else rows,
         block_features=block_features,
         block_model=block_model,
         block_depth=depth,
-        num_warps=8 if rows >= 64 else 4,
-        num_stages=max(2, min(_MOST_STAGES, _TILE_BYTES // stage)),
+        num_warps=8 if rows >= 64 else warps,
+        num_stages=max(2, min(_MOST_STAGES, int(_TILE_BYTES // stage))),
     )

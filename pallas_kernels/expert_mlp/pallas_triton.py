@@ -31,7 +31,17 @@ from pallas_kernels.activation import Activation, kernel_swish
 from pallas_kernels.expert_mlp.config import Config, config_for
 from pallas_kernels.mxfp4 import Mxfp4
 from pallas_kernels.quantized import Quantized
-from pallas_kernels.weight_tiles import Lanes, Tiles, parts_of, stored_of, unsupported
+from pallas_kernels.weight_tiles import (
+    Lanes,
+    Steps,
+    Tiles,
+    both,
+    load,
+    multiply,
+    parts_of,
+    stored_of,
+    unsupported,
+)
 from pallas_kernels.weights import Narrow
 
 #: The formats of weights that this was measured with on a GPU, and is taken for by default.
@@ -40,14 +50,13 @@ MEASURED = frozenset({"plain"})
 _TABLE = 4096
 
 
-def problem_of(x: Array, gate_up: Array | Narrow, down: Array | Narrow) -> str | None:
-    """Why the kernels, cut up by the rule, cannot do a call of `api.expert_mlp`; None if they can."""
+def problem_of(gate_up: Array | Narrow, down: Array | Narrow) -> str | None:
+    """Why the kernels cannot do a call of `api.expert_mlp`; None if they can."""
     for name, w in (("gate_up", gate_up), ("down", down)):
         if isinstance(w, Mxfp4) and w.axis != 1:
             return f"{name}'s blocks do not lie along the axis that is summed over"
         block = w.block[1] if isinstance(w, Quantized) else 1
-        # What the rule gives to a step, whose half in 16 bits a crowd's has.
-        if problem := unsupported(w, block, w.shape[1], 128 // x.dtype.itemsize):
+        if problem := unsupported(w, block, w.shape[1], w.shape[-1]):
             return f"{name}: {problem}"
     return None
 
@@ -67,8 +76,11 @@ def expert_mlp(
 ) -> Float[Array, "T M"]:
     """See `api.expert_mlp`. `config` overrides the rule's; `interpret` runs without a GPU."""
     (tokens, top_k), (num_experts, features, size) = experts.shape, down.shape
+    gate_up_stored, down_stored = _Stored.of(gate_up), _Stored.of(down)
     if config is None:
+        same = gate_up_stored.format == down_stored.format
         config = config_for(
+            stored=gate_up_stored.format if same else "plain",
             tokens=tokens,
             top_k=top_k,
             experts=num_experts,
@@ -97,13 +109,13 @@ def expert_mlp(
 
     hide = launch(
         "expert_mlp_hidden",
-        functools.partial(_hidden, activation, _Stored.of(gate_up)),
+        functools.partial(_hidden, activation, gate_up_stored),
         features,
         config.block_features,
         x.dtype,
     )
     hidden = hide(experts, x, gate_up_bias, *parts_of(gate_up))
-    give = functools.partial(_output, _Stored.of(down))
+    give = functools.partial(_output, down_stored)
     output = launch("expert_mlp_output", give, size, config.block_model, jnp.dtype(jnp.float32))
     rows = output(experts, hidden, down_bias, weights.reshape(-1), *parts_of(down))
     rows = rows.reshape(tokens, top_k, size)
@@ -117,25 +129,36 @@ class _Stored:
 
     format: str
     terms: int
+    columns: int
     blocks: tuple[int, int]  # of FP8: terms and columns that share a scale
 
     @classmethod
     def of(cls, w: Array | Narrow) -> "_Stored":
         blocks = (w.block[1], w.block[-1]) if isinstance(w, Quantized) else (1, 1)
-        return cls(stored_of(w), w.shape[1], blocks)
+        return cls(stored_of(w), w.shape[1], w.shape[-1], blocks)
 
-    def tiles(self, refs: tuple[Any, ...], e: Array, *half: int) -> Tiles:
-        """The matrix of an expert; of gate and up one half."""
+    def steps(self, depth: int, rows: int) -> Steps:
+        """The steps of a product of so many rows."""
+        run = self.blocks[0] if self.format == "fp8" and self.blocks[0] < self.terms else 0
+        return Steps.of(self.format, self.terms, depth, rows, run)
+
+    def tiles(
+        self, refs: tuple[Any, ...], steps: Steps, block: int, place: Array, e: Array, *half: int
+    ) -> Tiles:
+        """The columns at a place of the matrix of an expert; of gate and up one half."""
         terms, columns = self.blocks
         return Tiles(
             refs,
-            self.format,
-            self.terms,
-            (lambda column: (e, *half, column))
+            steps,
+            self.columns,
+            block,
+            place,
+            (lambda term, column: (e, *half, column, term))
             if self.format == "mxfp4"
             else (lambda term, column: (e, term, *half, column)),
             lambda term: term // terms,
             lambda column: column // columns,
+            columns if columns < self.columns else 0,
         )
 
 
@@ -159,11 +182,6 @@ class _Call:
         """Tokens that are looked at together."""
         return min(pl.next_power_of_2(self.tokens), _TABLE // self.config.crowd_rows)
 
-    def product(self, rows: Array, tile: Array, scales: Array | None) -> Array:
-        """A product in float32, with the scales of its columns if there are any."""
-        found = plgpu.dot(rows, tile, precision=self.precision)
-        return found if scales is None else found * scales[None, :]
-
     def depth(self, rows: int) -> int:
         """Terms that are loaded in one step of so many rows: tiles on their way take about as much room."""
         return self.config.block_depth if rows == self.config.block_rows else self.config.block_depth // 2
@@ -181,32 +199,22 @@ def _hidden(
 ) -> None:
     """One program: some features of one expert's rows."""
     *gate_up, hidden_ref = refs
-    features = Lanes.of(pl.program_id(0), block, hidden_ref.shape[1])
-    feature, inside = features
+    place = pl.program_id(0)
+    features = Lanes.of(place, block, stored.columns)
 
     def compute(e: Array, row: Array, real: Array) -> None:
-        depth = call.depth(row.size)
-
-        def add(i: Array, halves: tuple[Array, Array]) -> tuple[Array, ...]:
-            sums, tiles = list(halves), (stored.tiles(tuple(gate_up), e, half) for half in (0, 1))
-            both = (own.of_step(i, depth, features, x_ref.dtype) for own in tiles)
-            for pair in zip(*both, strict=True):
-                elements = pair[0][0]
-                mine = _load(x_ref, (row // call.top_k, elements.lane), real, elements.inside)
-                for half, (_, tile, scales) in enumerate(pair):
-                    sums[half] += call.product(mine, tile, scales)
-            return tuple(sums)
-
-        zeros = jnp.zeros((row.size, block), jnp.float32)
-        steps = pl.cdiv(stored.terms, depth)
-        halves = jax.lax.fori_loop(0, steps, add, (zeros, zeros))
+        steps = stored.steps(call.depth(row.size), row.size)
+        mine = Lanes(row // call.top_k, real)
+        tiles = [stored.tiles(tuple(gate_up), steps, block, place, e, half) for half in (0, 1)]
+        halves = multiply(x_ref, mine, tiles, 0, steps.count, call.precision)
         if bias_ref is not None:
-            biases = (plgpu.load(bias_ref.at[e, half, feature], mask=inside) for half in (0, 1))
+            biases = (load(bias_ref, (e, half, features.lane), features.inside) for half in (0, 1))
             halves = [
                 half + bias.astype(jnp.float32)[None, :] for half, bias in zip(halves, biases, strict=True)
             ]
         hidden = activation(*halves, swish=kernel_swish).astype(hidden_ref.dtype)
-        _store(hidden_ref, (row, feature), hidden, real, inside)
+        index = row[:, None], features.lane[None, :]
+        plgpu.store(hidden_ref.at[index], hidden, mask=both(Lanes(row, real), features))
 
     _for_each_block(call, experts_ref, compute)
 
@@ -223,25 +231,18 @@ def _output(
 ) -> None:
     """One program: some columns of the weighted outputs of one expert's rows."""
     *down, out_ref = refs
-    elements = Lanes.of(pl.program_id(0), block, out_ref.shape[1])
-    element, inside = elements
+    place = pl.program_id(0)
+    elements = Lanes.of(place, block, stored.columns)
 
     def compute(e: Array, row: Array, real: Array) -> None:
-        depth = call.depth(row.size)
-
-        def add(i: Array, out: Array) -> Array:
-            tiles = stored.tiles(tuple(down), e)
-            for features, tile, scales in tiles.of_step(i, depth, elements, hidden_ref.dtype):
-                mine = _load(hidden_ref, (row, features.lane), real, features.inside)
-                out += call.product(mine, tile, scales)
-            return out
-
-        weights = plgpu.load(weights_ref.at[row], mask=real, other=0.0)
-        steps = pl.cdiv(stored.terms, depth)
-        out = jax.lax.fori_loop(0, steps, add, jnp.zeros((row.size, block), jnp.float32))
+        steps, mine = stored.steps(call.depth(row.size), row.size), Lanes(row, real)
+        weights = load(weights_ref, (row,), real)
+        tiles = stored.tiles(tuple(down), steps, block, place, e)
+        [out] = multiply(hidden_ref, mine, [tiles], 0, steps.count, call.precision)
         if bias_ref is not None:
-            out += plgpu.load(bias_ref.at[e, element], mask=inside).astype(jnp.float32)[None, :]
-        _store(out_ref, (row, element), out * weights[:, None], real, inside)
+            out += load(bias_ref, (e, elements.lane), elements.inside).astype(jnp.float32)[None, :]
+        index = row[:, None], elements.lane[None, :]
+        plgpu.store(out_ref.at[index], out * weights[:, None], mask=both(mine, elements))
 
     _for_each_block(call, experts_ref, compute)
 
@@ -316,32 +317,3 @@ def _rows_of(call: _Call, experts_ref: Any, e: Array, chunk: Array) -> tuple[Arr
     # By the maximum, not by a sum: were an expert named twice, no row of another token would be touched.
     own = jnp.max(jnp.where(hit, column[None, :], -1), axis=1)
     return (own >= 0).astype(jnp.int32), token * call.top_k + own
-
-
-def _tile(
-    index: tuple[Any, ...], row_mask: Array | None, column_mask: Array | None
-) -> tuple[tuple[Any, ...], Array | None]:
-    """A matrix out of an array: the index, with its two vectors across each other, and what lies inside."""
-    rows, columns = (part for part in index if jnp.ndim(part))
-    across = tuple(
-        part if jnp.ndim(part) == 0 else part[:, None] if part is rows else part[None, :] for part in index
-    )
-    if row_mask is None and column_mask is None:
-        return across, None
-    mask = jnp.ones((rows.size, columns.size), bool)
-    mask = mask if row_mask is None else mask & row_mask[:, None]
-    return across, mask if column_mask is None else mask & column_mask[None, :]
-
-
-def _load(ref: Any, index: tuple[Any, ...], row_mask: Array | None, column_mask: Array | None) -> Array:
-    """A matrix, zero outside."""
-    across, mask = _tile(index, row_mask, column_mask)
-    return plgpu.load(ref.at[across], mask=mask, other=None if mask is None else 0.0)
-
-
-def _store(
-    ref: Any, index: tuple[Any, ...], values: Array, row_mask: Array, column_mask: Array | None
-) -> None:
-    """Writes what lies inside of a matrix."""
-    across, mask = _tile(index, row_mask, column_mask)
-    plgpu.store(ref.at[across], values, mask=mask)

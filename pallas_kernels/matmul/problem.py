@@ -6,15 +6,13 @@ from dataclasses import dataclass
 
 from jaxtyping import Array
 
-from pallas_kernels.fp8_words import WORD
-from pallas_kernels.mxfp4 import BLOCK, Mxfp4
+from pallas_kernels.mxfp4 import Mxfp4
 from pallas_kernels.quantized import Quantized
 from pallas_kernels.weight_tiles import stored_of, unsupported
 from pallas_kernels.weights import Narrow
 
 #: The most rows of a call: with more, products compute longer than they read.
 MOST_ROWS = 256
-_LEAST_DEPTH = 16  # of a tensor core's product
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +89,4 @@ def problem_of(spec: str, x: Array, w: Array | Narrow) -> Problem | str:
     if not 0 < rows <= MOST_ROWS:
         return f"{rows} rows: it is for 1 to {MOST_ROWS}"
     _, terms, all_columns = found.sizes
-    if stored == "fp8" and all_columns % WORD:
-        return f"{all_columns} columns, no multiple of {WORD}"
-    return (
-        unsupported(w, found.depth_run or terms, terms, _LEAST_DEPTH if stored == "fp8" else BLOCK) or found
-    )
+    return unsupported(w, found.depth_run or terms, terms, all_columns) or found

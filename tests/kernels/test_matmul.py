@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import fp8_words, weight_tiles
-from pallas_kernels.fp8_words import WORD
+from pallas_kernels import weight_tiles, weight_words
 from pallas_kernels.matmul import api, config, matmul, pallas_mosaic, pallas_triton, reference
 from pallas_kernels.matmul.config import CONFIGS, Config, MosaicConfig, config_for, fastest
 from pallas_kernels.matmul.shapes import SHAPES
@@ -166,7 +165,9 @@ PRODUCTS = [
     Product("bm,mf->bf", 40, (256, 64), "fp8", (128, 32), config=Config(64, 32, 64, 1, 4, 2)),
     Product("bm,mkf->bkf", 3, (300, 2, 72), "fp8", (128, 1, 32)),
     Product("bhe,hem->bm", 1, (3, 48, 40), "fp8", (1, 16, 40), 2, jnp.float32),
-    Product("bm,mgf->bgf", 5, (224, 2, 24), "mxfp4"),
+    # XLA:CPU rounds some to zero in bfloat16.
+    Product("bm,mgf->bgf", 5, (224, 2, 24), "mxfp4", dtype=jnp.float16, config=Config(16, 32, 128, 2, 4, 2)),
+    Product("bm,mgf->bgf", 70, (224, 2, 24), "mxfp4", dtype=jnp.float32, config=Config(64, 32, 64, 2, 4, 2)),
 ]
 MORE_PRODUCTS = [
     Product("bhe,hem->bm", 4, (4, 16, 96), "fp8", (4, 16, 1), 2),
@@ -225,13 +226,22 @@ def test_one_wrong_scale_in_the_kernel_is_far_outside(product):
 
 
 def test_every_finite_code_of_fp8_is_exact_in_words():
-    codes = np.arange(256, dtype=np.uint8).reshape(-1, WORD)
+    codes = np.arange(256, dtype=np.uint8).reshape(-1, weight_words.COLUMNS)
     words, finite = jnp.asarray(codes.view(np.uint32)), (codes & 127) != 127
     # Widened in NumPy, as XLA:CPU rounds subnormals to zero.
-    (first, third), (second, fourth) = (fp8_words._pair(own) for own in (words << 8, words))
-    bits = np.concatenate([first, second, third, fourth], axis=1)
+    bits = np.concatenate(weight_words.fp8_bits(words), axis=1)
     found = bits.view(jnp.bfloat16).astype(np.float64) * 2.0**120
     np.testing.assert_array_equal(found[finite], codes.view(FP8).astype(np.float64)[finite])
+
+
+@pytest.mark.parametrize("half", [jnp.bfloat16, jnp.float16])
+def test_every_pair_of_codes_of_mxfp4_is_exact_in_words(half):
+    codes = np.arange(2**16, dtype=np.uint16).view(np.uint8).reshape(-1, 4)
+    bits = np.stack(weight_words.mxfp4_bits(jnp.asarray(codes.view(np.uint32)[:, 0]), half), axis=1)
+    found = bits.view(half).astype(np.float64) / float(jnp.finfo(half).tiny)
+    expected = test_mxfp4.VALUES[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(-1, weight_words.TERMS)
+    np.testing.assert_array_equal(found, expected)
+    assert (np.signbit(found) == np.signbit(expected)).all()
 
 
 class TestWhatTheKernelCannotDo:
