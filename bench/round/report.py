@@ -136,8 +136,8 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
         f"Floor: parameters and context read once at {ceilings['bandwidth'] / 1e9:,.0f} GB/s (sum "
         f"{ceilings['reduction'] / 1e9:,.0f}, copy {ceilings['copy'] / 1e9:,.0f}), or computed at "
         f"{ceilings['matmul'] / 1e12:,.2f} TFLOP/s, whichever takes longer; both measured here.",
-        "Singly, ms: each round is a program of its own, launched while the one before runs, and fetched while "
-        "the next one runs, as by engines on a GPU; all other times are of loops on the device.",
+        "Singly, ms: each round is a program of its own, launched while the one before runs, and fetched "
+        "while the next one runs, as by engines on a GPU; all other times are of loops on the device.",
         f"Host: a loop has one dispatch and one wait for {USUAL_ROUNDS} rounds: "
         f"{1 / USUAL_ROUNDS:g} dispatches per round, and for {TOKENS} tokens {TOKENS} / (tokens per "
         f"round x {USUAL_ROUNDS}) waits, rounded up.",

@@ -147,7 +147,8 @@ class Runner:
         if self.rounds is not None:
             last = None if last is None else jnp.copy(last)
             for array in jax.tree.leaves(records):
-                array.copy_to_host_async()
+                if isinstance(array, jax.Array):  # rounds under grammars fetch some themselves
+                    array.copy_to_host_async()
         self.in_flight.append(Flight(batch, records, scored, started, last))
 
     def fix_rounds(self, rounds: int) -> None:
