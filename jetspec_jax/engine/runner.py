@@ -243,7 +243,9 @@ class Runner:
         if not self.in_flight:
             raise RuntimeError("no batch was launched")
         batch, records, scored, started, last = self.in_flight[0]
-        with waiting("decoding"), together(self.decoder.mesh):
+        # A round is too short for a progress line, which has a thread of its own.
+        shown = waiting("decoding") if self.rounds is None else contextlib.nullcontext()
+        with shown, together(self.decoder.mesh):
             if last is not None:
                 jax.device_get(last)  # waits for the prefill
             records, scored = jax.device_get((records, scored))
