@@ -21,7 +21,7 @@ PIPELINES = [Pipeline(1, 1), Pipeline(2, 1), Pipeline(2, 4)]
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda own: f"{own.depth} in flight, {own.rounds} rounds")
 def test_a_small_crowd(monkeypatch, no_type_checks, pipeline):
     """Of all kinds: grammars, adjustments, log-probabilities, stop strings, callers that leave."""
     target, rng = byte_target(), np.random.default_rng(0)
@@ -56,7 +56,6 @@ def test_snapshots_are_kept_and_restored_in_order(monkeypatch, no_type_checks, f
     told = serve_and_check(
         monkeypatch, target, None, crowd, rng, slots=4, num_pages=6, live=(), pipeline=Pipeline(2, 1)
     )
-    assert told.preemptions >= 1
     assert told.prefix_hits >= 1
     assert max(length for own in told.requests for length in own.accept_lengths) > 3
 
