@@ -38,7 +38,7 @@ from bench.load import traffic, waits
 from bench.load.arrivals import Lengths, random_prompts
 from bench.load.driving import Load
 from bench.load.report import TITLES, notes_of, tables_of
-from bench.load.rounds import TASKS, costs_of, measure_rounds, project
+from bench.load.rounds import TASKS, costs_of, measure_rounds, pipeline_of, project
 from jetspec_jax import (
     Head,
     SamplingParams,
@@ -394,11 +394,12 @@ class Measured:
             raise ValueError(
                 "--parts projected needs the part rounds before it, or --resume with such a report"
             )
-        given, costs = self._given, costs_of(self._parts["rounds"]["result"])
+        given, measured = self._given, self._parts["rounds"]["result"]
+        costs, pipeline = costs_of(measured), pipeline_of(measured)
         return [
             row
             for task in given.tasks
-            for row in project(costs, task, given.concurrency, PROJECTED_SECONDS, given.seed)
+            for row in project(costs, task, given.concurrency, PROJECTED_SECONDS, given.seed, pipeline)
         ]
 
     def traffic(self, step: Callable[[str], None]) -> Any:

@@ -148,14 +148,17 @@ class Load:
         return timed
 
     def step(self, most_rounds: int | None = None) -> None:
-        """Runs a dispatch of at most ``most_rounds`` rounds, and records the time of its parts."""
+        """Launches as many dispatches as may be in flight, collects the oldest, and records their times.
+
+        Each has at most ``most_rounds`` rounds, unless the number is fixed.
+        """
         engine = self.engine
         began, worked = time.perf_counter(), time.thread_time()
-        engine.launch(most_rounds)
+        while engine.has_room and engine.launch(most_rounds):
+            pass
         launched, launch_work = time.perf_counter(), time.thread_time() - worked
-        flight = engine.runner.in_flight
-        assert flight is not None
-        jax.block_until_ready((flight.records, engine.runner.state.active))
+        flight = engine.runner.in_flight[0]
+        jax.block_until_ready((flight.records, flight.last))
         waited, worked = time.perf_counter(), time.thread_time()
         engine.collect()
         spent = self.spent
@@ -181,7 +184,13 @@ class Load:
         """Cancels all requests, and frees their slots."""
         for request in self.engine.scheduler.requests:
             request.cancel()
+        self.drain()
         self.engine.step()
+
+    def drain(self) -> None:
+        """Collects all dispatches in flight."""
+        while self.engine.runner.in_flight:
+            self.engine.collect()
 
     def close(self) -> None:
         """Frees the stores."""
@@ -205,7 +214,9 @@ class Load:
                 self.step()
             elif waiting:
                 time.sleep(max(min(waiting[0].due - self.now, 0.01), 0.0))
-        return self.now
+        seconds = self.now
+        self.drain()
+        return seconds
 
 
 def quantiles(seconds: Sequence[float] | np.ndarray) -> dict[str, float | None]:

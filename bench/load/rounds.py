@@ -1,6 +1,7 @@
 """Measures rounds of many slots, and projects tokens per second with published acceptance."""
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from bench.load.published import CHAIN, SGLANG, TAU, Acceptance, expected
 from bench.round.work import round_work
 from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget, LiveSlot
 from jetspec_jax.engine.pace import Slices
+from jetspec_jax.engine.pipeline import LOOP, Pipeline
 from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.engine.round_costs import Pair as Shape
 from jetspec_jax.engine.round_costs import RoundCosts, complete_costs, timed_pairs
@@ -32,8 +34,8 @@ def measure_rounds(
         runner: The runner of an engine with free slots.
         pair: The models.
         contexts: Tokens of every slot: the short context gives the slope, the long one is in the table.
-        rounds: Rounds per timed dispatch. A dispatch of one round is timed too, which separates the cost of
-            rounds from that of a dispatch.
+        rounds: Rounds per timed dispatch, or programs of a fixed number of rounds. A dispatch of one is timed
+            too, which separates the cost of rounds from that of a dispatch.
         repeats: Timed runs of both dispatches.
         ceilings: The device's measured rates.
     """
@@ -45,8 +47,9 @@ def measure_rounds(
     for _ in range(repeats):
         for (shape, context), seconds in times.items():
             single, several = (runner.time_dispatch(shape, context, turns) for turns in (1, rounds))
-            seconds.append((several - single) / (rounds - 1))
-            dispatches[shape].append(single - seconds[-1])
+            program = (several - single) / (rounds - 1)
+            seconds.append(program / (runner.rounds or 1))
+            dispatches[shape].append(single - program)
     rows = []
     for live, bucket in shapes:
         low, high = (1e3 * max(median(times[(live, bucket), at]), 1e-6) for at in contexts)
@@ -68,15 +71,22 @@ def measure_rounds(
                 "dispatch_ms": 1e3 * max(median(dispatches[live, bucket]), 0.0),
             }
         )
-    return {"contexts": list(contexts), "rows": rows}
+    return {"contexts": list(contexts), "program_rounds": runner.rounds, "rows": rows}
 
 
 def costs_of(measured: Mapping[str, Any]) -> RoundCosts:
-    """The costs of a measured table."""
+    """The costs of a measured table; those of dispatches are 0 if these overlap."""
     rows, (low, high) = measured["rows"], measured["contexts"]
     seconds = {(row["live"], row["bucket"]): (1e-3 * row["short_ms"], 1e-3 * row["round_ms"]) for row in rows}
     dispatches = {(row["live"], row["bucket"]): 1e-3 * row["dispatch_ms"] for row in rows}
-    return RoundCosts((low, high), seconds, dispatches)
+    costs = RoundCosts((low, high), seconds, dispatches)
+    return costs if pipeline_of(measured) == LOOP else costs.overlapped()
+
+
+def pipeline_of(measured: Mapping[str, Any]) -> Pipeline:
+    """The pipeline of the engine that was measured."""
+    rounds = measured.get("program_rounds")
+    return LOOP if rounds is None else Pipeline(2, rounds)
 
 
 def estimated_by_engine(costs: RoundCosts) -> RoundCosts:
@@ -91,7 +101,12 @@ def estimated_by_engine(costs: RoundCosts) -> RoundCosts:
 
 
 def project(
-    costs: RoundCosts, task: str, concurrency: Sequence[int], seconds: float, seed: int
+    costs: RoundCosts,
+    task: str,
+    concurrency: Sequence[int],
+    seconds: float,
+    seed: int,
+    pipeline: Pipeline = LOOP,
 ) -> list[dict[str, Any]]:
     """Tokens per second with a published acceptance, by concurrency and method.
 
@@ -104,6 +119,7 @@ def project(
         concurrency: Numbers of concurrent requests.
         seconds: Simulated seconds.
         seed: The seed of the draws.
+        pipeline: The engine's pipeline.
     """
     rows = []
     for count in concurrency:
@@ -112,13 +128,15 @@ def project(
         every = tuple(sorted({bucket for _, bucket in costs.seconds}))
         acceptance = Acceptance(task, every[1:])
         slices = Slices()
-        auto = AutoBudget(every, estimated_by_engine(costs), Auto().probing, slices)
+        auto = AutoBudget(every, estimated_by_engine(costs), Auto().probing, slices, **pipeline._asdict())
         methods: dict[str, BudgetPolicy] = {
             "plain" if bucket == 1 else f"tree {bucket}": FixedBudget(bucket, costs, slices)
             for bucket in buckets
         }
         rates = {
-            name: simulate(policy, costs, acceptance, count, live, seconds, np.random.default_rng(seed))
+            name: simulate(
+                policy, costs, acceptance, count, live, seconds, np.random.default_rng(seed), pipeline.depth
+            )
             for name, policy in {**methods, "auto": auto}.items()
         }
         chain = None
@@ -148,12 +166,15 @@ def simulate(
     live: int,
     seconds: float,
     rng: np.random.Generator,
+    depth: int = 1,
 ) -> float:
-    """Tokens per second of endless requests, all after the longer context."""
+    """Tokens per second of endless requests, all after the longer context; ``depth`` dispatches in flight."""
     slots = [LiveSlot(costs.contexts[1], 2**30, sampled=False, watched=False)] * count
     elapsed, tokens = 0.0, 0
+    in_flight = deque(policy.choose(slots, 0) for _ in range(depth - 1))
     while elapsed < seconds:
-        dispatch = policy.choose(slots, 0)
+        in_flight.append(policy.choose(slots, 0))
+        dispatch = in_flight.popleft()
         shape, rounds = (live, dispatch.bucket), dispatch.rounds
         duration = rounds * costs.at(shape, costs.contexts[1], math.inf) + costs.dispatches[shape]
         sizes = np.zeros((rounds, live), np.int32)

@@ -1,8 +1,13 @@
-"""Times rounds: the programs of all cases are interleaved, and share the stores of their scene."""
+"""Times rounds: the programs of all cases are interleaved, and share the stores of their scene.
+
+Rounds are timed as engines run them: in a loop on the device, and singly, each launched while the one before
+runs.
+"""
 
 import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -78,7 +83,7 @@ class Setup:
 
     def steps(self, cases: int) -> int:
         """The number of steps that `measure` reports."""
-        return cases * (1 + self.repeats + (len(PHASES) if self.phases else 0) + self.profile)
+        return cases * (1 + 2 * self.repeats + (len(PHASES) if self.phases else 0) + self.profile)
 
     def scene(self, case: RoundCase, shape: PairShape) -> Scene:
         """The slots of a case, with room for all tokens that a dispatch may commit."""
@@ -105,6 +110,7 @@ class CaseRuns:
 
     Attributes:
         seconds: Seconds of each timed dispatch.
+        single_seconds: Seconds of as many rounds, each in a program of its own.
         tokens_per_round: Mean committed tokens over slots and rounds.
         phase_seconds: Seconds of each phase.
         compile_seconds: Seconds to trace and compile each program.
@@ -114,6 +120,7 @@ class CaseRuns:
     """
 
     seconds: list[float] = field(default_factory=list)
+    single_seconds: list[float] = field(default_factory=list)
     tokens_per_round: float = 0.0
     phase_seconds: dict[str, float] = field(default_factory=dict)
     compile_seconds: dict[str, float] = field(default_factory=dict)
@@ -132,12 +139,24 @@ class Shelf:
 class CaseRunner:
     """Runs one case."""
 
-    def __init__(self, case: RoundCase, shape: PairShape, weights: DecodeWeights, setup: Setup, shelf: Shelf):
-        """Makes the state, and compiles nothing yet."""
+    def __init__(
+        self,
+        case: RoundCase,
+        shape: PairShape,
+        weights: DecodeWeights,
+        prepared: DecodeWeights,
+        setup: Setup,
+        shelf: Shelf,
+    ):
+        """Makes the state, and compiles nothing yet; single rounds have the ``prepared`` parameters."""
         self.case, self.setup, self.measured = case, setup, CaseRuns()
         self._shelf = shelf
         self._decoder = setup.decoder(case, shape)
-        self._weights = weights._replace(proposer=None) if self._decoder.proposer is None else weights
+        self._single = replace(self._decoder, max_rounds=1, fixed=True)
+        self._weights, self._prepared = (
+            each._replace(proposer=None) if self._decoder.proposer is None else each
+            for each in (weights, prepared)
+        )
         self._state = setup.scene(case, shape).slots(
             self._decoder, dtype_of(weights), case.budget, setup.params
         )
@@ -156,6 +175,7 @@ class CaseRunner:
         if any(layer.experts is not None for layer in self._decoder.target.layers):
             self.measured.experts_touched = self._experts_touched()
         self.decode()
+        self.decode_singly()
 
     def decode(self) -> float:
         """Seconds of a dispatch; all dispatches start from the same state.
@@ -169,6 +189,26 @@ class CaseRunner:
         if not counts.all():
             raise RuntimeError(f"{self.case}: {int((counts == 0).sum())} of {counts.size} rounds did not run")
         self.measured.tokens_per_round = float(counts.mean())
+        return seconds
+
+    def decode_singly(self) -> float:
+        """Seconds of as many rounds as a dispatch has, singly: each is fetched while the next one runs.
+
+        Raises:
+            RuntimeError: Some rounds did not run.
+        """
+        state, fetched, last = jax.block_until_ready(self._start()), [], None
+        started = time.perf_counter()
+        for _ in range(self.setup.rounds):
+            state, records = self._single.decode(self._prepared, state, np.int32(1))
+            if last is not None:
+                fetched.append(jax.device_get(last))
+            last = records
+        fetched.append(jax.device_get(last))
+        seconds = time.perf_counter() - started
+        self._put_back(split(state)[0])
+        if not all((records.tree_sizes > 0).all() for records in fetched):
+            raise RuntimeError(f"{self.case}: some single rounds did not run")
         return seconds
 
     def time_phase(self, phase: str, made: dict[str, Any]) -> None:
@@ -245,14 +285,16 @@ def measure(
         step: Called with the name of each step.
     """
     shelves: dict[Scene, Shelf] = {}
-    runners = []
+    runners, prepared = [], weights
+    if setup.mesh is None:  # as engines do
+        prepared = weights._replace(proposer=DraftHeadProposer(shape.head).prepare(weights.proposer))
     for case in cases:
         scene = setup.scene(case, shape)
         if scene not in shelves:
             # All decoders with a head have the same stores; a plain one lacks the head's.
             decoder = setup.decoder(case._replace(budget=2), shape)
             shelves[scene] = Shelf(scene.stores(decoder, dtype_of(weights)))
-        runners.append(CaseRunner(case, shape, weights, setup, shelves[scene]))
+        runners.append(CaseRunner(case, shape, weights, prepared, setup, shelves[scene]))
     for runner in runners:
         step(f"compile: {runner.case}")
         runner.compile()
@@ -260,6 +302,8 @@ def measure(
         for runner in runners:
             step(f"rounds: {runner.case}")
             runner.measured.seconds.append(runner.decode())
+            step(f"single rounds: {runner.case}")
+            runner.measured.single_seconds.append(runner.decode_singly())
     for runner in runners:
         made: dict[str, Any] = {}
         for phase in PHASES if setup.phases else ():

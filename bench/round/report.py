@@ -39,7 +39,9 @@ def row_of(
         setup: The settings that all cases share.
         ceilings: The device's measured rates.
     """
-    milliseconds = 1e3 * median(found.seconds) / setup.rounds
+    milliseconds, single = (
+        1e3 * median(seconds) / setup.rounds for seconds in (found.seconds, found.single_seconds)
+    )
     chain = measured.get(case._replace(budget=shape.head.block_size, algorithm=CHAIN))
     works = round_work(
         shape.target,
@@ -63,6 +65,8 @@ def row_of(
         "bucket": bucket_for(case.budget),
         "capacity": setup.scene(case, shape).capacity,
         "round_ms": milliseconds,
+        "single_ms": single,
+        "single_over_loop": single / milliseconds,
         "phases_ms": phases,
         "phases_sum_ms": sum(phases.values()),
         "floor_ms": floor,
@@ -78,12 +82,13 @@ def row_of(
         "compile_seconds": found.compile_seconds,
         "temporary_bytes": found.temporary_bytes,
         "dispatch_seconds": found.seconds,
+        "single_seconds": found.single_seconds,
         "profile": profile,
     }
 
 
 def host_work(tokens_per_round: float) -> dict[str, float]:
-    """The engine's dispatches per round, and its waits for an output: one for each dispatch."""
+    """The dispatches of loops per round, and the waits for an output: one for each dispatch."""
     return {
         "dispatches_per_round": 1 / USUAL_ROUNDS,
         f"waits_per_{TOKENS}_tokens": math.ceil(TOKENS / (tokens_per_round * USUAL_ROUNDS)),
@@ -99,6 +104,7 @@ def tables_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[dic
             {
                 **name,
                 "ms": row["round_ms"],
+                "singly": row["single_ms"],
                 "floor ms": row["floor_ms"],
                 "x floor": row["times_floor"],
                 "x plain": row["times_plain"],
@@ -130,7 +136,9 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
         f"Floor: parameters and context read once at {ceilings['bandwidth'] / 1e9:,.0f} GB/s (sum "
         f"{ceilings['reduction'] / 1e9:,.0f}, copy {ceilings['copy'] / 1e9:,.0f}), or computed at "
         f"{ceilings['matmul'] / 1e12:,.2f} TFLOP/s, whichever takes longer; both measured here.",
-        f"Host: the engine has one dispatch and one wait for {USUAL_ROUNDS} rounds: "
+        "Singly, ms: each round is a program of its own, launched while the one before runs, and fetched "
+        "while the next one runs, as by engines on a GPU; all other times are of loops on the device.",
+        f"Host: a loop has one dispatch and one wait for {USUAL_ROUNDS} rounds: "
         f"{1 / USUAL_ROUNDS:g} dispatches per round, and for {TOKENS} tokens {TOKENS} / (tokens per "
         f"round x {USUAL_ROUNDS}) waits, rounded up.",
         "Compile: tracing and compiling the program of the rounds, "

@@ -7,6 +7,7 @@ are those of the demo's prompts, repeated.
 import itertools
 import json
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudg
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.persistent import plan_persistent
+from jetspec_jax.engine.pipeline import LOOP
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.records import Batch, DispatchRecord
 from jetspec_jax.engine.request import Request, State
@@ -105,8 +107,8 @@ class ReplayedEngine(Engine):
             chains: Whether the trees are chains.
         """
         self.plan, self.weights = plan, weights
-        self.broken, self.record = False, None
-        self.runner = cast(Runner, SimpleNamespace(in_flight=None))
+        self.broken, self.record, self.pipeline = False, None, LOOP
+        self.runner = cast(Runner, SimpleNamespace(in_flight=deque()))
         many = plan.for_many()
         buckets = tuple(decoder.bucket for decoder in many.decoders)
         size = replace(many.size, chunks=chunks_for(many.size.slots, gpu=True))
@@ -131,17 +133,20 @@ class ReplayedEngine(Engine):
     def close(self) -> None:
         """Does nothing: there are no stores."""
 
-    def launch(self, most_rounds: int | None = None, decode: Decode | None = None) -> None:
+    def launch(self, most_rounds: int | None = None, decode: Decode | None = None) -> bool:
         """Decides on a dispatch; ``decode`` is not called."""
         worked = time.thread_time()
-        self._batch = self.scheduler.next_batch(most_rounds)
-        self.runner.in_flight = cast(Flight, self._batch)  # there is one
+        batch = self.scheduler.next_batch(most_rounds)
+        assert batch is not None, "one batch is in flight at most"
+        self._batch = batch
+        self.runner.in_flight.append(cast(Flight, batch))  # there is one
         self.thread_seconds += time.thread_time() - worked
+        return True
 
     def collect(self) -> list[Request]:
         """Runs the dispatch, which takes the recorded time."""
         worked, batch = time.thread_time(), self._batch  # without the sleep
-        self.runner.in_flight = None
+        self.runner.in_flight.clear()
         record, seconds = self._replay(batch)
         prompts = sum(int(chunk.counts.sum()) for chunk in batch.chunks)
         self.record = record if prompts else record._replace(seconds=seconds or None)

@@ -1,4 +1,8 @@
-"""The loop of rounds: all rounds of a dispatch are one program, which does not return to the host."""
+"""Several rounds as one program, which does not return to the host.
+
+A loop may end early. But the host reads its condition, so its launch waits until all its rounds are over. The
+launch of a fixed number of rounds waits for nothing.
+"""
 
 import functools
 from collections.abc import Callable
@@ -49,6 +53,25 @@ def repeat_rounds(
     _, state, records = jax.lax.while_loop(continues, turn, (jnp.int32(0), state, nothing))
     ran = records.tree_sizes[:, :, None] > 0
     return state, records._replace(tokens=jnp.where(ran, records.tokens, -1))
+
+
+def run_rounds(
+    step: Callable[[DecodeState], tuple[DecodeState, RoundRecord]], state: DecodeState, rounds: int
+) -> tuple[DecodeState, RoundRecord]:
+    """Runs a static number of rounds, also if no slot decodes.
+
+    Args:
+        step: One round.
+        state: The initial state.
+        rounds: Number of rounds.
+
+    Returns:
+        The state, and the records ``[rounds, B, ...]``.
+    """
+    if rounds == 1:
+        state, record = step(state)
+        return state, jax.tree.map(lambda leaf: leaf[None], record)
+    return jax.lax.scan(lambda state, _: step(state), state, length=rounds)
 
 
 # XLA's autotuner compares its Triton products with cuBLAS on weights that are in the cache, unlike those of a

@@ -10,6 +10,7 @@ A policy with `Slices` limits a dispatch to a slice of time, for engines whose r
 them the number of rounds suits a single call.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -139,11 +140,36 @@ class FixedBudget:
             self._pace.learn((len(record.live), record.bucket), self._context, rounds, record.seconds)
 
 
+class _Choice(NamedTuple):
+    """What a dispatch was chosen by.
+
+    Attributes:
+        acceptance: The acceptance of requests like its own.
+        context: Their mean context.
+        rounds: Its rounds.
+        earned: Seconds that each of them adds to the account for probes; negative for a probe.
+        most: Most seconds in the account after it.
+    """
+
+    acceptance: AcceptanceEstimate
+    context: float
+    rounds: int
+    earned: float
+    most: float
+
+
 class AutoBudget:
     """Chooses the bucket that is expected to commit the most tokens per second."""
 
     def __init__(
-        self, buckets: Sequence[int], costs: RoundCosts, probing: float, slices: Slices | None = None
+        self,
+        buckets: Sequence[int],
+        costs: RoundCosts,
+        probing: float,
+        slices: Slices | None = None,
+        *,
+        rounds: int | None = None,
+        depth: int = 1,
     ):
         """A policy that starts with guessed acceptance rates.
 
@@ -152,69 +178,80 @@ class AutoBudget:
             costs: Round costs; a shape without a cost is never chosen.
             probing: Share of the time that probes may lose.
             slices: Length of dispatches; None suits single calls.
+            rounds: Rounds of every dispatch; None chooses them.
+            depth: Most dispatches that are chosen before the first of them is observed.
         """
         self._buckets, self._pace, self._probing = tuple(buckets), Pace(costs), probing
-        self._slices = slices
+        self._slices, self._fixed = slices, rounds
         # Greedy and sampled requests have different acceptance rates.
         self._acceptances = {sampled: AcceptanceEstimate(buckets[1:]) for sampled in (False, True)}
-        self._acceptance = self._acceptances[False]
-        # Seconds that probes may lose: now, at most (enough for one probe), and earned with each round.
-        self._context = self._account = self._most = self._earned = 0.0
+        # Seconds that probes may lose; at most enough for one probe.
+        self._account = 0.0
+        # The last observed dispatch, and those that were chosen after it.
+        self._choice = _Choice(self._acceptances[False], 0.0, 0, 0.0, 0.0)
+        self._choices: deque[_Choice] = deque(maxlen=depth)
 
     def choose(self, live: Sequence[LiveSlot], waiting: int) -> Dispatch:
         """The bucket that looks best, or a larger bucket if the account can pay for a probe."""
-        self._acceptance = self._acceptances[any(slot.sampled for slot in live)]
-        self._context = mean_context([slot.committed for slot in live])
+        acceptance = self._acceptances[any(slot.sampled for slot in live)]
+        context = mean_context([slot.committed for slot in live])
         slots, remaining = self._pace.live_for(len(live)), _most_remaining(live)
         # With many live slots only small trees have programs.
         buckets = of_use(self._buckets[: len(self._pace.costs.buckets(slots))], live)
         rounds = [self._rounds(bucket, live, waiting) for bucket in buckets]
-        tokens = [min(count, remaining) for count in self._acceptance.tokens()[: len(buckets)]]
+        tokens = [min(count, remaining) for count in acceptance.tokens()[: len(buckets)]]
         seconds = [
-            self._pace.seconds((slots, bucket), self._context, turns)
+            self._pace.seconds((slots, bucket), context, turns)
             for bucket, turns in zip(buckets, rounds, strict=True)
         ]
         rates = [count / each for count, each in zip(tokens, seconds, strict=True)]
         best = rates.index(max(rates))
         probe = max(range(best + 1, len(rates)), key=rates.__getitem__, default=best)
-        turns = self._at_most(rounds[probe], (slots, buckets[probe]), PROBE_ROUNDS)
-        each = self._pace.seconds((slots, buckets[probe]), self._context, turns)
+        turns = self._at_most(rounds[probe], (slots, buckets[probe]), context, PROBE_ROUNDS)
+        each = self._pace.seconds((slots, buckets[probe]), context, turns)
         loss = turns * max(each - tokens[probe] / rates[best], 0.0)
-        self._most, self._earned = loss, -loss / turns
-        if probe > best and self._account >= loss:
-            return Dispatch(buckets[probe], turns)
-        turns = rounds[best]
-        if best > 0:
-            # Few rounds at first, then as many as the estimate is based on.
-            most = max(PROBE_ROUNDS, int(self._acceptance.rounds[best - 1]))
-            turns = self._at_most(turns, (slots, buckets[best]), most)
-        self._earned = self._probing * seconds[best]
-        return Dispatch(buckets[best], turns)
+        # Probes that are not observed yet will cost what they were expected to.
+        account = self._account + sum(min(each.earned * each.rounds, 0.0) for each in self._choices)
+        chosen, earned = probe, -loss / turns
+        if probe == best or account < loss:
+            chosen, turns, earned = best, rounds[best], self._probing * seconds[best]
+            if best > 0:
+                # Few rounds at first, then as many as the estimate is based on.
+                most = max(PROBE_ROUNDS, int(acceptance.rounds[best - 1]))
+                turns = self._at_most(turns, (slots, buckets[best]), context, most)
+        self._choices.append(_Choice(acceptance, context, turns, earned, loss))
+        return Dispatch(buckets[chosen], turns)
 
     def observe(self, record: DispatchRecord) -> None:
-        """Learns from rounds of requests like those of the last choice."""
+        """Learns from rounds of requests like those of the oldest choice that was not observed."""
+        if self._choices:
+            self._choice = self._choices.popleft()
+        choice, self._choice = self._choice, self._choice._replace(earned=0.0)
         ran = record.tree_sizes > 0
         if not (rounds := int(ran.any(axis=1).sum())):
             return
         # Only rounds that ran count: a dispatch may end early, or the caller may cut it short.
-        self._account = min(self._account + self._earned * rounds, self._most)
-        self._earned = 0.0
+        self._account = min(self._account + choice.earned * rounds, choice.most)
         if record.expected is None or record.accepted is None:
-            self._acceptance.fade(int(ran.sum()))
+            choice.acceptance.fade(int(ran.sum()))
         else:
-            self._acceptance.learn(record.expected[ran], record.accepted[ran])
+            choice.acceptance.learn(record.expected[ran], record.accepted[ran])
         if record.seconds is not None:
-            self._pace.learn((len(record.live), record.bucket), self._context, rounds, record.seconds)
+            self._pace.learn((len(record.live), record.bucket), choice.context, rounds, record.seconds)
 
     def _rounds(self, bucket: int, live: Sequence[LiveSlot], waiting: int) -> int:
+        if self._fixed is not None:
+            return self._fixed
         if self._slices is not None:
             return sliced_rounds(self._slices, self._pace, bucket, live, waiting)
         return min(rounds_for(live, waiting), _LOOK_ROUNDS)
 
-    def _at_most(self, rounds: int, pair: tuple[int, int], most: int) -> int:
+    def _at_most(self, rounds: int, pair: tuple[int, int], context: float, most: int) -> int:
         """Limits rounds to ``most``, but not below the shortest slice."""
+        if self._fixed is not None:
+            return rounds
         if self._slices is not None:
-            most = max(most, self._slices.least(self._pace, pair, self._context))
+            most = max(most, self._slices.least(self._pace, pair, context))
         return min(rounds, most)
 
 

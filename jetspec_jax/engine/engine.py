@@ -15,6 +15,7 @@ from jetspec_jax.engine.broadcast import send
 from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget, LatePolicy
 from jetspec_jax.engine.extras import USUAL_BAD_WORDS, Extras
 from jetspec_jax.engine.memory import check_engine_memory, check_extra_memory
+from jetspec_jax.engine.pipeline import Pipeline, choose_pipeline
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.engine.request import Request
@@ -34,7 +35,8 @@ _log = logging.getLogger("jetspec_jax")
 class Engine:
     """A fixed number of slots over one page pool.
 
-    Callers repeat `admit`, `launch` and `collect`; only `collect` waits for the device. Text is handled in
+    Callers repeat `admit`, `launch` and `collect`; only `collect` waits for the device. On a GPU a batch may
+    be launched while the one before is in flight: see `Pipeline` and `Scheduler`. Text is handled in
     `jetspec_jax.engine.output`. An engine is not thread-safe.
 
     On a mesh of several processes, all processes make the same calls. Before every launch, process 0 sends
@@ -45,12 +47,13 @@ class Engine:
     is then `broken`, and refuses all further calls.
     """
 
-    def __init__(self, plan: EnginePlan, weights: DecodeWeights):
+    def __init__(self, plan: EnginePlan, weights: DecodeWeights, pipeline: Pipeline | None = None):
         """Allocates the stores, after a check of the device memory.
 
         Args:
             plan: The engine plan.
             weights: The parameters.
+            pipeline: Batches in flight and rounds per program; None chooses them for the devices.
 
         Raises:
             DeviceMemoryError: The device cannot hold the stores and a round's workspace.
@@ -73,8 +76,13 @@ class Engine:
         try:
             if plan.extras.adjusts:
                 self.runner.extend(plan.extras.bad_words)
+            if pipeline is None:
+                pipeline = choose_pipeline(plan.decoder.mesh, self.runner.time_launches)
+            self.pipeline = pipeline
+            if pipeline.rounds is not None:
+                self.runner.fix_rounds(pipeline.rounds)
             most_tokens = 1 + max(decoder.depth for decoder in plan.decoders)
-            self.scheduler = Scheduler(plan.size, self._policy(), most_tokens)
+            self.scheduler = Scheduler(plan.size, self._policy(), most_tokens, **pipeline._asdict())
         except BaseException:
             self.runner.free()  # the traceback may keep references to the stores
             raise
@@ -115,40 +123,49 @@ class Engine:
             self.runner.extend(joined.bad_words)
         self.plan = extended
 
-    def launch(self, most_rounds: int | None = None, decode: Decode | None = None) -> None:
+    def launch(self, most_rounds: int | None = None, decode: Decode | None = None) -> bool:
         """Launches the next batch: admissions, prefill, and rounds.
 
         Args:
             most_rounds: Most rounds for this caller; None leaves them to the policy.
             decode: Runs the rounds; None is the decoder that the policy chooses.
 
+        Returns:
+            Whether it did; if not, the batch in flight must be collected first.
+
         Raises:
-            RuntimeError: A launch was not collected or was interrupted, or no request can ever run.
+            RuntimeError: As many batches are in flight as may be, a launch was interrupted, or no request can
+                ever run.
             OutOfStep: Another process does something else.
         """
         if self.broken:
             raise RuntimeError(LOST)
-        if self.runner.in_flight:
+        if not self.has_room:
             raise RuntimeError("a batch was launched and not collected")
+        if decode is not None and self.runner.in_flight:
+            return False
         policy, now = self.scheduler.policy, time.monotonic()
         if isinstance(policy, LatePolicy):
             how = "a traced round" if decode else f"at most {most_rounds or 'as many as suit'} rounds"
             policy.seconds, now = agreed([policy.seconds, now], f"{self._step}: {how}")
         with self._all_or_broken():
             batch = self.scheduler.next_batch(most_rounds, now)
+            if batch is None:
+                return False
             if self._broadcasts:
                 send("batch", batch)
             self.runner.launch(batch, decode, matchers=self.scheduler.matchers)
+        return True
 
     def collect(self) -> list[Request]:
-        """Waits for the batch in flight, and hands out its tokens; returns the requests that decoded.
+        """Waits for the oldest batch in flight, and hands out its tokens; returns the requests that decoded.
 
         Raises:
             RuntimeError: No batch is in flight.
         """
         if self.broken:
             raise RuntimeError(LOST)
-        if self.runner.in_flight is None:
+        if not self.runner.in_flight:
             raise RuntimeError("no batch was launched")
         try:
             record = self.runner.collect()
@@ -156,17 +173,17 @@ class Engine:
             self.broken = True
             raise
         with self._all_or_broken():
-            self.runner.in_flight = None
-            self.record = record
+            self.runner.in_flight.popleft()
             served = self.scheduler.update(record)
+            self.record = record._replace(idle_rounds=self.scheduler.idle_rounds)
         for request in served:
             request.notify()
         return served
 
     def step(self, most_rounds: int | None = None, decode: Decode | None = None) -> list[Request]:
-        """`launch` and `collect`; a batch in flight, from an interrupted step, is collected instead."""
-        if not self.runner.in_flight:
-            self.launch(most_rounds, decode)
+        """Launches as many batches as may be in flight, and collects the oldest."""
+        while self.has_room and self.launch(most_rounds, decode):
+            pass
         return self.collect()
 
     def compile(self, kinds: Sequence[Kind], *, scores: bool = False) -> None:
@@ -204,18 +221,28 @@ class Engine:
         self.broken = False
 
     @property
+    def has_room(self) -> bool:
+        """Whether another batch may be in flight."""
+        return len(self.runner.in_flight) < self.pipeline.depth
+
+    @property
     def busy(self) -> bool:
         """Whether any request waits or runs."""
         return self.scheduler.busy
 
     def _policy(self) -> BudgetPolicy:
-        auto, slices = self.plan.auto, self.plan.slices
+        auto, slices, rounds = self.plan.auto, self.plan.slices, self.pipeline.rounds
         # Round times are measured only if the policy uses them.
-        costs = None if auto is None and slices is None else self.runner.round_costs()
+        costs = self.runner.round_costs() if auto or (slices and not rounds) else None
+        if costs is None and slices:
+            self.runner.compile_rounds(Kind())
+        if costs is not None and rounds:
+            costs = costs.overlapped()
         if auto is None or costs is None:
             policy = FixedBudget(self.plan.decoder.bucket, costs, slices, plain=len(self.runner.decoders) > 1)
         else:
-            policy = AutoBudget(tuple(self.runner.decoders), costs, auto.probing, slices)
+            buckets = tuple(self.runner.decoders)
+            policy = AutoBudget(buckets, costs, auto.probing, slices, **self.pipeline._asdict())
         return LatePolicy(policy) if self._step else policy
 
 

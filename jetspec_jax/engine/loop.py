@@ -233,24 +233,26 @@ class EngineLoop:
         return call.result
 
     def launch(self) -> None:
-        """Starts waiting calls and launches a batch, if there are requests and none is in flight.
+        """Starts waiting calls, and launches as many batches as there are requests for and may be in flight.
 
         Raises:
             Exception: An error of the engine.
         """
         if self.engine is not None and self.engine.broken:
             self._fail(RuntimeError(LOST))
-        if self._in_flight or self._begin():
-            return
-        if self.engine is not None and self._served:
-            self._wait_for_readers()
+        while self.engine is None or self.engine.has_room:
+            if self._begin() or self.engine is None or not self._served:
+                return
+            self._wait_for_readers(self.engine)
             self._admit(self.engine)
-            if self.engine.busy:
-                with configured(self._config):
-                    self.engine.launch(self._most_rounds(self.engine))
+            if not self.engine.busy:
+                return
+            with configured(self._config):
+                if not self.engine.launch(self._most_rounds(self.engine)):
+                    return
 
     def collect(self) -> None:
-        """Waits for the batch in flight, if any, and hands out its tokens.
+        """Waits for the oldest batch in flight, if any, and hands out its tokens.
 
         Raises:
             Exception: An error of the engine.
@@ -309,7 +311,7 @@ class EngineLoop:
             self._fail(RuntimeError("the program has ended"), everyone=True)
         with self._mutex:
             self._forget()
-            if not (self._waiting or self._served):
+            if not (self._waiting or self._served or self._in_flight):
                 self._end_thread()
             return self._thread is threading.current_thread()
 
@@ -330,14 +332,23 @@ class EngineLoop:
         self._waiting = deque(call for call in self._waiting if not call.over)
 
     def _begin(self) -> bool:
-        """Starts waiting calls while the engine can serve them; True if a function ran instead."""
+        """Starts waiting calls while the engine can serve them.
+
+        Returns:
+            Whether no batch may be launched now: a function ran, or it, or another engine, waits until
+            nothing is in flight.
+        """
         with self._mutex:
             self._forget()
         while self._waiting:
             call = self._waiting[0]
+            if call.work is not None and self._in_flight:
+                return True
             if not (call.over or self._can_serve(call)):
                 if self._served:
                     return False  # later calls wait behind it
+                if self._in_flight:
+                    return True
                 try:
                     self._make_engine(call)
                 except Exception as error:
@@ -377,13 +388,15 @@ class EngineLoop:
         call.work = None
         call.news.set()
 
-    def _wait_for_readers(self) -> None:
+    def _wait_for_readers(self, engine: Engine) -> None:
         """Waits briefly for callers to find their stop strings, or the next batch would be wasted.
+
+        If more than one batch may be in flight, a batch is short, and nobody waits.
 
         Before its first batch a caller is waited for too: if it began to wait while that runs, it would seem
         to have read the tokens.
         """
-        for call in self._served:
+        for call in self._served if engine.pipeline.depth == 1 else ():
             next_batch = call.admitted or list(itertools.islice(call.queue, 1))
             if call.most_admitted and any(request.params.stop for request in next_batch if request.open):
                 call.ready.wait(_MOMENT)
@@ -447,7 +460,7 @@ class EngineLoop:
 
     @property
     def _in_flight(self) -> bool:
-        return self.engine is not None and self.engine.runner.in_flight is not None
+        return self.engine is not None and bool(self.engine.runner.in_flight)
 
     @property
     def _calls(self) -> list[Call]:

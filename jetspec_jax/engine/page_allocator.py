@@ -26,6 +26,9 @@ class PageAllocator:
 
     The first request in order is never preempted, and the pool is large enough for it. So it ends, and the
     next request becomes the first.
+
+    "More" and "beyond" count from the most tokens that rounds in flight may commit. So no page that such a
+    round may write is ever taken from its request.
     """
 
     def __init__(self, size: EngineSize, round_tokens: int):
@@ -57,10 +60,11 @@ class PageAllocator:
         self.pool.free(request.pages)
         request.pages = []
 
-    def make_room(self, running: list[Request]) -> bool:
+    def make_room(self, running: list[Request], *, preempts: bool = True) -> bool | None:
         """Allocates pages for a round of every running request; False if that preempted any.
 
-        Preempted requests are removed from ``running``, which is in order of service.
+        Preempted requests are removed from ``running``, which is in order of service. None if there are too
+        few pages, and none may be preempted.
         """
         count = len(running)
         for request in tuple(running):
@@ -70,6 +74,8 @@ class PageAllocator:
                 if pages is not None:
                     self._add(request, pages)
                     break
+                if not preempts:
+                    return None
                 last = running.pop()
                 self.free(last)
                 last.preempt()

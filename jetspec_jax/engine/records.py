@@ -154,6 +154,7 @@ class DispatchRecord(NamedTuple):
         logprobs: A `jetspec_jax.decode.logprobs.Logprobs` of the tokens, arrays ``[R, L, D1, ...]``; None if
             no request wants them.
         scored: Likewise of prompts, by slot: of each token but the first.
+        idle_rounds: Rounds for requests that had ended before, one per round and request: see `Scheduler`.
     """
 
     bucket: int
@@ -165,3 +166,4 @@ class DispatchRecord(NamedTuple):
     accepted: Float32[np.ndarray, "R L K"] | None = None
     logprobs: Any = None
     scored: tuple[tuple[int, Any], ...] = ()
+    idle_rounds: int = 0

@@ -81,7 +81,9 @@ class Request:
         overtaken: How often a later request was admitted before it.
         slot: Its slot, also after its end; -1 while it waits.
         pages: Its pages.
-        committed: Its tokens in the stores.
+        committed: Its tokens in the stores, except those of rounds in flight.
+        flying_rounds: Rounds in flight that it takes part in.
+        flying_tokens: Most tokens that these rounds commit.
         keys: Keys of its first full pages: see `page_keys`.
         cached_pages: Number of its pages in the prefix cache.
         cuts: Page counts, in rising order, at which a prefill forward must end, for a snapshot.
@@ -129,6 +131,8 @@ class Request:
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     committed: int = 0
+    flying_rounds: int = 0
+    flying_tokens: int = 0
     keys: list[bytes] = field(default_factory=list)
     cached_pages: int = 0
     cuts: list[int] = field(default_factory=list)
@@ -200,9 +204,14 @@ class Request:
         """Most pages that it can use. Its last round may overshoot them: a commit drops such rows."""
         return pages_for(len(self.prompt) + self.max_tokens)
 
+    @property
+    def ends_in_flight(self) -> bool:
+        """Whether its rounds in flight end it for certain: each commits a token or more."""
+        return self.remaining <= self.flying_rounds
+
     def pages_ahead(self, tokens: int) -> int:
-        """Pages for the tokens before its anchor and ``tokens`` more, at most `num_pages`."""
-        return min(pages_for(self.length - 1 + tokens), self.num_pages)
+        """Pages for ``tokens`` more tokens after its rounds in flight, at most `num_pages`."""
+        return min(pages_for(self.length - 1 + self.flying_tokens + tokens), self.num_pages)
 
     def span(self, start: int, stop: int) -> Int32[np.ndarray, "S"]:
         """Tokens ``start`` to ``stop`` (exclusive) of prompt and output together."""

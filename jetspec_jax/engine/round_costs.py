@@ -6,7 +6,7 @@ A pair is a number of live slots and a bucket: the shape of a round's program.
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tqdm import tqdm
 
@@ -47,6 +47,15 @@ class RoundCosts:
         alone = first + (context - low) / (high - low) * (last - first)
         # Noise may give a falling line, which must not reach zero far outside.
         return max(alone, 0.5 * min(first, last)) + self.dispatches[pair] / rounds
+
+    def of_programs(self, rounds: int) -> "RoundCosts":
+        """Costs of rounds, from those of programs with ``rounds`` rounds each."""
+        each = {pair: (low / rounds, high / rounds) for pair, (low, high) in self.seconds.items()}
+        return replace(self, seconds=each)
+
+    def overlapped(self) -> "RoundCosts":
+        """Costs of rounds that run while the host launches and fetches others: nothing beside the rounds."""
+        return replace(self, dispatches=dict.fromkeys(self.dispatches, 0.0))
 
     def buckets(self, live: int) -> tuple[int, ...]:
         """Buckets of rounds of ``live`` live slots, in rising order."""

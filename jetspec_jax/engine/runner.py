@@ -1,8 +1,9 @@
-"""The runner: launches a batch on the device, and later collects its results."""
+"""The runner: launches batches on the device, and later collects their results, in order."""
 
 import contextlib
 import functools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.engine.constrained import ConstrainedRounds
 from jetspec_jax.engine.known_costs import known_costs, learn_costs
 from jetspec_jax.engine.memory import empty_snapshots, empty_state
+from jetspec_jax.engine.pipeline import LaunchTimes
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.records import Batch, Chunk, DispatchRecord, Growth, SlotCopy
 from jetspec_jax.engine.round_costs import Pair, RoundCosts, measure_round_costs, timed_contexts
@@ -35,6 +37,8 @@ from jetspec_jax.sampling.grammar import Matcher
 Decode = Callable[..., tuple[DecodeState, RoundRecord]]
 # More tokens than any dispatch emits: no slot may stop while it is timed.
 _ENDLESS = 2**30
+# Programs that are launched one after another to time their launches: few enough that no queue is full.
+_TIMED_LAUNCHES = 8
 
 
 class Flight(NamedTuple):
@@ -45,16 +49,22 @@ class Flight(NamedTuple):
         records: Records of its rounds, on the device; None without rounds.
         scored: Log-probabilities of prompts, by slot, in parts and on the device.
         started: Start of its rounds, by `time.perf_counter`; None if they are not timed.
+        last: An array to wait for if there are no rounds, which no launch donates; else None.
     """
 
     batch: Batch
     records: RoundRecord | None
     scored: list[tuple[int, list[Logprobs]]]
     started: float | None
+    last: jax.Array | None
 
 
 class Runner:
-    """The device state of all slots, and its programs."""
+    """The device state of all slots, and its programs.
+
+    Each launch donates the state, and keeps the one that it returns. So the device runs launches in order,
+    and none needs the results of the one before on the host.
+    """
 
     def __init__(self, plan: EnginePlan, weights: DecodeWeights):
         """Allocates the stores; rounds are compiled when they are first launched.
@@ -66,6 +76,8 @@ class Runner:
         #: Decoders by bucket.
         self.decoders = {decoder.bucket: decoder for decoder in plan.decoders}
         self.decoder = plan.decoders[-1]
+        #: Rounds of every program; None: loops.
+        self.rounds: int | None = None
         self.weights, self.size, self.dtype = weights, plan.size, plan.dtype
         self._cost_key = plan.cost_key
         # Releasing a free slot changes nothing, and compiles the program before the first request ends.
@@ -75,8 +87,9 @@ class Runner:
         if plan.size.snapshots:
             self._copy([SlotCopy(0, 0, 0, restores=False), SlotCopy(0, 0, 0, restores=True)])  # likewise
         self._scores = PromptScores(self.decoder.alone, weights.target, plan.dtype)
-        #: The batch in flight; None if there is none.
-        self.in_flight: Flight | None = None
+        #: The batches in flight, in order.
+        self.in_flight: deque[Flight] = deque()
+        self._collected = 0.0  # when the last batch was, by `time.perf_counter`
         # Programs that have been called: kind and shape.
         self._compiled: set[tuple[str, int, int]] = set()
 
@@ -87,7 +100,7 @@ class Runner:
         *,
         matchers: Mapping[int, Matcher] | None = None,
     ) -> None:
-        """Launches a batch; `collect` waits for it. The batch before must have been collected.
+        """Launches a batch; `collect` waits for it.
 
         Args:
             batch: The batch.
@@ -130,7 +143,29 @@ class Runner:
             run = decode or (ConstrainedRounds(decoder, matchers) if matchers else decoder.decode)
             with self._compiling(rounds):
                 self.state, records = run(self.weights, self.state, np.int32(batch.rounds), *live)
-        self.in_flight = Flight(batch, records, scored, started)
+        last = self.state.active if records is None else None
+        if self.rounds is not None:
+            last = None if last is None else jnp.copy(last)
+            for array in jax.tree.leaves(records):
+                if isinstance(array, jax.Array):  # rounds under grammars fetch some themselves
+                    array.copy_to_host_async()
+        self.in_flight.append(Flight(batch, records, scored, started, last))
+
+    def fix_rounds(self, rounds: int) -> None:
+        """From now on every program has ``rounds`` rounds, and its launch waits for nothing.
+
+        Grammars' rounds, and those of a caller's ``decode``, stay as they are.
+        """
+        if self.rounds is None and self.decoder.mesh is None and self.decoder.proposer is not None:
+            # Loops do this once for all their rounds.
+            self.weights = self.weights._replace(
+                proposer=self.decoder.proposer.prepare(self.weights.proposer)
+            )
+        jnp.copy(self.state.active)  # compiles the program
+        self.rounds = rounds
+        self._compiled = {program for program in self._compiled if program[0] == "prompts"}
+        fixed = {"max_rounds": rounds, "fixed": True}
+        self.decoders = {bucket: replace(decoder, **fixed) for bucket, decoder in self.decoders.items()}
 
     def decoder_for(self, bucket: int, *, adjusts: bool = False, logprobs: bool = False) -> TreeDecoder:
         """The decoder of a bucket and these optional parts of rounds."""
@@ -200,22 +235,27 @@ class Runner:
         self._scores.compile(self.size.capacity)
 
     def collect(self) -> DispatchRecord:
-        """Waits for the batch in flight; may be repeated until the engine clears ``in_flight``.
+        """Waits for the oldest batch in flight; may be repeated until the engine removes it.
 
         Raises:
             RuntimeError: No batch was launched.
         """
-        if self.in_flight is None:
+        if not self.in_flight:
             raise RuntimeError("no batch was launched")
-        batch, records, scored, started = self.in_flight
-        with waiting("decoding"), together(self.decoder.mesh):
-            if records is None:
-                jax.device_get(self.state.active)  # waits for the prefill
+        batch, records, scored, started, last = self.in_flight[0]
+        # A round is too short for a progress line, which has a thread of its own.
+        shown = waiting("decoding") if self.rounds is None else contextlib.nullcontext()
+        with shown, together(self.decoder.mesh):
+            if last is not None:
+                jax.device_get(last)  # waits for the prefill
             records, scored = jax.device_get((records, scored))
+        # The device began with it when the batch before was over, if that was in flight too.
+        ended, before = time.perf_counter(), self._collected
+        self._collected = ended
         prompts = tuple((slot, concatenated(parts)) for slot, parts in scored)
         if records is None:
             return self._empty_record(batch)._replace(scored=prompts)
-        seconds = None if started is None else time.perf_counter() - started
+        seconds = None if started is None else ended - max(started, before)
         # Rounds that ran come first.
         ran = int((records.tree_sizes > 0).any(axis=1).sum())
         records = jax.tree.map(lambda leaf: leaf[:ran], records)
@@ -232,6 +272,7 @@ class Runner:
 
     def free(self) -> None:
         """Deletes the stores, even if other references to them exist; the runner is unusable afterwards."""
+        self.in_flight.clear()
         for array in jax.tree.leaves((self.state, self.snapshots)):
             array.delete()
 
@@ -244,9 +285,11 @@ class Runner:
             self.compile_rounds(Kind())
             return costs
         deepest = 1 + max(decoder.depth for decoder in self.decoders.values())
-        low, high, rounds = timed_contexts(self.size.capacity, USUAL_ROUNDS, deepest)
+        each = self.rounds or 1
+        low, high, rounds = timed_contexts(self.size.capacity, USUAL_ROUNDS // each, deepest * each)
         shapes = self.size.rounds(tuple(self.decoders))
         costs = measure_round_costs(self.time_dispatch, shapes, (low, high), rounds)
+        costs = costs if self.rounds is None else costs.of_programs(self.rounds)
         learn_costs(self._cost_key, costs)
         return costs
 
@@ -258,8 +301,23 @@ class Runner:
         Args:
             shape: Number of live slots, and nodes of a tree, root included.
             context: Committed tokens of each slot.
-            rounds: Number of rounds.
+            rounds: Number of rounds; with fixed numbers, of programs that are launched one after another.
         """
+        _, seconds = self._time(shape, context, rounds)
+        if spans(self.decoder.mesh):
+            seconds = agreed(seconds, "the seconds of a dispatch")
+        return seconds
+
+    def time_launches(self, rounds: int) -> LaunchTimes:
+        """Times programs of ``rounds`` rounds in all slots, with the smallest trees; see `time_dispatch`."""
+        self.fix_rounds(rounds)
+        shape, context = (self.size.slots, min(self.decoders)), min(64, self.size.capacity // 4)
+        self._time(shape, context, 1)  # may compile
+        launched, seconds = self._time(shape, context, _TIMED_LAUNCHES)
+        return LaunchTimes(launched / _TIMED_LAUNCHES, seconds / _TIMED_LAUNCHES)
+
+    def _time(self, shape: Pair, context: int, rounds: int) -> tuple[float, float]:
+        """Seconds until a dispatch is launched, and until it is over."""
         live, bucket = shape
         decoder, free = self.decoders[bucket], replace(self.state, adjust=None)
         batch, pages = free.slots.block_tables.shape
@@ -282,17 +340,17 @@ class Runner:
         )
         kept = jax.tree.map(jnp.copy, replace(free, stores=(), proposer=None))
         state = jax.block_until_ready(state)
+        slots, records = self._live(range(live)), None
         started = time.perf_counter()
         with self._compiling(("rounds", live, bucket)):
-            slots = self._live(range(live))
-            state, records = decoder.decode(self.weights, state, np.int32(rounds), *slots)
+            for _ in range(rounds if decoder.fixed else 1):
+                state, records = decoder.decode(self.weights, state, np.int32(rounds), *slots)
+        launched = time.perf_counter()
         with together(decoder.mesh):
             jax.device_get(records)
-        seconds = time.perf_counter() - started
-        if spans(decoder.mesh):
-            seconds = agreed(seconds, "the seconds of a dispatch")
+        ended = time.perf_counter()
         self.state = replace(kept, stores=state.stores, proposer=state.proposer, adjust=self.state.adjust)
-        return seconds
+        return launched - started, ended - started
 
     @contextlib.contextmanager
     def _compiling(self, program: tuple[str, int, int]) -> Iterator[None]:

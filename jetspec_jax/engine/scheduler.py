@@ -1,8 +1,10 @@
 """The scheduler: waiting and running requests, slots, pages, and the next batch. It uses no device."""
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from jetspec_jax.cache.pages import PAGE_SIZE
 from jetspec_jax.engine.budget_policy import BudgetPolicy, Dispatch, LiveSlot
@@ -22,34 +24,76 @@ from jetspec_jax.sampling.token_sets import NO_CHOICE
 MASKED_ROUNDS = 4
 
 
+class _Flight(NamedTuple):
+    """A batch that is launched and not yet fetched.
+
+    Attributes:
+        running: Requests with a slot.
+        decoding: Those that take part in its rounds.
+        rounds: Its rounds, at most.
+        tokens: Tokens that it commits to each of these, at most.
+    """
+
+    running: Sequence[Request]
+    decoding: Sequence[Request]
+    rounds: int
+    tokens: int
+
+
 class Scheduler:
     """Schedules requests on slots and a page pool.
 
-    `next_batch` and `update` are called in turn; only they assign and free slots and pages. Requests are
-    admitted in the order of `jetspec_jax.engine.waiting_queue.rank`. A request without a slot or pages
-    blocks all later ones; so does a request that waits until another has filled pages of their common
-    prefix. An admitted request gets the pages of its prompt and one round, and before each dispatch pages
-    for its rounds: see `PageAllocator`.
+    `next_batch` decides a batch; `update` takes the results of the oldest one. Only they assign and free
+    slots and pages. Requests are admitted in the order of `jetspec_jax.engine.waiting_queue.rank`. A request
+    without a slot or pages blocks all later ones; so does a request that waits until another has filled pages
+    of their common prefix. An admitted request gets the pages of its prompt and one round, and before each
+    dispatch pages for its rounds: see `PageAllocator`.
+
+    Up to ``depth`` batches are in flight, so a batch is decided before the results of the one before are
+    known. The device runs them in order, each on the state that the one before left. Hence:
+
+    * Prefilled tokens count from when they are scheduled. Rounds in flight are known by bounds only: at most
+      their deepest paths, and at least a token each, unless the request ends or pauses. Pages are allocated
+      for the upper bound. A slot without room for a round pauses on the device, so a lack of pages costs
+      time, but no token.
+    * A request that ends in flight is in the next batch too. If it ended by itself, its slot is idle there;
+      if the caller ended it, it may still commit tokens. Both are dropped, and counted in ``idle_rounds``.
+    * Slots, pages and snapshots that are freed get new owners in a later batch, and the device has run all
+      earlier ones by then. Pages that a request keeps are only taken beyond the upper bound of its tokens.
+    * Keys of cached pages are those of prefilled and fetched tokens; rounds in flight write behind them.
+    * A request is preempted only if nothing is in flight, because it resumes from its known tokens. Nothing
+      is in flight either while a batch is decided for a request with a grammar that has decoded before: its
+      masks follow from all its tokens.
     """
 
-    def __init__(self, size: EngineSize, policy: BudgetPolicy, round_tokens: int):
+    def __init__(
+        self,
+        size: EngineSize,
+        policy: BudgetPolicy,
+        round_tokens: int,
+        *,
+        depth: int = 1,
+        rounds: int | None = None,
+    ):
         """All slots and pages are free.
 
         Args:
             size: The engine's size.
             policy: Chooses each dispatch.
             round_tokens: Most tokens that a round commits to a slot.
+            depth: Most batches in flight.
+            rounds: Rounds of every batch; None leaves them to the policy.
         """
         self.size, self.policy = size, policy
-        self._round_tokens = round_tokens
+        self._round_tokens, self._depth, self._rounds = round_tokens, depth, rounds
         self._allocator = PageAllocator(size, round_tokens)
         self._requests: list[Request] = []
         self._arrivals = 0
-        # Slots that are occupied on the device.
+        # Slots that are occupied on the device after all launches.
         self._occupied: set[int] = set()
-        # Requests of the last batch: all with a slot, and the decoding ones.
-        self._running: Sequence[Request] = ()
-        self._decoding: Sequence[Request] = ()
+        self._flights: deque[_Flight] = deque()
+        #: Rounds of the last fetched batch for requests that had ended before: one per round and request.
+        self.idle_rounds = 0
 
     @property
     def pool(self) -> PagePool:
@@ -79,8 +123,8 @@ class Scheduler:
 
     @property
     def matchers(self) -> dict[int, Matcher]:
-        """Grammar matchers of the last batch's decoding requests, by slot."""
-        decoding = self._decoding
+        """Grammar matchers of the newest batch's decoding requests, by slot."""
+        decoding = self._flights[-1].decoding if self._flights else ()
         return {request.slot: request.matcher for request in decoding if request.matcher is not None}
 
     def add(self, request: Request, now: float | None = None) -> None:
@@ -103,22 +147,40 @@ class Scheduler:
         request.number, self._arrivals = self._arrivals, self._arrivals + 1
         self._requests.append(request)
 
-    def next_batch(self, most_rounds: int | None = None, now: float | None = None) -> Batch:
+    def next_batch(self, most_rounds: int | None = None, now: float | None = None) -> Batch | None:
         """The next batch: admissions, prefill, and rounds of all decoding requests.
 
         Args:
             most_rounds: Most rounds for this caller; None leaves them to the policy.
             now: Time by `time.monotonic`, for deadlines and metrics.
+
+        Returns:
+            The batch; None if the one in flight must be fetched first, never with none in flight.
         """
         now = time.monotonic() if now is None else now
         self._remove_ended(now)
         running = list(in_order(request for request in self._requests if request.slot >= 0))
-        admitted, chunks, copies = self._admit_and_prefill(running, now)
+        if self._flights and (
+            len(self._flights) >= self._depth or any(request.matcher is not None for request in running)
+        ):
+            return None
+        has_room = self._allocator.make_room(running, preempts=not self._flights)
+        if has_room is None:
+            return None
+        admitted, chunks, copies = self._admit_and_prefill(running, now, has_room=has_room)
         decoding = [request for request in running if not request.to_prefill]
         waiting = len(self._requests) - len(decoding)
+        if all(request.ends_in_flight for request in decoding):
+            decoding = []
+        if self._flights and not (decoding or chunks):
+            return None
         choice = self._choose(decoding, waiting, most_rounds)
+        tokens = self._most_tokens(choice)
+        for request in decoding:
+            request.flying_rounds += choice.rounds
+            request.flying_tokens += tokens
+        self._flights.append(_Flight(running, decoding, choice.rounds, tokens))
         before, self._occupied = self._occupied, {request.slot for request in running}
-        self._running, self._decoding = running, decoding
         table, changed = self._allocator.table, self._allocator.changed() - admitted.keys()
         return Batch(
             tuple(sorted(before - self._occupied)),  # an admission clears the slot itself
@@ -135,33 +197,37 @@ class Scheduler:
         )
 
     def update(self, record: DispatchRecord, now: float | None = None) -> list[Request]:
-        """Appends a batch's tokens to their requests; returns the requests that decoded.
+        """Appends the tokens of the oldest batch to their requests; returns the requests that decoded.
 
         Raises:
             ValueError: A request's logits are not numbers.
         """
         now = time.monotonic() if now is None else now
+        flight = self._flights.popleft()
         columns = {slot: column for column, slot in enumerate(record.live)}
-        served = [request for request in self._decoding if not request.cancelled]
+        served = [request for request in flight.decoding if request.open]
+        self.idle_rounds = flight.rounds * (len(flight.decoding) - len(served))
+        for request in flight.decoding:
+            request.flying_rounds -= flight.rounds
+            request.flying_tokens -= flight.tokens
         for request in served:
             _check_choices(request, record, columns[request.slot])
         for request in served:
             _hand_out(request, record, columns[request.slot], now)
-        self._allocator.cache_full_pages(self._running)
+        self._allocator.cache_full_pages(flight.running)
         scored = dict(record.scored)
-        for request in self._running:
+        for request in flight.running:
             if request.slot in scored:
                 request.set_prompt_logprobs(scored[request.slot])
             if not request.open:
                 self._allocator.free(request)
             request.publish()
-        if self._decoding:
+        if flight.decoding:
             self.policy.observe(record)
-        self._running = self._decoding = ()
         return served
 
     def drop_closed(self) -> None:
-        """Removes requests that have ended; nothing may be in flight."""
+        """Removes requests that have ended."""
         self._remove_ended(time.monotonic())
 
     def _remove_ended(self, now: float) -> None:
@@ -177,9 +243,9 @@ class Scheduler:
                 self._allocator.free(request)
 
     def _admit_and_prefill(
-        self, running: list[Request], now: float
+        self, running: list[Request], now: float, *, has_room: bool
     ) -> tuple[dict[Request, int], list[Chunk], list[SlotCopy]]:
-        """Allocates pages for running requests, admits waiting ones to ``running``, and prefills.
+        """Admits waiting requests to ``running``, if there ``has_room`` for more, and prefills.
 
         Returns:
             The admitted requests, with the tokens that their pages already hold; prefill forwards; and copies
@@ -188,7 +254,7 @@ class Scheduler:
         admitted: dict[Request, int] = {}
         chunks: list[Chunk] = []
         copies: list[SlotCopy] = []
-        has_room, most = self._allocator.make_room(running), self.size.prefill_tokens
+        most = self.size.prefill_tokens
         while True:
             if has_room:
                 for request in self._admit(running, now):
@@ -258,10 +324,15 @@ class Scheduler:
         rounds = rounds if most_rounds is None else min(rounds, most_rounds)
         if any(request.matcher is not None for request in decoding):
             rounds = min(rounds, MASKED_ROUNDS)
-        tokens = rounds * (1 if bucket == 1 else self._round_tokens)
+        choice = Dispatch(bucket, rounds if self._rounds is None else self._rounds)
+        tokens = self._most_tokens(choice)
         for request in decoding:
             self._allocator.grow(request, tokens)
-        return Dispatch(bucket, rounds)
+        return choice
+
+    def _most_tokens(self, choice: Dispatch) -> int:
+        """Most tokens that a dispatch commits to a slot."""
+        return choice.rounds * (1 if choice.bucket == 1 else self._round_tokens)
 
     def _live(self, decoding: Sequence[Request]) -> tuple[int, ...]:
         """The decoding slots, padded with idle slots to a number that has a program."""

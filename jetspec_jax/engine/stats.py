@@ -25,6 +25,8 @@ class EngineStats:
         prefix_hits: Those of these tokens that were in the prefix cache.
         preemptions: Number of preemptions.
         dispatches: Dispatches with rounds.
+        idle_rounds: Rounds for requests that had ended, one per round and request: where a batch is launched
+            before the results of the one before are known, ends are known one batch late.
         drafts: Verified trees with more than a root.
         drafted_tokens: Drafted tokens.
         accepted_tokens: Drafted tokens that the target agreed with, before any cut.
@@ -43,6 +45,7 @@ class EngineStats:
     prefix_hits: int = 0
     preemptions: int = 0
     dispatches: int = 0
+    idle_rounds: int = 0
     drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
@@ -72,6 +75,7 @@ class Tally:
 
     def add_dispatch(self, record: DispatchRecord) -> None:
         """Counts a dispatch."""
+        self._rounds += EngineStats(idle_rounds=record.idle_rounds)
         if not len(record.tokens):
             return
         ran = record.tree_sizes > 0

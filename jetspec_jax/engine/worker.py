@@ -45,7 +45,7 @@ def run_worker(group: Group, plan: EnginePlan) -> None:
                 engine.runner.launch(batch, matchers=grammars.begin(batch))
                 if batch.masked:
                     grammars.end(batch, engine.runner.collect().tokens)
-                engine.runner.in_flight = None
+                engine.runner.in_flight.clear()
             elif action == "compile":
                 kinds, scores = values
                 engine.compile(kinds, scores=scores)

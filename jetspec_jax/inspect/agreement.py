@@ -21,8 +21,7 @@ def steering(runner: Runner) -> Any:
 
     Stores depend on sums over devices, which each device may round in another order.
     """
-    flight = runner.in_flight
-    return split(runner.state)[1], None if flight is None else flight.records
+    return split(runner.state)[1], [flight.records for flight in runner.in_flight]
 
 
 def unequal(tree: Any) -> list[str]:
@@ -51,9 +50,10 @@ class WatchedEngine(Engine):
         self.look = look
         super().__init__(plan, weights)
 
-    def launch(self, most_rounds: int | None = None, decode: Decode | None = None) -> None:
+    def launch(self, most_rounds: int | None = None, decode: Decode | None = None) -> bool:
         """See `Engine`; never timed, because ``look`` waits for the devices."""
-        super().launch(min(most_rounds or FEW_ROUNDS, FEW_ROUNDS), decode)
-        if self.runner.in_flight is not None:
-            self.runner.in_flight = self.runner.in_flight._replace(started=None)
+        launched = super().launch(min(most_rounds or FEW_ROUNDS, FEW_ROUNDS), decode)
+        if launched:
+            self.runner.in_flight[-1] = self.runner.in_flight[-1]._replace(started=None)
         self.look(steering(self.runner))
+        return launched

@@ -27,6 +27,7 @@ from jetspec_jax.engine.admission import plan_requests, read_single
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.loop import EngineLoop, loop_for
 from jetspec_jax.engine.output import Completion, Output
+from jetspec_jax.engine.pipeline import LOOP
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt
 from jetspec_jax.engine.request import Request
 from jetspec_jax.sampling.params import SamplingParams
@@ -180,7 +181,7 @@ def trace_rounds(
     idle = loop.engine
     if idle is not None and not idle.plan.persistent:
         loop.free()  # so that two sets of stores do not coexist
-    engine = loop.run(functools.partial(Engine, plan, weights))
+    engine = loop.run(functools.partial(Engine, plan, weights, LOOP))
     return Trace(loop, engine, request, target.tokenizer)
 
 

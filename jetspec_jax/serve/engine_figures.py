@@ -26,6 +26,10 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prefix_cache_hits": ("Those of them that were in the cache.", lambda stats: stats.prefix_hits),
     "num_preemptions": ("How often a request lost its slot.", lambda stats: stats.preemptions),
     "dispatches": ("Dispatches with rounds.", lambda stats: stats.dispatches),
+    "idle_rounds": (
+        "Rounds for requests that had ended, one per round and request.",
+        lambda stats: stats.idle_rounds,
+    ),
     "compilations": ("Programs compiled since the warm-up.", lambda stats: stats.compilations),
     "spec_decode_num_drafts": ("Trees that were verified.", lambda stats: stats.drafts),
     "spec_decode_num_draft_tokens": ("Tokens that were drafted.", lambda stats: stats.drafted_tokens),

@@ -47,7 +47,7 @@ def made_up_times(monkeypatch):
 
     def measure(cases, *_):
         return {
-            case: CaseRuns(seconds=[0.1 * i], tokens_per_round=1.0, compile_seconds={"decode": 1.0})
+            case: CaseRuns([0.1 * i], [0.2 * i], tokens_per_round=1.0, compile_seconds={"decode": 1.0})
             for i, case in enumerate(cases, start=1)
         }
 
@@ -85,7 +85,9 @@ class TestReport:
             assert row["times_plain"] == pytest.approx(row["round_ms"] / plain["round_ms"])
             assert row["times_chain"] is None
             assert row["round_ms"] == pytest.approx(1e3 * np.median(row["dispatch_seconds"]) / 3)
-            assert len(row["dispatch_seconds"]) == 2
+            assert row["single_ms"] == pytest.approx(1e3 * np.median(row["single_seconds"]) / 3)
+            assert row["single_over_loop"] == pytest.approx(row["single_ms"] / row["round_ms"])
+            assert len(row["dispatch_seconds"]) == len(row["single_seconds"]) == 2
             assert 1 <= row["tokens_per_round"] <= 8
             assert row["dispatches_per_round"] == 1 / USUAL_ROUNDS
             rounds = 256 / row["tokens_per_round"]
@@ -259,7 +261,8 @@ def test_the_screen_shows_classes_and_the_longest_kernels():
     kernels = [Kernel("nvjet_a", 0, 4000), Kernel("fusion_1", 5000, 1000)]
     row = {
         **RoundCase(1, 70, 16)._asdict(),
-        **dict.fromkeys(("round_ms", "floor_ms", "times_floor", "times_plain", "tokens_per_round"), 1.0),
+        **dict.fromkeys(("round_ms", "single_ms", "single_over_loop", "floor_ms"), 1.0),
+        **dict.fromkeys(("times_floor", "times_plain", "tokens_per_round"), 1.0),
         "times_chain": None,
         "waits_per_256_tokens": 16,
         "compile_seconds": {"decode": 1.0},

@@ -144,14 +144,25 @@ class TinyEngine(Engine):
     """An engine that also makes its requests: as the front door does, but with a size of the test's own."""
 
     def __init__(
-        self, target, head=None, settings=PLAIN, *, proposer_weights=None, many=None, snapshots=0, **plan
+        self,
+        target,
+        head=None,
+        settings=PLAIN,
+        *,
+        proposer_weights=None,
+        many=None,
+        snapshots=0,
+        pipeline=None,
+        **plan,
     ):
         config, weights = (None, proposer_weights) if head is None else (head.config, head.weights)
         self.target, self.settings = target, settings
         made = plan_engine(target.config, config, settings, target.dtype, **plan)
         made = dataclasses.replace(made, size=made.size.with_snapshots(snapshots))
         super().__init__(
-            made if many is None else made.for_many(**many), DecodeWeights(target.weights, weights)
+            made if many is None else made.for_many(**many),
+            DecodeWeights(target.weights, weights),
+            pipeline,
         )
 
     def request(self, prompt, params):

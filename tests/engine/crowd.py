@@ -190,7 +190,9 @@ def quick_costs(monkeypatch):
         yield
 
 
-def engine_for_many(monkeypatch, target, head, crowd, rng, *, most_rounds=6, live=(2,), truth=None, **size):
+def engine_for_many(
+    monkeypatch, target, head, crowd, rng, *, most_rounds=6, live=(2,), truth=None, pipeline=None, **size
+):
     """An engine of an `EnginePlan.for_many` that has room for all that a crowd wants; all is compiled.
 
     Args:
@@ -202,6 +204,7 @@ def engine_for_many(monkeypatch, target, head, crowd, rng, *, most_rounds=6, liv
         most_rounds: Of a dispatch.
         live: Numbers of live slots that have programs, beside all.
         truth: By seed, the whole sequence of each request.
+        pipeline: Batches in flight and rounds per program; None takes those of the device.
         **size: As of `plan_engine`.
     """
     own = {}
@@ -215,6 +218,7 @@ def engine_for_many(monkeypatch, target, head, crowd, rng, *, most_rounds=6, liv
             head,
             TreeSettings(16, 3, algorithm="auto"),
             many={"live": live, "prefill_tokens": 128, "least_nodes": 16},
+            pipeline=pipeline,
             **own,
             **size,
         )
@@ -260,6 +264,8 @@ def _compile_all(engine, policy, crowd):
     for asked in scored[:1]:
         engine.submit([1, 2], dataclasses.replace(asked.params, max_tokens=1, min_tokens=0, n=1))
         finish(engine)
+    while engine.runner.in_flight:
+        engine.collect()
     engine.launch()  # frees the last slots
     engine.collect()
     policy.fixed = None
@@ -298,8 +304,9 @@ def serve_crowd(engine, crowd, rng, *, arrivals=2.0, check_every=7):
     next_batch, pool = engine.scheduler.next_batch, engine.scheduler.pool
 
     def noted(*arguments):
-        batches.append(next_batch(*arguments))
-        return batches[-1]
+        batch = next_batch(*arguments)
+        batches.extend([] if batch is None else [batch])
+        return batch
 
     with compilations() as seen:
         engine.scheduler.next_batch = noted
@@ -309,12 +316,16 @@ def serve_crowd(engine, crowd, rng, *, arrivals=2.0, check_every=7):
             for _ in range(min(int(rng.poisson(arrivals)), len(line))):
                 own = [engine.admit(request) for request in requests_of(engine, line.pop(0))]
                 outputs.append([Output(request, engine.target.tokenizer) for request in own])
-            engine.launch()
-            _read(outputs, crowd)
-            engine.collect()
-            _read(outputs, crowd)
+            if engine.has_room and engine.launch():
+                _read(outputs, crowd)
+            # With room for another batch, chance decides whether it is launched before this one is fetched.
+            if not engine.has_room or rng.random() < 0.5:
+                engine.collect()
+                _read(outputs, crowd)
             if steps % check_every == 0:
                 pool.check([own.request.pages for each in outputs for own in each if own.request.pages])
+        while engine.runner.in_flight:
+            engine.collect()
         engine.launch()  # frees the last slots
         engine.collect()
         del engine.scheduler.next_batch

@@ -158,16 +158,16 @@ class TestAuto:
             tokens = np.pad(alone.tokens, [(0, 8), (0, 1), (0, 0)], constant_values=-1)
             two.observe(DispatchRecord(16, (0, 1), 9.0, tokens, sizes, *wide))
             assert one.choose(LIVE, 0) == two.choose(LIVE, 0)
-        assert one._acceptance.tokens() == two._acceptance.tokens()
+        assert one._choice.acceptance.tokens() == two._choice.acceptance.tokens()
         assert one._pace.seconds((1, 16), 300, 8) == two._pace.seconds((2, 16), 300, 8)
 
     def test_a_dispatch_in_which_nobody_decoded_changes_nothing(self):
         policy = auto_of(1.0, 2.0, 3.0)
-        before = policy._acceptance.tokens(), policy._pace.seconds((1, 32), 300, 8)
+        before = policy._choice.acceptance.tokens(), policy._pace.seconds((1, 32), 300, 8)
         for bucket, drafted in ((1, ()), (32, (0.0, 0.0))):
             record = record_of(bucket, 16, drafted, seconds=1.0)
             policy.observe(record._replace(tree_sizes=np.zeros_like(record.tree_sizes)))
-        assert (policy._acceptance.tokens(), policy._pace.seconds((1, 32), 300, 8)) == before
+        assert (policy._choice.acceptance.tokens(), policy._pace.seconds((1, 32), 300, 8)) == before
 
     def test_follows_a_bucket_that_got_slower(self):
         policy = auto_of(9.0, 1.0, 1.1, probing=0.02)

@@ -53,7 +53,7 @@ def begin(pages):
 def step(runner, **changes):
     runner.launch(NOBODY._replace(**changes))
     record = runner.collect()
-    runner.in_flight = None
+    runner.in_flight.clear()
     return record
 
 
@@ -109,7 +109,7 @@ def test_a_batch_without_rounds_is_waited_for(runner, monkeypatch):
     assert not waited
     assert runner.collect().tree_sizes.size == 0
     assert any(arrays is runner.state.active for arrays in waited)
-    runner.in_flight = None
+    runner.in_flight.clear()
 
 
 def test_a_dispatch_of_some_slots_is_timed(runner):

@@ -71,6 +71,7 @@ def test_a_slot_is_cleared_once(made):
     finish(scheduler, device)
     batch = scheduler.next_batch()
     assert len(batch.releases) == 1
+    scheduler.update(device.run(batch))
     assert scheduler.next_batch().releases == ()
 
 
