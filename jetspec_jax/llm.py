@@ -45,7 +45,7 @@ from jetspec_jax.engine.planning import EnginePlan, plan_engine
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, encode_chat, naming, read_prompt, templated
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import BAR, compile_chunks, groups_of, least_busy, serve
-from jetspec_jax.engine.size import DEFAULT_CAPACITY, MAX_SLOTS, slots_for
+from jetspec_jax.engine.size import DEFAULT_CAPACITY, MAX_SLOTS, powers
 from jetspec_jax.engine.small_trees import SMALL_TREES, SmallTrees, can_pay
 from jetspec_jax.engine.stream import STREAM_ROUNDS, Stream
 from jetspec_jax.sampling.params import SamplingParams
@@ -133,7 +133,8 @@ class LLM:
             capacity: Tokens of prompt and output per slot; None is 1024, or more if a request needs more.
                 A later, larger need compiles again.
             max_model_len: vLLM's name for the capacity.
-            max_slots: Most prompts that decode at the same time, per copy of the models; None is 8.
+            max_slots: Most prompts that decode at the same time, per copy of the models, if the device memory
+                allows as many; None is 8.
             max_num_seqs: vLLM's name for ``max_slots``.
             implementation: Tree attention implementation; None picks the best.
             ignore_config_keys: Unknown keys of either ``config.json`` that the caller knows to have no
@@ -216,7 +217,7 @@ class LLM:
             ours = with_storage(ours, *meshes)
             config = unread[TARGET_WEIGHTS] = ours.target_config
         self._capacity, self._max_slots, self._implementation = capacity, max_slots, implementation
-        slots_for(1, max_slots)
+        check_integer("max_slots", max_slots, 1)
         plan = plan_engine(
             config,
             head_config,
@@ -377,10 +378,8 @@ class LLM:
         most = self._max_slots
         if num_prompts is not None:
             most = -(-check_integer("num_prompts", num_prompts, 1) // copies)
-        largest = slots_for(most, self._max_slots)
-        # Calls use a power of two of slots, or all; the engine of the smallest number stays.
-        powers = range(largest.bit_length() + 1) if num_prompts is None else ()
-        counts = sorted({largest, *(min(1 << power, largest) for power in powers)}, reverse=True)
+        largest = min(most, self._max_slots)
+        counts = [largest, *(reversed(powers(largest)) if num_prompts is None else ())]
         limit = min(self.target.config.max_position_embeddings, self._capacity or DEFAULT_CAPACITY)
         # The last token of a prompt is the first anchor, the tokens before it are prefilled.
         prompt, kinds = [0] * min(2, limit - 1), kinds_to_compile(sampling_params)

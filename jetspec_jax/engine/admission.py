@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jetspec_jax.arguments import check_type, shown
+from jetspec_jax.arguments import check_integer, check_type, shown
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.proposer import Proposer
@@ -20,7 +20,7 @@ from jetspec_jax.engine.grammars import matcher_for
 from jetspec_jax.engine.planning import EnginePlan, plan_engine
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, naming, read_prompt, read_prompts
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.size import MAX_SLOTS, default_capacity, slots_for
+from jetspec_jax.engine.size import MAX_SLOTS, default_capacity, pages_by_default, powers
 from jetspec_jax.sampling.grammar import Matcher
 from jetspec_jax.sampling.params import SamplingParams, draw_seed
 from jetspec_jax.tree import Hints
@@ -175,7 +175,8 @@ def plan_requests(
         prompts: One prompt in any form, or several.
         sampling_params: One for all prompts, or one for each; ``n`` of them makes n requests of a prompt.
         routing: Routing hints for all prompts or for each: see `jetspec_jax.generate_tree`.
-        max_slots: Most prompts that decode at the same time, per copy of the target.
+        max_slots: Most prompts that decode at the same time, per copy of the target: slots of the engine, if
+            the memory allows as many.
         capacity: Tokens per slot; None is the requests' need, but at least the default capacity.
         proposer: A proposer other than the head's.
         implementation: Tree attention implementation; None picks the best.
@@ -200,15 +201,21 @@ def plan_requests(
             with naming(f"prompts[{number}]" if len(read) > 1 else ""):
                 checked.append(check_request(target, prompt, each_params, capacity=capacity))
         need = max((request.tokens for request in checked), default=0)
+        check_integer("max_slots", max_slots, 1)
+        pages, tokens = None, capacity
+        if tokens is None:
+            tokens = default_capacity(target.config, need)
+            count = -(-sum(each.params.n for each in checked) // len(target.meshes))
+            pages = pages_by_default(max_slots, count, tokens)
         plan = plan_engine(
             target.config,
             None if head is None else head.config,
             settings,
             target.dtype,
-            slots=slots_for(
-                -(-sum(request.params.n for request in checked) // len(target.meshes)), max_slots
-            ),
-            capacity=default_capacity(target.config, need) if capacity is None else capacity,
+            slots=max_slots,
+            capacity=tokens,
+            num_pages=pages,
+            live=powers(max_slots),
             proposer=proposer,
             implementation=implementation,
             mesh=target.mesh,

@@ -18,6 +18,7 @@ from jetspec_jax.engine.memory import check_engine_memory, check_extra_memory
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.engine.request import Request
+from jetspec_jax.engine.round_costs import NO_COSTS
 from jetspec_jax.engine.round_kinds import Kind
 from jetspec_jax.engine.runner import Decode, Runner
 from jetspec_jax.engine.scheduler import Scheduler
@@ -75,6 +76,9 @@ class Engine:
                 self.runner.extend(plan.extras.bad_words)
             most_tokens = 1 + max(decoder.depth for decoder in plan.decoders)
             self.scheduler = Scheduler(plan.size, self._policy(), most_tokens)
+            if plan.size.live and not plan.persistent:
+                self.scheduler.lives = ()  # `prepare` adds those that calls need
+            self._measure()
         except BaseException:
             self.runner.free()  # the traceback may keep references to the stores
             raise
@@ -114,6 +118,18 @@ class Engine:
         if (joined.adjusts, joined.bad_words) != (plan.extras.adjusts, plan.extras.bad_words):
             self.runner.extend(joined.bad_words)
         self.plan = extended
+
+    def prepare(self, count: int) -> None:
+        """Prepares rounds of ``count`` slots; no request may wait or run.
+
+        Raises:
+            Exception: Costs of such rounds could not be measured; the engine is broken.
+        """
+        lives = self.scheduler.lives
+        self.scheduler.live_for(count, exact=True)
+        if self.scheduler.lives != lives:
+            with self._all_or_broken():
+                self._measure()
 
     def launch(self, most_rounds: int | None = None, decode: Decode | None = None) -> None:
         """Launches the next batch: admissions, prefill, and rounds.
@@ -210,13 +226,17 @@ class Engine:
 
     def _policy(self) -> BudgetPolicy:
         auto, slices = self.plan.auto, self.plan.slices
-        # Round times are measured only if the policy uses them.
-        costs = None if auto is None and slices is None else self.runner.round_costs()
-        if auto is None or costs is None:
+        if auto is None:
+            costs = None if slices is None else NO_COSTS
             policy = FixedBudget(self.plan.decoder.bucket, costs, slices, plain=len(self.runner.decoders) > 1)
         else:
-            policy = AutoBudget(tuple(self.runner.decoders), costs, auto.probing, slices)
+            policy = AutoBudget(tuple(self.runner.decoders), NO_COSTS, auto.probing, slices)
         return LatePolicy(policy) if self._step else policy
+
+    def _measure(self) -> None:
+        """Measures the rounds for all numbers of live slots so far, if the policy uses their times."""
+        if self.scheduler.lives and (self.plan.auto or self.plan.slices):
+            self.scheduler.policy.use(self.runner.round_costs(self.scheduler.lives))
 
 
 @functools.cache

@@ -115,29 +115,30 @@ class EnginePlan:
         """Whether its engine stays for requests that arrive at any time."""
         return self.slices is not None
 
-    def serves(self, other: "EnginePlan", *, joining: bool = False) -> bool:
-        """Whether an engine of this plan can serve another plan; a persistent one also serves smaller plans.
+    def serves(self, other: "EnginePlan", count: int, *, joining: bool = False) -> bool:
+        """Whether an engine of this plan can serve requests that were planned with another plan.
 
         Args:
             other: The required plan.
+            count: Number of requests that decode together.
             joining: Whether the requests join running ones. They may then wait: for slots of a persistent
                 engine, which may have fewer than required, and for pages of any engine.
         """
         size, required = self.size, other.size
-        if other.persistent or not (self.persistent or joining):
+        if other.persistent:
             ours, theirs = (
                 (plan.size.slots, plan.size.chunks, plan.size.snapshots, plan.least_nodes, plan.slices)
                 for plan in (self, other)
             )
             enough = ours == theirs
         else:
-            enough = size.slots >= required.slots or (joining and self.persistent)
+            enough = size.slots >= count or (joining and self.persistent)
         return (
             enough
             and self.has_trees_of(other)
             and (self.dtype, self.has_workers) == (other.dtype, other.has_workers)
             and size.capacity >= required.capacity
-            and (joining or size.num_pages >= required.num_pages)
+            and (joining or size.num_pages >= required.pages_of(count))
         )
 
     def has_trees_of(self, other: "EnginePlan") -> bool:
@@ -164,6 +165,7 @@ def plan_engine(
     capacity: int | None = None,
     num_pages: int | None = None,
     chunks: tuple[tuple[int, int], ...] | None = None,
+    live: tuple[int, ...] = (),
     proposer: Proposer | None = None,
     implementation: str | None = None,
     mesh: Mesh | None = None,
@@ -179,6 +181,7 @@ def plan_engine(
         capacity: Tokens per slot, prompt and output together; None is the default capacity.
         num_pages: Pages of all slots together; None is enough for every slot to be full.
         chunks: Shapes of prefill forwards, see `EngineSize`; None is the device's default.
+        live: Numbers of live slots that may have programs, besides all: see `EngineSize`.
         proposer: A proposer other than the head's.
         implementation: Tree attention implementation; None picks the best.
         mesh: The devices that share the models; None is one device.
@@ -193,4 +196,5 @@ def plan_engine(
     if chunks is None:
         # Plain XLA computes the scores of all rows at once.
         chunks = chunks_for(slots, gpu=implementation != "xla" and gpu_problem() is None)
-    return EnginePlan(decoder, EngineSize.of(target, slots, capacity, num_pages, chunks), dtype)
+    size = replace(EngineSize.of(target, slots, capacity, num_pages, chunks), live=live)
+    return EnginePlan(decoder, size, dtype)

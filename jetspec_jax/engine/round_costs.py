@@ -48,9 +48,18 @@ class RoundCosts:
         # Noise may give a falling line, which must not reach zero far outside.
         return max(alone, 0.5 * min(first, last)) + self.dispatches[pair] / rounds
 
+    def __or__(self, other: "RoundCosts") -> "RoundCosts":
+        """The costs of the shapes of both, which were timed at the same contexts."""
+        seconds, dispatches = {**self.seconds, **other.seconds}, {**self.dispatches, **other.dispatches}
+        return RoundCosts(self.contexts, seconds, dispatches, self.guessed | other.guessed)
+
     def buckets(self, live: int) -> tuple[int, ...]:
         """Buckets of rounds of ``live`` live slots, in rising order."""
         return tuple(sorted(bucket for slots, bucket in self.seconds if slots == live))
+
+
+#: Costs of no shape.
+NO_COSTS = RoundCosts((0, 1), {}, {})
 
 
 def measure_round_costs(

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -178,12 +178,13 @@ class Runner:
             slots, counts = np.arange(prompts, dtype=np.int32), np.zeros(prompts, np.int32)
             self._prefill(Chunk(slots, np.zeros((prompts, rows), np.int32), counts, counts > 0))
 
-    def compile_rounds(self, kind: Kind) -> None:
-        """Compiles the rounds of a kind in all shapes, by running them with no active slot.
+    def compile_rounds(self, kind: Kind, shapes: Sequence[Pair] | None = None) -> None:
+        """Compiles the rounds of a kind in some shapes, or in all, by running them with no active slot.
 
         The slots' state does not change; nothing may be in flight.
         """
-        shapes, active = self.size.rounds(tuple(self.decoders)), self.state.active
+        active = self.state.active
+        shapes = self.size.rounds(tuple(self.decoders)) if shapes is None else shapes
         none_active = np.zeros(self.size.slots, bool)
         for live, bucket in tqdm(shapes, desc=f"compiling {kind}", delay=2, disable=unseen(), leave=False):
             decoder = self.decoder_for(bucket, adjusts=kind.adjusts, logprobs=kind.logprobs)
@@ -235,19 +236,22 @@ class Runner:
         for array in jax.tree.leaves((self.state, self.snapshots)):
             array.delete()
 
-    def round_costs(self) -> RoundCosts:
-        """Round times of all shapes, measured once for each kind of engine.
+    def round_costs(self, lives: Collection[int]) -> RoundCosts:
+        """Round times for some numbers of live slots, measured once for each kind of engine.
 
-        Compiles the programs of all shapes, so that a change of the bucket compiles nothing.
+        All slots must be free. Compiles these programs, so that a change of the bucket compiles nothing.
         """
-        if (costs := known_costs(self._cost_key)) is not None:
-            self.compile_rounds(Kind())
-            return costs
-        deepest = 1 + max(decoder.depth for decoder in self.decoders.values())
-        low, high, rounds = timed_contexts(self.size.capacity, USUAL_ROUNDS, deepest)
-        shapes = self.size.rounds(tuple(self.decoders))
-        costs = measure_round_costs(self.time_dispatch, shapes, (low, high), rounds)
-        learn_costs(self._cost_key, costs)
+        costs = known_costs(self._cost_key)
+        known = {} if costs is None else costs.seconds
+        shapes = [shape for shape in self.size.rounds(tuple(self.decoders)) if shape[0] in lives]
+        self.compile_rounds(Kind(), [shape for shape in shapes if shape in known])
+        if missing := [shape for shape in shapes if shape not in known]:
+            deepest = 1 + max(decoder.depth for decoder in self.decoders.values())
+            low, high, rounds = timed_contexts(self.size.capacity, USUAL_ROUNDS, deepest)
+            measured = measure_round_costs(self.time_dispatch, missing, (low, high), rounds)
+            costs = measured if costs is None else costs | measured
+            learn_costs(self._cost_key, costs)
+        assert costs is not None, "every number of live slots has shapes"
         return costs
 
     def time_dispatch(self, shape: Pair, context: int, rounds: int) -> float:

@@ -62,7 +62,10 @@ class SmallTrees:
             self._head.config,
             SMALL_TREES,
             plan.dtype,
+            slots=plan.size.slots,
             capacity=plan.size.capacity,
+            num_pages=plan.size.num_pages,
+            live=plan.size.live,
             implementation=self._implementation,
         )
         costs = known_costs(trees.cost_key)

@@ -172,6 +172,7 @@ def trace_rounds(
         [read_single(target, prompt, params)],
         params,
         routing,
+        max_slots=1,
         proposer=proposer,
         implementation=implementation,
     )
