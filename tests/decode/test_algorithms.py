@@ -49,7 +49,7 @@ def test_trees_of_every_algorithm_give_plain_decoding_s_tokens(target, plain, na
     # Rounds of one price: what they take here must not keep "auto" from trees.
     shapes = [(2, bucket) for bucket in BUCKETS]
     costs = RoundCosts((16, 48), dict.fromkeys(shapes, (1.0, 1.0)), dict.fromkeys(shapes, 0.0))
-    monkeypatch.setattr(Runner, "round_costs", lambda runner: costs)
+    monkeypatch.setattr(Runner, "round_costs", lambda *_: costs)
     engine = TinyEngine(
         target,
         settings=TreeSettings(budget=16, width=3, algorithm=get_algorithm(name)),
