@@ -6,7 +6,7 @@ import time
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from jetspec_jax.arguments import (
@@ -135,9 +135,9 @@ class AsyncLLM:
         max_slots = either("max_slots", max_slots, "max_num_seqs", max_num_seqs)
         capacity = either("capacity", capacity, "max_model_len", max_model_len)
         slots = MAX_SLOTS if max_slots is None else max_slots
+        if settings.get("algorithm") is None:
+            settings["algorithm"] = serving_algorithm()
         self.llm = LLM(*models, max_slots=slots, capacity=capacity, **settings)
-        if settings.get("algorithm") is None and self.llm.settings.budget > 1:
-            self.llm.settings = replace(self.llm.settings, algorithm=serving_algorithm())
         target: Target = self.llm.target
         head: Head | None = self.llm.draft_head
         plan = plan_persistent(

@@ -35,13 +35,13 @@ from jetspec_jax.device.compilation_cache import enable_compilation_cache, notes
 from jetspec_jax.device.groups import Meshes, describe_meshes, meshes_for, say_unused
 from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
 from jetspec_jax.device.processes import spans
-from jetspec_jax.engine.admission import check_places, plan_requests, read_single
+from jetspec_jax.engine.admission import check_places, check_single, make_requests
 from jetspec_jax.engine.agreement import check_alike_engines
 from jetspec_jax.engine.known_costs import keep_costs_in
 from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.memory import check_engine_memory
 from jetspec_jax.engine.output import Completion
-from jetspec_jax.engine.planning import EnginePlan, plan_engine
+from jetspec_jax.engine.planning import EnginePlan, plan_calls
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, encode_chat, naming, read_prompt, templated
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import BAR, compile_chunks, groups_of, least_busy, serve
@@ -216,25 +216,20 @@ class LLM:
         if isinstance(ours, Source):
             ours = with_storage(ours, *meshes)
             config = unread[TARGET_WEIGHTS] = ours.target_config
-        self._capacity, self._max_slots, self._implementation = capacity, max_slots, implementation
-        check_integer("max_slots", max_slots, 1)
-        plan = plan_engine(
-            config,
-            head_config,
-            self.settings,
-            stores_dtype,
-            capacity=capacity,
-            implementation=implementation,
-            mesh=meshes[0],
+        self._capacity, self._max_slots = capacity, max_slots
+        options = {"max_slots": max_slots, "capacity": capacity, "implementation": implementation}
+        self._plan = plan = plan_calls(
+            config, head_config, self.settings, stores_dtype, **options, mesh=meshes[0]
         )
         if spans(meshes[0]):
             check_alike_engines(plan)
         # A loaded target may have an engine, which serves or is replaced: a new engine is checked when it is
         # made.
         if not isinstance(ours, Target) or loop_for(ours).engine is None:
+            alone = replace(plan, size=plan.size.with_slots(1))  # an engine has the slots that fit
             for group in meshes:
                 check_engine_memory(
-                    plan.on(group),
+                    alone.on(group),
                     lambda mesh: {name: weight_bytes(kind, resolved, mesh) for name, kind in unread.items()},
                 )
         enable_compilation_cache(compilation_cache, together=spans(meshes[0]))
@@ -243,8 +238,9 @@ class LLM:
         self.target = read_target(ours, *meshes) if isinstance(ours, Source) else ours
         self.draft_head = read_draft_head(head, self.target) if isinstance(head, Source) else head
         self._small_trees = None
-        if self._notice is not None and self.draft_head is not None and can_pay(self.target):
-            self._small_trees = SmallTrees(self.target, self.draft_head, implementation)
+        if self._notice is not None and can_pay(self.target):
+            trees = plan_calls(config, head_config, SMALL_TREES, stores_dtype, **options)
+            self._small_trees = SmallTrees(self.target, trees)
             self._notice = None
             keep_costs_in(notes_folder(compilation_cache))
 
@@ -352,8 +348,8 @@ class LLM:
         """
         refuse_keywords(self.stream, unknown)
         self.get_tokenizer()
-        read = read_single(self.target, prompt, sampling_params)
-        plan, [request] = self._plan([read], sampling_params, routing)
+        check_single(sampling_params)
+        plan, [request] = self._requests([prompt], sampling_params, routing)
         [group] = least_busy(groups_of(self.target, self.draft_head), 1)
         call = group.call(plan, [request], most_rounds=STREAM_ROUNDS)
         return Stream(call, request, self.target.tokenizer)
@@ -419,25 +415,17 @@ class LLM:
         use_tqdm: bool | Callable[..., Any],
     ) -> list[Completion]:
         bar = _bar(use_tqdm)
-        plan, requests = self._plan(prompts, sampling_params, routing)
+        plan, requests = self._requests(prompts, sampling_params, routing)
         return serve(self.target, self.draft_head, plan, requests, bar)
 
-    def _plan(
+    def _requests(
         self,
         prompts: Prompt | Iterable[Prompt | EncodedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         routing: Hints | Sequence[Hints | None] | None,
     ) -> tuple[EnginePlan, list[Request]]:
-        plan, requests = plan_requests(
-            self.target,
-            self.draft_head,
-            self.settings,
-            prompts,
-            sampling_params,
-            routing,
-            max_slots=self._max_slots,
-            capacity=self._capacity,
-            implementation=self._implementation,
+        plan, requests = make_requests(
+            self.target, self._plan, self.settings, prompts, sampling_params, routing, capacity=self._capacity
         )
         if self._notice is not None:
             _log.warning(self._notice)

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jetspec_jax.arguments import check_integer
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.proposer import Proposer
@@ -14,11 +16,13 @@ from jetspec_jax.engine.budget_policy import MAX_ROUNDS
 from jetspec_jax.engine.extras import NO_EXTRAS, Extras
 from jetspec_jax.engine.known_costs import CostKey
 from jetspec_jax.engine.pace import Slices
+from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.size import (
     MOST_ROWS,
     PREFILL_TOKENS,
     EngineSize,
     chunks_for,
+    default_capacity,
     powers,
 )
 from jetspec_jax.tree import BUCKETS, USUAL_LEAST, Auto, algorithm_of, tree_buckets
@@ -81,6 +85,18 @@ class EnginePlan:
         if mesh == self.decoder.mesh:
             return self
         return replace(self, decoder=replace(self.decoder, mesh=mesh))
+
+    def for_requests(self, requests: Sequence[Request], copies: int = 1) -> "EnginePlan":
+        """A plan that can serve these requests: with a longer capacity, and with the features they use.
+
+        Args:
+            requests: The requests.
+            copies: Number of engines that serve them.
+        """
+        size, need = self.size, max((request.most_tokens for request in requests), default=0)
+        if need > size.capacity:
+            size = size.holding(-(-len(requests) // copies), default_capacity(self.decoder.target, need))
+        return replace(self, size=size, extras=Extras.of(requests))
 
     def for_many(
         self,
@@ -165,7 +181,7 @@ def plan_engine(
     capacity: int | None = None,
     num_pages: int | None = None,
     chunks: tuple[tuple[int, int], ...] | None = None,
-    live: tuple[int, ...] = (),
+    live: Sequence[int] = (),
     proposer: Proposer | None = None,
     implementation: str | None = None,
     mesh: Mesh | None = None,
@@ -196,5 +212,24 @@ def plan_engine(
     if chunks is None:
         # Plain XLA computes the scores of all rows at once.
         chunks = chunks_for(slots, gpu=implementation != "xla" and gpu_problem() is None)
-    size = replace(EngineSize.of(target, slots, capacity, num_pages, chunks), live=live)
+    size = replace(EngineSize.of(target, slots, capacity, num_pages, chunks), live=tuple(live))
     return EnginePlan(decoder, size, dtype)
+
+
+def plan_calls(
+    target: ModelConfig,
+    head: DraftHeadConfig | None,
+    settings: TreeSettings,
+    dtype: jnp.dtype,
+    *,
+    max_slots: int,
+    **options: Any,
+) -> EnginePlan:
+    """As `plan_engine`, for calls of 1 to ``max_slots`` prompts: programs are compiled when calls need them.
+
+    Raises:
+        TypeError: ``max_slots`` is not an integer.
+        ValueError: It is less than 1, or as `plan_engine`.
+    """
+    live = powers(check_integer("max_slots", max_slots, 1))
+    return plan_engine(target, head, settings, dtype, slots=max_slots, live=live, **options)

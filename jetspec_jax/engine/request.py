@@ -196,9 +196,14 @@ class Request:
         return self.prompt if wanted and not self.prompt_logprobs else None
 
     @property
+    def most_tokens(self) -> int:
+        """Most tokens of its prompt and output together."""
+        return len(self.prompt) + self.max_tokens
+
+    @property
     def num_pages(self) -> int:
         """Most pages that it can use. Its last round may overshoot them: a commit drops such rows."""
-        return pages_for(len(self.prompt) + self.max_tokens)
+        return pages_for(self.most_tokens)
 
     def pages_ahead(self, tokens: int) -> int:
         """Pages for the tokens before its anchor and ``tokens`` more, at most `num_pages`."""

@@ -115,6 +115,11 @@ class EngineSize:
         pages = max(pages, self.pages_per_slot)
         return replace(self, slots=slots, num_pages=pages, snapshots=snapshots, chunks=chunks, live=live)
 
+    def holding(self, count: int, capacity: int) -> "EngineSize":
+        """The same size, with pages for ``count`` requests of a longer capacity."""
+        pages = max(self.num_pages, min(count, self.slots) * pages_for(capacity))
+        return replace(self, capacity=capacity, num_pages=pages)
+
     def nodes(self, bucket: int) -> int:
         """Most nodes of a round of all live slots together, with trees of up to ``bucket`` nodes."""
         if self.most_rows is None:
@@ -139,11 +144,6 @@ class EngineSize:
 def powers(slots: int, base: int = 2) -> tuple[int, ...]:
     """Numbers of live slots: powers of ``base`` below ``slots``."""
     return tuple(itertools.takewhile(lambda live: live < slots, (base**power for power in range(slots))))
-
-
-def pages_by_default(slots: int, count: int, capacity: int) -> int:
-    """Pages of an engine whose caller named no capacity: a longer one is for ``count`` requests only."""
-    return max(slots * pages_for(min(capacity, DEFAULT_CAPACITY)), min(count, slots) * pages_for(capacity))
 
 
 def default_capacity(config: "ModelConfig", need: int) -> int:
