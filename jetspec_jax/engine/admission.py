@@ -162,17 +162,16 @@ def plan_requests(
     proposer: Proposer | None = None,
     implementation: str | None = None,
 ) -> tuple[EnginePlan, list[Request]]:
-    """As `make_requests`, for a plan with default capacity.
+    """Plans engines for calls without an `LLM`, and makes a call's requests: see `make_requests`.
 
     Args:
         target: The target.
         head: A draft head; None decodes plainly unless a proposer is given.
         settings: The tree settings.
-        prompts: One prompt in any form, or several.
-        sampling_params: One for all prompts, or one for each; ``n`` of them makes n requests of a prompt.
-        routing: Routing hints for all prompts or for each: see `jetspec_jax.generate_tree`.
-        max_slots: Most prompts that decode at the same time, per copy of the target: slots of the engine, if
-            the memory allows as many.
+        prompts: As for `make_requests`.
+        sampling_params: As for `make_requests`.
+        routing: As for `make_requests`.
+        max_slots: Most prompts that decode at the same time, per copy of the target.
         proposer: A proposer other than the head's.
         implementation: Tree attention implementation; None picks the best.
 

@@ -382,7 +382,7 @@ class EngineLoop:
         if server is not None and call.is_served_by(server.plan, server.weights, joining=True):
             call = server
         with configured(self._config):
-            plan = call.plan if call.plan.persistent else with_slots_that_fit(call.plan)
+            plan = call.plan if call.plan.persistent else with_slots_that_fit(call.plan, [self.mesh])
             self.engine, self._planned = Engine(plan, call.weights), call.plan
 
     def _run_work(self, call: Call, work: Callable[[], Any]) -> None:

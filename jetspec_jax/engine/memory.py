@@ -3,7 +3,7 @@
 Shapes: B slots, N nodes, D draft depth, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import jax
@@ -115,12 +115,14 @@ def check_engine_memory(plan: EnginePlan, weights: Callable[[Mesh | None], Bytes
     check_memory(needs, mesh=mesh, others=others)
 
 
-def with_slots_that_fit(plan: EnginePlan) -> EnginePlan:
-    """The plan, with half the slots, a quarter, and so on, until the devices' free memory suffices."""
-    for slots in (plan.size.slots, *_halves(plan.size.slots)):
-        plan = replace(plan, size=plan.size.with_slots(slots))
-        if fits(engine_bytes(plan), plan.decoder.mesh):
-            break
+def with_slots_that_fit(plan: EnginePlan, meshes: Sequence[Mesh | None]) -> EnginePlan:
+    """The plan with all its slots, half of them, a quarter, …: as many as each of some meshes has memory for.
+
+    If one slot does not fit either, the engine's error says how much memory is missing.
+    """
+    most = plan.size.slots
+    while not all(fits(engine_bytes(plan.on(mesh)), mesh) for mesh in meshes) and (most := most // 2):
+        plan = replace(plan, size=plan.size.with_slots(most))
     return plan
 
 
