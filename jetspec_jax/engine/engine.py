@@ -94,7 +94,7 @@ class Engine:
             ValueError: It can never be served; or several processes serve it, and have not compared it.
             DeviceMemoryError: The device cannot hold the arrays.
         """
-        if self._step and not request.shared:
+        if self._step and request.shared_cancel is None:
             raise ValueError(
                 "an engine of several processes serves only requests of plan_requests, which compares them"
             )
