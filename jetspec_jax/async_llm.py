@@ -39,7 +39,7 @@ from jetspec_jax.engine.worker import run_worker
 from jetspec_jax.llm import LLM, kinds_to_compile, refuse_keywords
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Hints
-from jetspec_jax.tree.routing import hints_of_each
+from jetspec_jax.tree.routing import deprecate_hints, hints_of_each
 from jetspec_jax.vllm_names import ENGINE
 
 #: Default length limit of the waiting queue.
@@ -238,6 +238,7 @@ class AsyncLLM:
             RuntimeError: This `AsyncLLM` is closed.
         """
         refuse_keywords(self.generate, unknown)
+        deprecate_hints(routing)
         self._check_first()
         check_type("request_id", request_id, str | None, "a name or None")
         check_type("cache_salt", cache_salt, str | None, "a text or None")

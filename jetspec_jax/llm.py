@@ -50,6 +50,7 @@ from jetspec_jax.engine.small_trees import SMALL_TREES, SmallTrees, can_pay
 from jetspec_jax.engine.stream import STREAM_ROUNDS, Stream
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Algorithm, Hints
+from jetspec_jax.tree.routing import deprecate_hints
 from jetspec_jax.vllm_names import CALLS, ENGINE
 
 _log = logging.getLogger("jetspec_jax")
@@ -269,8 +270,8 @@ class LLM:
             sampling_params: One for all prompts, or one for each.
             use_tqdm: Whether to show a progress bar in long calls on a terminal; or a function that makes a
                 bar, called like tqdm.
-            routing: Routing hints, for algorithms that use them: one mapping for all prompts, or one for
-                each, with any of "task", "mode" and "text".
+            routing: Deprecated: an option of the tree algorithms that read it. Hints for all prompts, or for
+                each: mappings with any of "task", "mode" and "text".
             **unknown: Refused: sampling settings go into ``sampling_params``.
 
         Returns:
@@ -282,6 +283,7 @@ class LLM:
             DeviceMemoryError: The device cannot hold as many or as long slots; earlier calls still work.
         """
         refuse_keywords(self.generate, unknown)
+        deprecate_hints(routing)
         return self._complete(prompts, sampling_params, routing, use_tqdm)
 
     def chat(
@@ -320,6 +322,7 @@ class LLM:
             DeviceMemoryError: As for `generate`.
         """
         refuse_keywords(self.chat, unknown)
+        deprecate_hints(routing)
         ending = Ending.of(add_generation_prompt, continue_final_message)
         arguments = {} if chat_template_kwargs is None else chat_template_kwargs
         check_type("chat_template_kwargs", arguments, Mapping, "a mapping of names to values")
@@ -347,6 +350,7 @@ class LLM:
             DeviceMemoryError: As for `generate`.
         """
         refuse_keywords(self.stream, unknown)
+        deprecate_hints(routing)
         self.get_tokenizer()
         check_single(sampling_params)
         plan, [request] = self._requests([prompt], sampling_params, routing)
