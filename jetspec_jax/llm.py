@@ -35,7 +35,7 @@ from jetspec_jax.device.compilation_cache import enable_compilation_cache, notes
 from jetspec_jax.device.groups import Meshes, describe_meshes, meshes_for, say_unused
 from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
 from jetspec_jax.device.processes import spans
-from jetspec_jax.engine.admission import check_places, check_single, make_requests
+from jetspec_jax.engine.admission import check_places, check_single, plan_requests
 from jetspec_jax.engine.agreement import check_alike_engines
 from jetspec_jax.engine.known_costs import keep_costs_in
 from jetspec_jax.engine.loop import loop_for
@@ -428,8 +428,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         routing: Hints | Sequence[Hints | None] | None,
     ) -> tuple[EnginePlan, list[Request]]:
-        plan, requests = make_requests(
-            self.target, self._plan, self.settings, prompts, sampling_params, routing, capacity=self._capacity
+        plan, requests = plan_requests(
+            self.target,
+            self.draft_head,
+            self.settings,
+            prompts,
+            sampling_params,
+            routing,
+            plan=self._plan,
+            capacity=self._capacity,
         )
         if self._notice is not None:
             _log.warning(self._notice)

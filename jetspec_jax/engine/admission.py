@@ -9,7 +9,6 @@ from typing import Any
 from jetspec_jax.arguments import check_type, shown
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.decoder import TreeDecoder
-from jetspec_jax.decode.proposer import Proposer
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.groups import Meshes, describe_meshes
 from jetspec_jax.device.processes import spans
@@ -19,7 +18,6 @@ from jetspec_jax.engine.grammars import matcher_for
 from jetspec_jax.engine.planning import EnginePlan, plan_calls
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, naming, read_prompt, read_prompts
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.size import MAX_SLOTS
 from jetspec_jax.sampling.grammar import Matcher
 from jetspec_jax.sampling.params import SamplingParams, draw_seed
 from jetspec_jax.tree import Hints
@@ -158,50 +156,9 @@ def plan_requests(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     routing: Hints | Sequence[Hints | None] | None = None,
     *,
-    max_slots: int = MAX_SLOTS,
-    proposer: Proposer | None = None,
-    implementation: str | None = None,
-) -> tuple[EnginePlan, list[Request]]:
-    """Plans engines for calls without an `LLM`, and makes a call's requests: see `make_requests`.
-
-    Args:
-        target: The target.
-        head: A draft head; None decodes plainly unless a proposer is given.
-        settings: The tree settings.
-        prompts: As for `make_requests`.
-        sampling_params: As for `make_requests`.
-        routing: As for `make_requests`.
-        max_slots: Most prompts that decode at the same time, per copy of the target.
-        proposer: A proposer other than the head's.
-        implementation: Tree attention implementation; None picks the best.
-
-    Raises:
-        ValueError: A setting is out of its range, the head does not fit, or as `make_requests`.
-        Exception: As `make_requests`.
-    """
-    check_models(target, head)
-    plan = plan_calls(
-        target.config,
-        None if head is None else head.config,
-        settings,
-        target.dtype,
-        max_slots=max_slots,
-        proposer=proposer,
-        implementation=implementation,
-        mesh=target.mesh,
-    )
-    return make_requests(target, plan, settings, prompts, sampling_params, routing)
-
-
-def make_requests(
-    target: Target,
-    plan: EnginePlan,
-    settings: TreeSettings,
-    prompts: Prompt | Iterable[Prompt | EncodedPrompt],
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    routing: Hints | Sequence[Hints | None] | None = None,
-    *,
+    plan: EnginePlan | None = None,
     capacity: int | None = None,
+    **options: Any,
 ) -> tuple[EnginePlan, list[Request]]:
     """Makes requests, each checked once, and the plan of an engine that can serve them.
 
@@ -209,25 +166,31 @@ def make_requests(
 
     Args:
         target: The target.
-        plan: The plan of engines for calls with these settings.
+        head: A draft head; None decodes plainly unless a proposer is given.
         settings: The tree settings.
         prompts: One prompt in any form, or several.
         sampling_params: One for all prompts, or one for each; ``n`` of them makes n requests of a prompt.
         routing: Routing hints for all prompts or for each: see `jetspec_jax.generate_tree`.
+        plan: The plan of engines for calls with these models and settings; None makes it.
         capacity: Tokens per slot; None is the requests' need.
+        **options: Options of `plan_calls`, if there is no plan.
 
     Returns:
         The plan, with a longer capacity and more features if the requests need these; and the requests.
 
     Raises:
         TypeError: A value has a wrong type.
-        ValueError: A request cannot be served, or several processes ask for different things.
+        ValueError: A setting is out of its range, the head does not fit, a request cannot be served, or
+            several processes ask for different things.
         RuntimeError: This process is a fork of the process that loaded the target.
     """
-    check_models(target, None)
+    check_models(target, head)
 
     def make() -> tuple[EnginePlan, list[Request], Callable[[], dict[str, Any]]]:
         """Also returns a function that describes the call, for the comparison between processes."""
+        models = target.config, None if head is None else head.config
+        given = {"capacity": capacity, "mesh": target.mesh, **options}
+        base = plan_calls(*models, settings, target.dtype, **given) if plan is None else plan
         read = read_prompts(target, prompts)
         params = _of_each(sampling_params, len(read))
         hints = hints_of_each(routing, len(read), "prompts")
@@ -235,8 +198,8 @@ def make_requests(
         for number, each in enumerate(zip(read, params, strict=True)):
             with naming(f"prompts[{number}]" if len(read) > 1 else ""):
                 checked = check_request(target, *each, capacity=capacity)
-            requests += checked.requests(settings, plan.decoder, hints[number])
-        made = plan.for_requests(requests, len(target.meshes))
+            requests += checked.requests(settings, base.decoder, hints[number])
+        made = base.for_requests(requests, len(target.meshes))
 
         def asked() -> dict[str, Any]:
             stops = [sorted(request.stop_ids) for request in requests]

@@ -18,6 +18,7 @@ from jetspec_jax.engine.known_costs import CostKey
 from jetspec_jax.engine.pace import Slices
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.size import (
+    MAX_SLOTS,
     MOST_ROWS,
     PREFILL_TOKENS,
     EngineSize,
@@ -140,17 +141,11 @@ class EnginePlan:
             joining: Whether the requests join running ones. They may then wait: for slots of a persistent
                 engine, which may have fewer than required, and for pages of any engine.
         """
-        size, required = self.size, other.size
         if other.persistent:
-            ours, theirs = (
-                (plan.size.slots, plan.size.chunks, plan.size.snapshots, plan.least_nodes, plan.slices)
-                for plan in (self, other)
-            )
-            enough = ours == theirs
-        else:
-            enough = size.slots >= count or (joining and self.persistent)
+            return replace(self, extras=other.extras) == other
+        size, required = self.size, other.size
         return (
-            enough
+            (size.slots >= count or (joining and self.persistent))
             and self.has_trees_of(other)
             and (self.dtype, self.has_workers) == (other.dtype, other.has_workers)
             and size.capacity >= required.capacity
@@ -222,7 +217,7 @@ def plan_calls(
     settings: TreeSettings,
     dtype: jnp.dtype,
     *,
-    max_slots: int,
+    max_slots: int = MAX_SLOTS,
     **options: Any,
 ) -> EnginePlan:
     """As `plan_engine`, for calls of 1 to ``max_slots`` prompts: programs are compiled when calls need them.
