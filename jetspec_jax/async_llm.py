@@ -6,7 +6,7 @@ import time
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from jetspec_jax.arguments import (
@@ -39,7 +39,7 @@ from jetspec_jax.engine.worker import run_worker
 from jetspec_jax.llm import LLM, kinds_to_compile, refuse_keywords
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Hints
-from jetspec_jax.tree.routing import hints_of_each
+from jetspec_jax.tree.routing import deprecate_hints, hints_of_each
 from jetspec_jax.vllm_names import ENGINE
 
 #: Default length limit of the waiting queue.
@@ -135,9 +135,9 @@ class AsyncLLM:
         max_slots = either("max_slots", max_slots, "max_num_seqs", max_num_seqs)
         capacity = either("capacity", capacity, "max_model_len", max_model_len)
         slots = MAX_SLOTS if max_slots is None else max_slots
+        if settings.get("algorithm") is None:
+            settings["algorithm"] = serving_algorithm()
         self.llm = LLM(*models, max_slots=slots, capacity=capacity, **settings)
-        if settings.get("algorithm") is None and self.llm.settings.budget > 1:
-            self.llm.settings = replace(self.llm.settings, algorithm=serving_algorithm())
         target: Target = self.llm.target
         head: Head | None = self.llm.draft_head
         plan = plan_persistent(
@@ -238,6 +238,7 @@ class AsyncLLM:
             RuntimeError: This `AsyncLLM` is closed.
         """
         refuse_keywords(self.generate, unknown)
+        deprecate_hints(routing)
         self._check_first()
         check_type("request_id", request_id, str | None, "a name or None")
         check_type("cache_salt", cache_salt, str | None, "a text or None")

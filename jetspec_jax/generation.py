@@ -12,6 +12,7 @@ from jetspec_jax.engine.serving import serve
 from jetspec_jax.engine.size import MAX_SLOTS
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import DEFAULT_ALGORITHM, Algorithm, Hints
+from jetspec_jax.tree.routing import deprecate_hints
 
 
 def generate(
@@ -71,8 +72,8 @@ def generate_tree(
             from `jetspec_jax.tree.get_algorithm`.
         candidates: Number of candidate tokens per draft row; None is the width, or without one the
             algorithm's default.
-        routing: Routing hints, for algorithms that use them: one mapping for all prompts or one for each,
-            with any of "task", "mode" and "text".
+        routing: Deprecated: an option of the tree algorithms that read it. Hints for all prompts, or for
+            each: mappings with any of "task", "mode" and "text".
         max_slots: Most prompts that decode at the same time, per copy of the target.
         implementation: Tree attention implementation; None picks the best.
 
@@ -82,6 +83,7 @@ def generate_tree(
             served; then nothing has been generated.
         DeviceMemoryError: The device cannot hold the stores and a round's workspace.
     """
+    deprecate_hints(routing)
     check_type("the draft head", draft_head, Head, "a Head, as load_draft_head returns it")
     settings = TreeSettings(budget, width, depth, algorithm, candidates)
     return _run(target, draft_head, settings, prompts, sampling_params, routing, max_slots, implementation)

@@ -35,21 +35,22 @@ from jetspec_jax.device.compilation_cache import enable_compilation_cache, notes
 from jetspec_jax.device.groups import Meshes, describe_meshes, meshes_for, say_unused
 from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
 from jetspec_jax.device.processes import spans
-from jetspec_jax.engine.admission import check_places, plan_requests, read_single
+from jetspec_jax.engine.admission import check_places, check_single, plan_requests
 from jetspec_jax.engine.agreement import check_alike_engines
 from jetspec_jax.engine.known_costs import keep_costs_in
 from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.memory import check_engine_memory
 from jetspec_jax.engine.output import Completion
-from jetspec_jax.engine.planning import EnginePlan, plan_engine
+from jetspec_jax.engine.planning import EnginePlan, plan_calls
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, encode_chat, naming, read_prompt, templated
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import BAR, compile_chunks, groups_of, least_busy, serve
-from jetspec_jax.engine.size import DEFAULT_CAPACITY, MAX_SLOTS, slots_for
+from jetspec_jax.engine.size import DEFAULT_CAPACITY, MAX_SLOTS, powers
 from jetspec_jax.engine.small_trees import SMALL_TREES, SmallTrees, can_pay
 from jetspec_jax.engine.stream import STREAM_ROUNDS, Stream
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Algorithm, Hints
+from jetspec_jax.tree.routing import deprecate_hints
 from jetspec_jax.vllm_names import CALLS, ENGINE
 
 _log = logging.getLogger("jetspec_jax")
@@ -133,7 +134,8 @@ class LLM:
             capacity: Tokens of prompt and output per slot; None is 1024, or more if a request needs more.
                 A later, larger need compiles again.
             max_model_len: vLLM's name for the capacity.
-            max_slots: Most prompts that decode at the same time, per copy of the models; None is 8.
+            max_slots: Most prompts that decode at the same time, per copy of the models, if the device memory
+                allows as many; None is 8.
             max_num_seqs: vLLM's name for ``max_slots``.
             implementation: Tree attention implementation; None picks the best.
             ignore_config_keys: Unknown keys of either ``config.json`` that the caller knows to have no
@@ -215,25 +217,20 @@ class LLM:
         if isinstance(ours, Source):
             ours = with_storage(ours, *meshes)
             config = unread[TARGET_WEIGHTS] = ours.target_config
-        self._capacity, self._max_slots, self._implementation = capacity, max_slots, implementation
-        slots_for(1, max_slots)
-        plan = plan_engine(
-            config,
-            head_config,
-            self.settings,
-            stores_dtype,
-            capacity=capacity,
-            implementation=implementation,
-            mesh=meshes[0],
+        self._capacity, self._max_slots = capacity, max_slots
+        options = {"max_slots": max_slots, "capacity": capacity, "implementation": implementation}
+        self._plan = plan = plan_calls(
+            config, head_config, self.settings, stores_dtype, **options, mesh=meshes[0]
         )
         if spans(meshes[0]):
             check_alike_engines(plan)
         # A loaded target may have an engine, which serves or is replaced: a new engine is checked when it is
         # made.
         if not isinstance(ours, Target) or loop_for(ours).engine is None:
+            alone = replace(plan, size=plan.size.with_slots(1))  # an engine has the slots that fit
             for group in meshes:
                 check_engine_memory(
-                    plan.on(group),
+                    alone.on(group),
                     lambda mesh: {name: weight_bytes(kind, resolved, mesh) for name, kind in unread.items()},
                 )
         enable_compilation_cache(compilation_cache, together=spans(meshes[0]))
@@ -242,8 +239,9 @@ class LLM:
         self.target = read_target(ours, *meshes) if isinstance(ours, Source) else ours
         self.draft_head = read_draft_head(head, self.target) if isinstance(head, Source) else head
         self._small_trees = None
-        if self._notice is not None and self.draft_head is not None and can_pay(self.target):
-            self._small_trees = SmallTrees(self.target, self.draft_head, implementation)
+        if self._notice is not None and can_pay(self.target):
+            trees = plan_calls(config, head_config, SMALL_TREES, stores_dtype, **options)
+            self._small_trees = SmallTrees(self.target, trees)
             self._notice = None
             keep_costs_in(notes_folder(compilation_cache))
 
@@ -272,8 +270,8 @@ class LLM:
             sampling_params: One for all prompts, or one for each.
             use_tqdm: Whether to show a progress bar in long calls on a terminal; or a function that makes a
                 bar, called like tqdm.
-            routing: Routing hints, for algorithms that use them: one mapping for all prompts, or one for
-                each, with any of "task", "mode" and "text".
+            routing: Deprecated: an option of the tree algorithms that read it. Hints for all prompts, or for
+                each: mappings with any of "task", "mode" and "text".
             **unknown: Refused: sampling settings go into ``sampling_params``.
 
         Returns:
@@ -285,6 +283,7 @@ class LLM:
             DeviceMemoryError: The device cannot hold as many or as long slots; earlier calls still work.
         """
         refuse_keywords(self.generate, unknown)
+        deprecate_hints(routing)
         return self._complete(prompts, sampling_params, routing, use_tqdm)
 
     def chat(
@@ -323,6 +322,7 @@ class LLM:
             DeviceMemoryError: As for `generate`.
         """
         refuse_keywords(self.chat, unknown)
+        deprecate_hints(routing)
         ending = Ending.of(add_generation_prompt, continue_final_message)
         arguments = {} if chat_template_kwargs is None else chat_template_kwargs
         check_type("chat_template_kwargs", arguments, Mapping, "a mapping of names to values")
@@ -350,9 +350,10 @@ class LLM:
             DeviceMemoryError: As for `generate`.
         """
         refuse_keywords(self.stream, unknown)
+        deprecate_hints(routing)
         self.get_tokenizer()
-        read = read_single(self.target, prompt, sampling_params)
-        plan, [request] = self._plan([read], sampling_params, routing)
+        check_single(sampling_params)
+        plan, [request] = self._requests([prompt], sampling_params, routing)
         [group] = least_busy(groups_of(self.target, self.draft_head), 1)
         call = group.call(plan, [request], most_rounds=STREAM_ROUNDS)
         return Stream(call, request, self.target.tokenizer)
@@ -377,10 +378,8 @@ class LLM:
         most = self._max_slots
         if num_prompts is not None:
             most = -(-check_integer("num_prompts", num_prompts, 1) // copies)
-        largest = slots_for(most, self._max_slots)
-        # Calls use a power of two of slots, or all; the engine of the smallest number stays.
-        powers = range(largest.bit_length() + 1) if num_prompts is None else ()
-        counts = sorted({largest, *(min(1 << power, largest) for power in powers)}, reverse=True)
+        largest = min(most, self._max_slots)
+        counts = [largest, *(reversed(powers(largest)) if num_prompts is None else ())]
         limit = min(self.target.config.max_position_embeddings, self._capacity or DEFAULT_CAPACITY)
         # The last token of a prompt is the first anchor, the tokens before it are prefilled.
         prompt, kinds = [0] * min(2, limit - 1), kinds_to_compile(sampling_params)
@@ -420,10 +419,10 @@ class LLM:
         use_tqdm: bool | Callable[..., Any],
     ) -> list[Completion]:
         bar = _bar(use_tqdm)
-        plan, requests = self._plan(prompts, sampling_params, routing)
+        plan, requests = self._requests(prompts, sampling_params, routing)
         return serve(self.target, self.draft_head, plan, requests, bar)
 
-    def _plan(
+    def _requests(
         self,
         prompts: Prompt | Iterable[Prompt | EncodedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
@@ -436,9 +435,8 @@ class LLM:
             prompts,
             sampling_params,
             routing,
-            max_slots=self._max_slots,
+            plan=self._plan,
             capacity=self._capacity,
-            implementation=self._implementation,
         )
         if self._notice is not None:
             _log.warning(self._notice)

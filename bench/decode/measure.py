@@ -18,7 +18,7 @@ from jetspec_jax.engine.memory import check_engine_memory, state_bytes
 from jetspec_jax.engine.planning import EnginePlan, plan_engine
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import complete, groups_of
-from jetspec_jax.engine.size import default_capacity, slots_for
+from jetspec_jax.engine.size import default_capacity
 from jetspec_jax.engine.stream import STREAM_ROUNDS
 
 # Enough tokens to compile one round of every kind.
@@ -79,7 +79,7 @@ class Bench:
         self._implementation, self._together = implementation, together
         self._groups = groups_of(target, head)
         most = max(len(work.ids) for work in works.values())
-        self._slots = slots_for(-(-most // len(self._groups)), batch)
+        self._slots = min(-(-most // len(self._groups)), batch)
         # All temperatures have the same capacity: another capacity would be another program.
         need = max(
             check_request(target, ids, params).tokens

@@ -127,6 +127,9 @@ class ReplayedEngine(Engine):
         self.scheduler.add(request)
         return request
 
+    def prepare(self, count: int) -> None:
+        """Does nothing: there are no programs."""
+
     def compile(self, kinds: Sequence[Any], *, scores: bool = False) -> None:
         """Does nothing: there are no programs."""
 

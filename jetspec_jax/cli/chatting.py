@@ -64,9 +64,8 @@ def _chat(arguments: argparse.Namespace) -> int:
     check_template_arguments(settings)
     llm = load_llm(arguments)
     templated(llm.target)
-    hints = {key: value for key in ("task", "mode") if (value := getattr(arguments, key)) is not None}
     limit = min(llm.target.config.max_position_embeddings, arguments.max_model_len or sys.maxsize)
-    chat = _Conversation(llm, params, settings, hints, limit, arguments.system, stats=arguments.stats)
+    chat = _Conversation(llm, params, settings, limit, arguments.system, stats=arguments.stats)
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if terminal:
         with contextlib.suppress(ImportError):  # missing in some builds of Python
@@ -135,7 +134,6 @@ class _Conversation:
         llm: LLM,
         params: SamplingParams,
         settings: dict[str, Any],
-        hints: dict[str, str],
         limit: int,
         system: str | None,
         *,
@@ -145,7 +143,7 @@ class _Conversation:
         self.messages: list[dict[str, str]] = []
         self.system = system
         self._llm, self._params, self._settings = llm, params, settings
-        self._hints, self._limit, self._stats = hints, limit, stats
+        self._limit, self._stats = limit, stats
         self._stream: Stream | None = None
         self.state = _State.READING
 
@@ -193,15 +191,15 @@ class _Conversation:
             raise ValueError(f"the conversation is {len(ids)} tokens of {self._limit}: /clear forgets it")
         most = self._params.max_tokens
         params = replace(self._params, max_tokens=room if most is None else min(most, room))
-        answer = self._answer(ids.tolist(), params, self._hints or {"text": text})
+        answer = self._answer(ids.tolist(), params)
         if answer is not None:
             self.messages += [message, {"role": "assistant", "content": answer}]
 
-    def _answer(self, ids: list[int], params: SamplingParams, hints: dict[str, str]) -> str | None:
+    def _answer(self, ids: list[int], params: SamplingParams) -> str | None:
         """Streams an answer, and returns it; None if it was stopped before its first token."""
         pieces, completion, started = [], None, time.perf_counter()
         try:
-            with self._llm.stream(ids, params, routing=hints) as stream:
+            with self._llm.stream(ids, params) as stream:
                 self._stream = stream
                 if self.state is _State.STOPPING:
                     stream.close()

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from jetspec_jax.cli.figures import figures, token_count
-from jetspec_jax.cli.prompts import GivenPrompt, encode, read_prompts, routing_hints
+from jetspec_jax.cli.prompts import GivenPrompt, encode, read_prompts
 from jetspec_jax.cli.screen import on_screen
 from jetspec_jax.cli.settings import add_decoding_options, load_llm, sampling_params
 from jetspec_jax.engine.detokenizer import detokenizer_of
@@ -21,7 +21,6 @@ from jetspec_jax.inspect.exactness import first_divergence
 from jetspec_jax.llm import LLM
 from jetspec_jax.progress import waiting
 from jetspec_jax.sampling.params import SamplingParams
-from jetspec_jax.tree import Hints
 
 
 def add_generate_command(commands: Any) -> None:
@@ -79,18 +78,14 @@ def _generate(arguments: argparse.Namespace) -> int:
     prompts, params = read_prompts(arguments), sampling_params(arguments)
     llm = load_llm(arguments)
     ids = [encode(llm, prompt, arguments) for prompt in prompts]
-    hints = [routing_hints(arguments, prompt) for prompt in prompts]
     requests = list(_each(prompts, ids, params))
     alone = len(requests) == 1 and llm.target.tokenizer is not None
     streamed = alone and not arguments.json
 
     def run(llm: LLM, *, timed: bool, shown: bool) -> _Run:
-        warm = timed and _warm_up(llm, ids, params, hints, alone=alone)
+        warm = timed and _warm_up(llm, ids, params, alone=alone)
         started = time.perf_counter()
-        if streamed:
-            completions = [_stream(llm, ids[0], params, hints[0], shown=shown)]
-        else:
-            completions = llm.generate(ids, params, routing=hints)
+        completions = [_stream(llm, ids[0], params, shown=shown)] if streamed else llm.generate(ids, params)
         return _Run(completions, time.perf_counter() - started, warm)
 
     found = run(llm, timed=arguments.json or arguments.stats, shown=True)
@@ -121,22 +116,20 @@ def _each(prompts: list[GivenPrompt], ids: list[list[int]], params: SamplingPara
             yield _Request(f"{prompt.name}{several}", tokens, child)
 
 
-def _warm_up(
-    llm: LLM, ids: list[list[int]], params: SamplingParams, hints: list[Hints], *, alone: bool
-) -> bool:
+def _warm_up(llm: LLM, ids: list[list[int]], params: SamplingParams, *, alone: bool) -> bool:
     """Compiles before the run is timed; returns whether that covers all programs of the run."""
     if alone:
         # Starting the stream once compiles the programs of long prompts, too.
-        with llm.stream(ids[0], params, routing=hints[0]) as stream:
+        with llm.stream(ids[0], params) as stream:
             next(stream, None)
         return True
     llm.warm_up(len(ids) * params.n, params)
     return params.max_tokens is not None and max(map(len, ids)) + params.max_tokens <= DEFAULT_CAPACITY
 
 
-def _stream(llm: LLM, ids: list[int], params: SamplingParams, hints: Hints, *, shown: bool) -> Completion:
+def _stream(llm: LLM, ids: list[int], params: SamplingParams, *, shown: bool) -> Completion:
     """Decodes one prompt, and streams the text to the output if ``shown``."""
-    stream = llm.stream(ids, params, routing=hints)
+    stream = llm.stream(ids, params)
     for piece in stream:
         if shown:
             print(on_screen(piece), end="", flush=True)

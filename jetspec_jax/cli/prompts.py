@@ -11,7 +11,6 @@ from jetspec_jax.checkpoint.chat_template import Chat, Ending, check_template_ar
 from jetspec_jax.cli.options import CHAT
 from jetspec_jax.engine.prompts import encode_chat, naming
 from jetspec_jax.llm import LLM
-from jetspec_jax.tree import Hints
 
 _LINE = 'a line is a string, or an object with "prompt", "text", "prompt_token_ids" or "messages" alone'
 
@@ -31,14 +30,6 @@ class GivenPrompt:
     text: str | None = None
     token_ids: Sequence[int] | None = None
     messages: Chat | None = None
-
-    @property
-    def last_text(self) -> str | None:
-        """The text, or the text of the last message; None for token ids."""
-        if self.messages is None:
-            return self.text
-        content = self.messages[-1].get("content")
-        return content if isinstance(content, str) else None
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[GivenPrompt]:
@@ -90,13 +81,6 @@ def encode(llm: LLM, prompt: GivenPrompt, arguments: argparse.Namespace) -> list
         plain = prompt.text if prompt.token_ids is None else prompt.token_ids
         assert plain is not None, "a prompt has one of its three forms"
         return llm.encode(plain)
-
-
-def routing_hints(arguments: argparse.Namespace, prompt: GivenPrompt) -> Hints:
-    """The hints for tree algorithms: those of the command line, else the prompt's last text."""
-    given = {key: value for key in ("task", "mode") if (value := getattr(arguments, key)) is not None}
-    text = prompt.last_text
-    return given or ({} if text is None else {"text": text})
 
 
 def _read_file(path: Path) -> Iterator[GivenPrompt]:

@@ -3,6 +3,7 @@
 import argparse
 import math
 import sys
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams, draw_seed
 from jetspec_jax.sampling.structured import StructuredOutputsParams
 from jetspec_jax.tree import DEFAULT_ALGORITHM, Algorithm, Profile, get_algorithm
+from jetspec_jax.tree.published import ReasoningRouter, TaskRouter
 
 
 def add_decoding_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
@@ -75,11 +77,15 @@ def model_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _algorithm(arguments: argparse.Namespace) -> Algorithm | None:
-    """The tree algorithm with its options; None if no option of it is given."""
+    """The tree algorithm with its options, and with the hints if it reads any; None if nothing is given."""
     name, parts = arguments.algorithm, ALGORITHM.given(arguments)
     if name is None and not parts:
         return None
     options = dict(parse_option(text) for text in parts.get("options", ()))
     path = parts.get("profile")
     profile = None if path is None else Profile.parse(read_json(path), where=str(path))
-    return get_algorithm(name or DEFAULT_ALGORITHM, options, profile)
+    algorithm = get_algorithm(name or DEFAULT_ALGORITHM, options, profile)
+    hints = {key: value for key in ("task", "mode") if (value := getattr(arguments, key, None)) is not None}
+    if hints and isinstance(algorithm, TaskRouter | ReasoningRouter):
+        return replace(algorithm, routing=hints)
+    return algorithm

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from jetspec_jax.checkpoint.files import check_writable
 from jetspec_jax.cli.options import SAMPLING
-from jetspec_jax.cli.prompts import GivenPrompt, encode, read_prompts, routing_hints
+from jetspec_jax.cli.prompts import GivenPrompt, encode, read_prompts
 from jetspec_jax.cli.settings import add_decoding_options, load_llm, sampling_params
 from jetspec_jax.decode.settings import DEFAULT_BUDGET, TreeSettings
 from jetspec_jax.demo import DEMO
@@ -105,7 +105,6 @@ def _trace(llm: LLM, prompt: GivenPrompt, params: SamplingParams, arguments: arg
         ids,
         params,
         tree,
-        routing=routing_hints(arguments, prompt),
         implementation=arguments.implementation,
     )
     rounds = []

@@ -92,13 +92,13 @@ def fastest_settings() -> TreeSettings:
     return PLAIN if jax.default_backend() == "cpu" else TreeSettings()
 
 
-def serving_algorithm() -> str:
-    """The default tree algorithm for serving, if the caller has set other tree options.
+def serving_algorithm() -> str | None:
+    """The default tree algorithm for serving; None is that of single calls.
 
     It is "auto", which uses fewer nodes the more requests decode. On a CPU, "auto" would always choose plain
-    decoding, so the default there is a fixed algorithm, and callers who set tree options get trees.
+    decoding, so the default there is that of single calls, and callers who set tree options get trees.
     """
-    return DEFAULT_ALGORITHM if jax.default_backend() == "cpu" else "auto"
+    return None if jax.default_backend() == "cpu" else "auto"
 
 
 def make_decoder(

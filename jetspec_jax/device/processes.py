@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -44,19 +44,14 @@ _END = "the end of the program"
 
 
 @runtime_checkable
-class Tracked(Protocol):
-    """An object that all processes keep until the first process no longer needs it.
+class Cancellable(Protocol):
+    """An object of all processes that the first process may cancel.
 
     Attributes:
-        cancelled: Whether the first process has dropped it; set in all processes at the same message.
+        cancelled: Set in all processes at the same message.
     """
 
     cancelled: bool
-
-    @property
-    def done_here(self) -> bool:
-        """Whether this process no longer needs the object; read only in the first process."""
-        ...
 
 
 class OutOfStep(RuntimeError):
@@ -131,9 +126,12 @@ def in_turn(about: str) -> Iterator[bool]:
             agreed(None, about)
 
 
-def track(thing: Tracked) -> None:
-    """Cancels an object in all processes when the first drops it; all must call this in the same order."""
-    _STORE.track(thing)
+def shared_cancel(thing: Cancellable) -> Callable[[], None]:
+    """A function that cancels an object in all processes with the first one's next message.
+
+    All processes must call this in the same order. The function has no effect in the others.
+    """
+    return _STORE.shared_cancel(thing)
 
 
 def check_alike(parts_of_each: list[dict[str, str]], what: str) -> None:
@@ -238,16 +236,18 @@ class _Store:
 
     def __init__(self) -> None:
         self._turn = 0
-        self._tracked: dict[int, Tracked] = {}
+        self._shared: dict[int, Cancellable] = {}
+        self._cancelled: set[int] = set()
         self._count = 0
 
     @property
     def _client(self) -> Any:
         return distributed.global_state.client
 
-    def track(self, thing: Tracked) -> None:
-        self._tracked[self._count] = thing
-        self._count += 1
+    def shared_cancel(self, thing: Cancellable) -> Callable[[], None]:
+        number, self._count = self._count, self._count + 1
+        self._shared[number] = thing
+        return functools.partial(self._cancelled.add, number)
 
     def exchange(self, about: str, value: Any, *, everyone: bool) -> list[Any]:
         """The values of the first or of all processes. A turn that fails can be repeated."""
@@ -267,16 +267,16 @@ class _Store:
         return values
 
     def end(self) -> None:
-        """Announces the end of this process; in the first process, cancels all tracked objects."""
+        """Announces the end of this process; in the first process, cancels all shared objects."""
         process_id = distributed.global_state.process_id
-        closed = list(self._tracked) if process_id == 0 else []
+        closed = list(self._shared) if process_id == 0 else []
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # the other processes have ended
             self._set(self._client, process_id, _END, None, closed)
 
     def _send(self, store: Any, process_id: int, about: str, value: Any) -> None:
         closed = []
         if process_id == 0:
-            closed = [number for number, thing in self._tracked.items() if thing.done_here]
+            closed = [number for number in tuple(self._cancelled) if number in self._shared]
         self._set(store, process_id, about, value, closed)
         self._close(closed)
 
@@ -295,7 +295,8 @@ class _Store:
 
     def _close(self, numbers: list[int]) -> None:
         for number in numbers:
-            if (thing := self._tracked.pop(number, None)) is not None:
+            self._cancelled.discard(number)
+            if (thing := self._shared.pop(number, None)) is not None:
                 thing.cancelled = True
 
     def _key(self, process: int) -> str:

@@ -9,18 +9,15 @@ from typing import Any
 from jetspec_jax.arguments import check_type, shown
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.decoder import TreeDecoder
-from jetspec_jax.decode.proposer import Proposer
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.groups import Meshes, describe_meshes
 from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.agreement import described_call, share
 from jetspec_jax.engine.bad_words import check_choices_left, encode_bad_words, endings_of
-from jetspec_jax.engine.extras import Extras
 from jetspec_jax.engine.grammars import matcher_for
-from jetspec_jax.engine.planning import EnginePlan, plan_engine
+from jetspec_jax.engine.planning import EnginePlan, plan_calls
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, naming, read_prompt, read_prompts
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.size import MAX_SLOTS, default_capacity, slots_for
 from jetspec_jax.sampling.grammar import Matcher
 from jetspec_jax.sampling.params import SamplingParams, draw_seed
 from jetspec_jax.tree import Hints
@@ -159,12 +156,11 @@ def plan_requests(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     routing: Hints | Sequence[Hints | None] | None = None,
     *,
-    max_slots: int = MAX_SLOTS,
+    plan: EnginePlan | None = None,
     capacity: int | None = None,
-    proposer: Proposer | None = None,
-    implementation: str | None = None,
+    **options: Any,
 ) -> tuple[EnginePlan, list[Request]]:
-    """Makes requests and the plan of the engine that serves them together, or a share of them per copy.
+    """Makes requests, each checked once, and the plan of an engine that can serve them.
 
     All processes that share the target make this call, and serve the requests.
 
@@ -175,77 +171,49 @@ def plan_requests(
         prompts: One prompt in any form, or several.
         sampling_params: One for all prompts, or one for each; ``n`` of them makes n requests of a prompt.
         routing: Routing hints for all prompts or for each: see `jetspec_jax.generate_tree`.
-        max_slots: Most prompts that decode at the same time, per copy of the target.
-        capacity: Tokens per slot; None is the requests' need, but at least the default capacity.
-        proposer: A proposer other than the head's.
-        implementation: Tree attention implementation; None picks the best.
+        plan: The plan of engines for calls with these models and settings; None makes it.
+        capacity: Tokens per slot; None is the requests' need.
+        **options: Options of `plan_calls`, if there is no plan.
 
     Returns:
-        The engine plan, on the target's own devices, and the requests.
+        The plan, with a longer capacity and more features if the requests need these; and the requests.
 
     Raises:
         TypeError: A value has a wrong type.
         ValueError: A setting is out of its range, the head does not fit, a request cannot be served, or
             several processes ask for different things.
+        RuntimeError: This process is a fork of the process that loaded the target.
     """
     check_models(target, head)
 
     def make() -> tuple[EnginePlan, list[Request], Callable[[], dict[str, Any]]]:
         """Also returns a function that describes the call, for the comparison between processes."""
+        models = target.config, None if head is None else head.config
+        given = {"capacity": capacity, "mesh": target.mesh, **options}
+        base = plan_calls(*models, settings, target.dtype, **given) if plan is None else plan
         read = read_prompts(target, prompts)
         params = _of_each(sampling_params, len(read))
         hints = hints_of_each(routing, len(read), "prompts")
-        checked = []
-        for number, (prompt, each_params) in enumerate(zip(read, params, strict=True)):
+        requests: list[Request] = []
+        for number, each in enumerate(zip(read, params, strict=True)):
             with naming(f"prompts[{number}]" if len(read) > 1 else ""):
-                checked.append(check_request(target, prompt, each_params, capacity=capacity))
-        need = max((request.tokens for request in checked), default=0)
-        plan = plan_engine(
-            target.config,
-            None if head is None else head.config,
-            settings,
-            target.dtype,
-            slots=slots_for(
-                -(-sum(request.params.n for request in checked) // len(target.meshes)), max_slots
-            ),
-            capacity=default_capacity(target.config, need) if capacity is None else capacity,
-            proposer=proposer,
-            implementation=implementation,
-            mesh=target.mesh,
-        )
-        each = zip(checked, hints, strict=True)
-        requests = [
-            request
-            for prompt_request, hint in each
-            for request in prompt_request.requests(settings, plan.decoder, hint)
-        ]
+                checked = check_request(target, *each, capacity=capacity)
+            requests += checked.requests(settings, base.decoder, hints[number])
+        made = base.for_requests(requests, len(target.meshes))
 
         def asked() -> dict[str, Any]:
             stops = [sorted(request.stop_ids) for request in requests]
-            params = [request.params for request in checked]
-            return described_call(read, params, hints, settings, plan.size, stops)
+            return described_call(read, params, hints, settings, made.size, stops)
 
-        return replace(plan, extras=Extras.of(requests)), requests, asked
+        return made, requests, asked
 
-    if spans(target.mesh):
-        return share(make)
-    plan, requests, _ = make()
-    return plan, requests
+    return share(make) if spans(target.mesh) else make()[:2]
 
 
-def read_single(
-    target: Target, prompt: Prompt | EncodedPrompt, sampling_params: SamplingParams | None
-) -> EncodedPrompt:
-    """Reads the prompt of a stream or a trace: one prompt with one completion.
-
-    Raises:
-        TypeError: It is not a prompt.
-        ValueError: ``n`` is not 1, or as `read_prompt`.
-    """
-    check_models(target, None)
+def check_single(sampling_params: SamplingParams | None) -> None:
+    """Raises ValueError if ``n`` is not 1, for a stream or a trace."""
     if isinstance(sampling_params, SamplingParams) and sampling_params.n != 1:
         raise ValueError(f"n must be 1 for a stream or a trace, not {sampling_params.n}; use generate")
-    return read_prompt(target, prompt)
 
 
 def check_models(target: object, head: object) -> None:

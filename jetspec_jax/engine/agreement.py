@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from jetspec_jax.device.mesh import describe_mesh
-from jetspec_jax.device.processes import brief, check_alike, compare, gathered, track
+from jetspec_jax.device.processes import brief, check_alike, compare, gathered, shared_cancel
 from jetspec_jax.engine.request import Request
 
 _ENGINE, _REQUESTS = "a new engine", "new requests"
@@ -58,8 +58,8 @@ def share(make: Any) -> tuple[Any, list[Request]]:
     check_alike([parts for _, parts, _ in replies], "what was asked for")
     for request, seed in zip(requests, replies[0][2], strict=True):
         # All processes use the first one's random seeds.
-        request.params, request.shared = replace(request.params, seed=seed), True
-        track(request)
+        request.params = replace(request.params, seed=seed)
+        request.shared_cancel = shared_cancel(request)
     return plan, requests
 
 

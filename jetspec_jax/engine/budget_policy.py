@@ -71,6 +71,10 @@ class BudgetPolicy(Protocol):
         """Learns from a dispatch."""
         ...
 
+    def use(self, costs: RoundCosts) -> None:
+        """Uses other round times from now on."""
+        ...
+
 
 def rounds_for(live: Sequence[LiveSlot], waiting: int, max_rounds: int = MAX_ROUNDS) -> int:
     """Rounds of a dispatch of a single call."""
@@ -138,6 +142,10 @@ class FixedBudget:
         rounds = int((record.tree_sizes > 0).any(axis=1).sum())
         if rounds and record.seconds is not None and self._pace is not None:
             self._pace.learn((len(record.live), record.bucket), self._context, rounds, record.seconds)
+
+    def use(self, costs: RoundCosts) -> None:
+        """Replaces the round times."""
+        self._pace = Pace(costs)
 
 
 class _Choice(NamedTuple):
@@ -239,6 +247,10 @@ class AutoBudget:
         if record.seconds is not None:
             self._pace.learn((len(record.live), record.bucket), choice.context, rounds, record.seconds)
 
+    def use(self, costs: RoundCosts) -> None:
+        """Replaces the round times."""
+        self._pace = Pace(costs)
+
     def _rounds(self, bucket: int, live: Sequence[LiveSlot], waiting: int) -> int:
         if self._fixed is not None:
             return self._fixed
@@ -282,3 +294,7 @@ class LatePolicy:
     def observe(self, record: DispatchRecord) -> None:
         """Keeps the record."""
         self._record = record
+
+    def use(self, costs: RoundCosts) -> None:
+        """Hands the round times on."""
+        self._policy.use(costs)

@@ -19,6 +19,7 @@ from jetspec_jax.engine.pipeline import Pipeline, choose_pipeline
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.engine.request import Request
+from jetspec_jax.engine.round_costs import NO_COSTS
 from jetspec_jax.engine.round_kinds import Kind
 from jetspec_jax.engine.runner import Decode, Runner
 from jetspec_jax.engine.scheduler import Scheduler
@@ -83,6 +84,9 @@ class Engine:
                 self.runner.fix_rounds(pipeline.rounds)
             most_tokens = 1 + max(decoder.depth for decoder in plan.decoders)
             self.scheduler = Scheduler(plan.size, self._policy(), most_tokens, **pipeline._asdict())
+            if plan.size.live and not plan.persistent:
+                self.scheduler.lives = ()  # `prepare` adds those that calls need
+            self._measure()
         except BaseException:
             self.runner.free()  # the traceback may keep references to the stores
             raise
@@ -98,7 +102,7 @@ class Engine:
             ValueError: It can never be served; or several processes serve it, and have not compared it.
             DeviceMemoryError: The device cannot hold the arrays.
         """
-        if self._step and not request.shared:
+        if self._step and request.shared_cancel is None:
             raise ValueError(
                 "an engine of several processes serves only requests of plan_requests, which compares them"
             )
@@ -122,6 +126,18 @@ class Engine:
         if (joined.adjusts, joined.bad_words) != (plan.extras.adjusts, plan.extras.bad_words):
             self.runner.extend(joined.bad_words)
         self.plan = extended
+
+    def prepare(self, count: int) -> None:
+        """Prepares rounds of ``count`` slots; no request may wait or run.
+
+        Raises:
+            Exception: Costs of such rounds could not be measured; the engine is broken.
+        """
+        lives = self.scheduler.lives
+        self.scheduler.live_for(count, exact=True)
+        if self.scheduler.lives != lives:
+            with self._all_or_broken():
+                self._measure()
 
     def launch(self, most_rounds: int | None = None, decode: Decode | None = None) -> bool:
         """Launches the next batch: admissions, prefill, and rounds.
@@ -231,19 +247,23 @@ class Engine:
         return self.scheduler.busy
 
     def _policy(self) -> BudgetPolicy:
-        auto, slices, rounds = self.plan.auto, self.plan.slices, self.pipeline.rounds
-        # Round times are measured only if the policy uses them.
-        costs = self.runner.round_costs() if auto or (slices and not rounds) else None
-        if costs is None and slices:
-            self.runner.compile_rounds(Kind())
-        if costs is not None and rounds:
-            costs = costs.overlapped()
-        if auto is None or costs is None:
+        auto, slices = self.plan.auto, self.plan.slices
+        if auto is None:
+            costs = NO_COSTS if slices and not self.pipeline.rounds else None
             policy = FixedBudget(self.plan.decoder.bucket, costs, slices, plain=len(self.runner.decoders) > 1)
         else:
             buckets = tuple(self.runner.decoders)
-            policy = AutoBudget(buckets, costs, auto.probing, slices, **self.pipeline._asdict())
+            policy = AutoBudget(buckets, NO_COSTS, auto.probing, slices, **self.pipeline._asdict())
         return LatePolicy(policy) if self._step else policy
+
+    def _measure(self) -> None:
+        """Measures the rounds for all numbers of live slots so far, if the policy uses their times."""
+        lives, rounds = self.scheduler.lives, self.pipeline.rounds
+        if lives and (self.plan.auto or (self.plan.slices and not rounds)):
+            costs = self.runner.round_costs(lives)
+            self.scheduler.policy.use(costs.overlapped() if rounds else costs)
+        elif self.plan.slices:
+            self.runner.compile_rounds(Kind())
 
 
 @functools.cache

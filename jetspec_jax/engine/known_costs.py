@@ -36,12 +36,16 @@ def keep_costs_in(folder: Path | None) -> None:
 
 
 def known_costs(key: CostKey) -> RoundCosts | None:
-    """An engine's round costs, measured in this process or read from the file; None if there are none."""
+    """An engine's round costs, measured in this process or read from the file, or None.
+
+    They are those of all trees, for some numbers of live slots.
+    """
     if key not in _known and _path is not None and not spans(_mesh(key)):
         decoders, size, _ = key
         shapes = size.rounds(tuple(decoder.bucket for decoder in decoders))
         costs = _costs_of(_read(_path).get(_name(key)))
-        if costs is not None and set(costs.seconds) == set(shapes):
+        lives = () if costs is None else {live for live, _ in costs.seconds}
+        if costs is not None and set(costs.seconds) == {shape for shape in shapes if shape[0] in lives}:
             _known[key] = costs
     return _known.get(key)
 

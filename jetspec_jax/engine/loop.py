@@ -24,6 +24,7 @@ from jetspec_jax.device.thread_config import configured, thread_config
 from jetspec_jax.engine.broadcast import send
 from jetspec_jax.engine.budget_policy import ROUNDS_TO_AN_END
 from jetspec_jax.engine.engine import LOST, Engine
+from jetspec_jax.engine.memory import with_slots_that_fit
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.request import EngineFailed, Request
 from jetspec_jax.engine.stats import EngineStats, Tally
@@ -128,10 +129,16 @@ class Call:
         """Whether its caller runs the steps, because processes that share a mesh make the same calls."""
         return spans(self.loop.mesh) and not (self.plan is not None and self.plan.has_workers)
 
+    @property
+    def count(self) -> int:
+        """Most of its requests that decode together."""
+        most = self.most_admitted or len(self.requests)
+        return 0 if self.plan is None else min(most, self.plan.size.slots)
+
     def is_served_by(self, plan: EnginePlan, weights: DecodeWeights, *, joining: bool) -> bool:
         """Whether an engine can serve it: see `EnginePlan.serves`."""
         same = self.plan.decoder.proposer is None or weights.proposer is self.weights.proposer
-        return same and plan.serves(self.plan, joining=joining)
+        return same and plan.serves(self.plan, self.count, joining=joining)
 
     def fail(self, error: Exception) -> None:
         """Fails all its requests, and wakes the caller."""
@@ -170,6 +177,8 @@ class EngineLoop:
         self.server: Callable[[], Call | None] = lambda: None
         self.has_workers, self.tally = False, Tally()
         self._config = thread_config()
+        # The plan before slots were left out that do not fit: an equal need would make the same engine again.
+        self._planned: EnginePlan | None = None
         # Protects the attributes below; held briefly.
         self._mutex = threading.Lock()
         self._waiting: deque[Call] = deque()
@@ -344,17 +353,25 @@ class EngineLoop:
             call = self._waiting[0]
             if call.work is not None and self._in_flight:
                 return True
-            if not (call.over or self._can_serve(call)):
-                if self._served:
+            if not call.over:
+                served = self._can_serve(call)
+                if not served and self._served:
                     return False  # later calls wait behind it
-                if self._in_flight:
+                alone = not self._served
+                if (alone or not served) and self._in_flight:
                     return True
                 try:
-                    self._make_engine(call)
+                    if not served:
+                        self._make_engine(call)
+                    if self.engine is not None and call.count and alone:
+                        with configured(self._config):
+                            self.engine.prepare(call.count)
                 except Exception as error:
                     # An engine that is too large for one caller is not a failure of a server.
                     self.failed = self.failed or (call.plan is not None and call.plan.persistent)
                     call.fail(error)
+                    if self.engine is not None and self.engine.broken:
+                        self._drop_idle()
             with self._mutex:
                 if call.work is None and not call.over:
                     self._served.append(call)
@@ -369,7 +386,7 @@ class EngineLoop:
         if call.plan is None or engine is None or call.config != self._config:
             return call.plan is None
         joining = bool(self._served) or (engine.plan.persistent and self.server() is not None)
-        return call.is_served_by(engine.plan, engine.weights, joining=joining)
+        return call.is_served_by(self._planned or engine.plan, engine.weights, joining=joining)
 
     def _make_engine(self, call: Call) -> None:
         self._drop_idle()  # frees its stores before new ones are allocated
@@ -377,7 +394,8 @@ class EngineLoop:
         if server is not None and call.is_served_by(server.plan, server.weights, joining=True):
             call = server
         with configured(self._config):
-            self.engine = Engine(call.plan, call.weights)
+            plan = call.plan if call.plan.persistent else with_slots_that_fit(call.plan, [self.mesh])
+            self.engine, self._planned = Engine(plan, call.weights), call.plan
 
     def _run_work(self, call: Call, work: Callable[[], Any]) -> None:
         try:
@@ -404,7 +422,7 @@ class EngineLoop:
     def _admit(self, engine: Engine) -> None:
         """Admits requests of all calls, at most ``most_admitted`` of each."""
         for call in self._served:
-            most = math.inf if call.most_admitted is None else min(call.most_admitted, engine.plan.size.slots)
+            most = math.inf if call.most_admitted is None else min(call.count, engine.plan.size.slots)
             room = most - sum(request.open for request in call.admitted)
             while room > 0 and (request := self._next_of(call)) is not None:
                 room -= request.open
@@ -426,7 +444,7 @@ class EngineLoop:
         if engine.plan.persistent:
             return None
         most = [call.most_rounds for call in self._served if call.most_rounds is not None]
-        if engine.plan.size.slots > 1 and any(call.queue for call in self._served):
+        if any(call.queue and call.count > 1 for call in self._served):
             most.append(ROUNDS_TO_AN_END)  # requests wait, though not in the scheduler
         return min(most, default=None)
 

@@ -3,7 +3,7 @@
 Shapes: B slots, N nodes, D draft depth, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import jax
@@ -25,11 +25,13 @@ from jetspec_jax.device.memory import (
     Bytes,
     array_bytes,
     check_memory,
+    fits,
     largest_parameter_bytes,
     with_more_devices,
 )
 from jetspec_jax.device.mesh import shardings, size_of
 from jetspec_jax.device.partition import is_split, own_part
+from jetspec_jax.engine.pages import pages_for
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.sampling.adjust import Adjustments
@@ -92,18 +94,16 @@ def check_engine_memory(plan: EnginePlan, weights: Callable[[Mesh | None], Bytes
     def needs(plan: EnginePlan = plan) -> dict[str, int]:
         return {**weights(plan.decoder.mesh), **engine_bytes(plan)}
 
-    def resized(slots: int, capacity: int) -> EnginePlan:
-        other = replace(EngineSize.of(decoder.target, slots, capacity), most_rows=size.most_rows)
-        return replace(plan, size=other.with_snapshots(size.snapshots * slots // size.slots))
-
     def others() -> Iterator[Alternative]:
         for bucket in reversed(BUCKETS[: BUCKETS.index(decoder.bucket)]):
             smaller = replace(decoder, bucket=bucket, proposer=None if bucket == 1 else decoder.proposer)
             yield Alternative("budget", bucket, needs(replace(plan, decoder=smaller)), mesh)
         for capacity in _halves(size.capacity):
-            yield Alternative("capacity", capacity, needs(resized(size.slots, capacity)), mesh)
+            shorter = replace(size, capacity=capacity, num_pages=size.slots * pages_for(capacity))
+            yield Alternative("capacity", capacity, needs(replace(plan, size=shorter)), mesh)
         for slots in _halves(size.slots):
-            yield Alternative("max_slots", slots, needs(resized(slots, size.capacity)), mesh)
+            fewer = replace(plan, size=size.with_slots(slots))
+            yield Alternative("max_slots", slots, needs(fewer), mesh)
         if TARGET_WEIGHTS not in (unread := weights(mesh)):  # a loaded target keeps its dtype and its mesh
             return
         if plan.dtype.itemsize > 2:
@@ -113,6 +113,17 @@ def check_engine_memory(plan: EnginePlan, weights: Callable[[Mesh | None], Bytes
         yield from with_more_devices(decoder.target, mesh, lambda larger: needs(plan.on(larger)))
 
     check_memory(needs, mesh=mesh, others=others)
+
+
+def with_slots_that_fit(plan: EnginePlan, meshes: Sequence[Mesh | None]) -> EnginePlan:
+    """The plan with all its slots, half of them, a quarter, …: as many as each of some meshes has memory for.
+
+    If one slot does not fit either, the engine's error says how much memory is missing.
+    """
+    most = plan.size.slots
+    while not all(fits(engine_bytes(plan.on(mesh)), mesh) for mesh in meshes) and (most := most // 2):
+        plan = replace(plan, size=plan.size.with_slots(most))
+    return plan
 
 
 def engine_bytes(plan: EnginePlan) -> dict[str, int]:

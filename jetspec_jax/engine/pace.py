@@ -23,7 +23,7 @@ class Pace:
         self._lives = tuple(sorted({live for live, _ in costs.seconds}))
 
     def live_for(self, count: int) -> int:
-        """Live slots of the program that runs ``count`` slots."""
+        """Live slots of the program that runs ``count`` slots; the largest number with costs if none does."""
         return next((live for live in self._lives if live >= count), self._lives[-1])
 
     def seconds(self, pair: Pair, context: float, rounds: float) -> float:
@@ -31,7 +31,9 @@ class Pace:
         return math.exp(self._common + self._each[pair]) * self.costs.at(pair, context, rounds)
 
     def learn(self, pair: Pair, context: float, rounds: int, seconds: float) -> None:
-        """Corrects the ratios by the seconds of a dispatch of ``rounds`` rounds."""
+        """Corrects the ratios by the seconds of a dispatch of ``rounds`` rounds, if its shape has costs."""
+        if pair not in self._each:
+            return
         error = math.log(seconds / (rounds * self.seconds(pair, context, rounds)))
         step = -math.expm1(-rounds / _PACE) * min(error, _OUTLIER)
         shared = _SHARED_GUESS if pair in self.costs.guessed else _SHARED

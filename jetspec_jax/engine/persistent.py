@@ -5,10 +5,9 @@ from dataclasses import replace
 from jetspec_jax.arguments import check_integer
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.device.memory import fits
 from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.extras import Extras
-from jetspec_jax.engine.memory import engine_bytes
+from jetspec_jax.engine.memory import with_slots_that_fit
 from jetspec_jax.engine.planning import EnginePlan, plan_engine
 from jetspec_jax.engine.size import CPU_PREFILL_TOKENS, MAX_SLOTS, MOST_SLOTS, powers
 from jetspec_jax.tree import BUCKETS
@@ -44,36 +43,26 @@ def plan_persistent(
         ValueError: A setting is out of its range.
     """
     gpu = implementation != "xla" and gpu_problem() is None
-
-    def plan(slots: int) -> EnginePlan:
-        made = plan_engine(
-            target.config,
-            None if head is None else head.config,
-            settings,
-            target.dtype,
-            slots=slots,
-            capacity=capacity,
-            implementation=implementation,
-            mesh=target.mesh,
-        )
-        made = replace(made, has_workers=spans(target.mesh))
-        if gpu:
-            return made.for_many()
-        least = max(made.decoder.bucket, BUCKETS[1])
-        return made.for_many(live=powers(slots, 4), prefill_tokens=CPU_PREFILL_TOKENS, least_nodes=least)
-
+    slots = MOST_SLOTS if gpu else MAX_SLOTS
     if max_slots is not None:
-        return plan(check_integer("max_slots", max_slots, 1))
+        slots = check_integer("max_slots", max_slots, 1)
+    plan = plan_engine(
+        target.config,
+        None if head is None else head.config,
+        settings,
+        target.dtype,
+        slots=slots,
+        capacity=capacity,
+        implementation=implementation,
+        mesh=target.mesh,
+    )
+    plan = replace(plan, has_workers=spans(target.mesh))
     if not gpu:
-        return plan(MAX_SLOTS)
-    for slots in reversed(powers(MOST_SLOTS)):
-        made = plan(2 * slots)
-        if all(_has_room(made.on(mesh)) for mesh in target.meshes):
-            return made
-    return plan(1)  # if this does not fit either, the engine's error says how much is missing
-
-
-def _has_room(plan: EnginePlan) -> bool:
-    """Whether its devices have free memory for an engine with all optional features of requests."""
-    extras = Extras(adjusts=True, logprobs=True)
-    return fits(engine_bytes(replace(plan, extras=extras)), plan.decoder.mesh)
+        least = max(plan.decoder.bucket, BUCKETS[1])
+        return plan.for_many(live=powers(slots, 4), prefill_tokens=CPU_PREFILL_TOKENS, least_nodes=least)
+    plan = plan.for_many()
+    if max_slots is not None:
+        return plan
+    extras = Extras(adjusts=True, logprobs=True)  # requests may use all features
+    fitted = with_slots_that_fit(replace(plan, extras=extras), target.meshes)
+    return replace(fitted, extras=plan.extras)

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jetspec_jax.arguments import check_integer
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.proposer import Proposer
@@ -14,11 +16,14 @@ from jetspec_jax.engine.budget_policy import MAX_ROUNDS
 from jetspec_jax.engine.extras import NO_EXTRAS, Extras
 from jetspec_jax.engine.known_costs import CostKey
 from jetspec_jax.engine.pace import Slices
+from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.size import (
+    MAX_SLOTS,
     MOST_ROWS,
     PREFILL_TOKENS,
     EngineSize,
     chunks_for,
+    default_capacity,
     powers,
 )
 from jetspec_jax.tree import BUCKETS, USUAL_LEAST, Auto, algorithm_of, tree_buckets
@@ -82,6 +87,18 @@ class EnginePlan:
             return self
         return replace(self, decoder=replace(self.decoder, mesh=mesh))
 
+    def for_requests(self, requests: Sequence[Request], copies: int = 1) -> "EnginePlan":
+        """A plan that can serve these requests: with a longer capacity, and with the features they use.
+
+        Args:
+            requests: The requests.
+            copies: Number of engines that serve them.
+        """
+        size, need = self.size, max((request.most_tokens for request in requests), default=0)
+        if need > size.capacity:
+            size = size.holding(-(-len(requests) // copies), default_capacity(self.decoder.target, need))
+        return replace(self, size=size, extras=Extras.of(requests))
+
     def for_many(
         self,
         *,
@@ -115,29 +132,24 @@ class EnginePlan:
         """Whether its engine stays for requests that arrive at any time."""
         return self.slices is not None
 
-    def serves(self, other: "EnginePlan", *, joining: bool = False) -> bool:
-        """Whether an engine of this plan can serve another plan; a persistent one also serves smaller plans.
+    def serves(self, other: "EnginePlan", count: int, *, joining: bool = False) -> bool:
+        """Whether an engine of this plan can serve requests that were planned with another plan.
 
         Args:
             other: The required plan.
+            count: Number of requests that decode together.
             joining: Whether the requests join running ones. They may then wait: for slots of a persistent
                 engine, which may have fewer than required, and for pages of any engine.
         """
+        if other.persistent:
+            return replace(self, extras=other.extras) == other
         size, required = self.size, other.size
-        if other.persistent or not (self.persistent or joining):
-            ours, theirs = (
-                (plan.size.slots, plan.size.chunks, plan.size.snapshots, plan.least_nodes, plan.slices)
-                for plan in (self, other)
-            )
-            enough = ours == theirs
-        else:
-            enough = size.slots >= required.slots or (joining and self.persistent)
         return (
-            enough
+            (size.slots >= count or (joining and self.persistent))
             and self.has_trees_of(other)
             and (self.dtype, self.has_workers) == (other.dtype, other.has_workers)
             and size.capacity >= required.capacity
-            and (joining or size.num_pages >= required.num_pages)
+            and (joining or size.num_pages >= required.pages_of(count))
         )
 
     def has_trees_of(self, other: "EnginePlan") -> bool:
@@ -164,6 +176,7 @@ def plan_engine(
     capacity: int | None = None,
     num_pages: int | None = None,
     chunks: tuple[tuple[int, int], ...] | None = None,
+    live: Sequence[int] = (),
     proposer: Proposer | None = None,
     implementation: str | None = None,
     mesh: Mesh | None = None,
@@ -179,6 +192,7 @@ def plan_engine(
         capacity: Tokens per slot, prompt and output together; None is the default capacity.
         num_pages: Pages of all slots together; None is enough for every slot to be full.
         chunks: Shapes of prefill forwards, see `EngineSize`; None is the device's default.
+        live: Numbers of live slots that may have programs, besides all: see `EngineSize`.
         proposer: A proposer other than the head's.
         implementation: Tree attention implementation; None picks the best.
         mesh: The devices that share the models; None is one device.
@@ -193,4 +207,24 @@ def plan_engine(
     if chunks is None:
         # Plain XLA computes the scores of all rows at once.
         chunks = chunks_for(slots, gpu=implementation != "xla" and gpu_problem() is None)
-    return EnginePlan(decoder, EngineSize.of(target, slots, capacity, num_pages, chunks), dtype)
+    size = replace(EngineSize.of(target, slots, capacity, num_pages, chunks), live=tuple(live))
+    return EnginePlan(decoder, size, dtype)
+
+
+def plan_calls(
+    target: ModelConfig,
+    head: DraftHeadConfig | None,
+    settings: TreeSettings,
+    dtype: jnp.dtype,
+    *,
+    max_slots: int = MAX_SLOTS,
+    **options: Any,
+) -> EnginePlan:
+    """As `plan_engine`, for calls of 1 to ``max_slots`` prompts: programs are compiled when calls need them.
+
+    Raises:
+        TypeError: ``max_slots`` is not an integer.
+        ValueError: It is less than 1, or as `plan_engine`.
+    """
+    live = powers(check_integer("max_slots", max_slots, 1))
+    return plan_engine(target, head, settings, dtype, slots=max_slots, live=live, **options)

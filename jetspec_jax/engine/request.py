@@ -57,12 +57,12 @@ class Request:
         cache_salt: Pages are shared only among requests with the same salt.
         request_id: The caller's id; completions of one prompt share it.
         matcher: Its grammar matcher; None without a grammar.
-        shared: Whether several processes serve it. Then it is cancelled in all of them at the same step, once
-            process 0 has cancelled it.
+        shared_cancel: If several processes serve it, sets ``cancelled`` in all of them at the same step, once
+            process 0 has called it; else None.
         on_update: Called in the engine's thread after new tokens or an error, so it must be quick. If it
             raises, the request fails and the function is not called again.
-        dropped: Whether this process has cancelled it. Any thread may set it, by `cancel`.
-        cancelled: Whether it gets no more tokens, because no process waits for it.
+        cancelled: Whether it gets no more tokens, because no caller waits for it. Any thread may set it, by
+            `cancel`.
         readable: Number of its tokens that other threads may read, and its finish reason if these are all.
         error: Why it failed.
         tokens: Its output; a token that ended it is the last.
@@ -105,10 +105,9 @@ class Request:
     cache_salt: str | None = None
     request_id: str = ""
     matcher: Matcher | None = None
-    shared: bool = False
+    shared_cancel: Callable[[], None] | None = None
     on_update: Callable[[], None] | None = None
     # Read and written by several threads: the callers', and the engine's.
-    dropped: bool = False
     cancelled: bool = False
     # Replaced as a whole, so that other threads read a consistent pair. The counted lists only grow.
     readable: tuple[int, str | None] = (0, None)
@@ -155,15 +154,12 @@ class Request:
         """Whether it waits or runs. If not, its slot and pages are freed with the next batch."""
         return self.finish_reason is None and not self.cancelled
 
-    @property
-    def done_here(self) -> bool:
-        """Whether it has ended, or this process has cancelled it."""
-        return self.finish_reason is not None or self.dropped
-
     def cancel(self) -> None:
-        """Cancels it for this process, from any thread: the next batch frees its slot and pages."""
-        self.dropped = True
-        self.cancelled = self.cancelled or not self.shared
+        """Cancels it, from any thread: the next batch frees its slot and pages."""
+        if self.shared_cancel is None:
+            self.cancelled = True
+        else:
+            self.shared_cancel()
 
     @property
     def max_tokens(self) -> int:
@@ -200,9 +196,14 @@ class Request:
         return self.prompt if wanted and not self.prompt_logprobs else None
 
     @property
+    def most_tokens(self) -> int:
+        """Most tokens of its prompt and output together."""
+        return len(self.prompt) + self.max_tokens
+
+    @property
     def num_pages(self) -> int:
         """Most pages that it can use. Its last round may overshoot them: a commit drops such rows."""
-        return pages_for(len(self.prompt) + self.max_tokens)
+        return pages_for(self.most_tokens)
 
     @property
     def ends_in_flight(self) -> bool:

@@ -56,10 +56,18 @@ class RoundCosts:
     def overlapped(self) -> "RoundCosts":
         """Costs of rounds that run while the host launches and fetches others: nothing beside the rounds."""
         return replace(self, dispatches=dict.fromkeys(self.dispatches, 0.0))
+    def __or__(self, other: "RoundCosts") -> "RoundCosts":
+        """The costs of the shapes of both, which were timed at the same contexts."""
+        seconds, dispatches = {**self.seconds, **other.seconds}, {**self.dispatches, **other.dispatches}
+        return RoundCosts(self.contexts, seconds, dispatches, self.guessed | other.guessed)
 
     def buckets(self, live: int) -> tuple[int, ...]:
         """Buckets of rounds of ``live`` live slots, in rising order."""
         return tuple(sorted(bucket for slots, bucket in self.seconds if slots == live))
+
+
+#: Costs of no shape.
+NO_COSTS = RoundCosts((0, 1), {}, {})
 
 
 def measure_round_costs(

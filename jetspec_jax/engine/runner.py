@@ -4,7 +4,7 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -213,12 +213,13 @@ class Runner:
             slots, counts = np.arange(prompts, dtype=np.int32), np.zeros(prompts, np.int32)
             self._prefill(Chunk(slots, np.zeros((prompts, rows), np.int32), counts, counts > 0))
 
-    def compile_rounds(self, kind: Kind) -> None:
-        """Compiles the rounds of a kind in all shapes, by running them with no active slot.
+    def compile_rounds(self, kind: Kind, shapes: Sequence[Pair] | None = None) -> None:
+        """Compiles the rounds of a kind in some shapes, or in all, by running them with no active slot.
 
         The slots' state does not change; nothing may be in flight.
         """
-        shapes, active = self.size.rounds(tuple(self.decoders)), self.state.active
+        active = self.state.active
+        shapes = self.size.rounds(tuple(self.decoders)) if shapes is None else shapes
         none_active = np.zeros(self.size.slots, bool)
         for live, bucket in tqdm(shapes, desc=f"compiling {kind}", delay=2, disable=unseen(), leave=False):
             decoder = self.decoder_for(bucket, adjusts=kind.adjusts, logprobs=kind.logprobs)
@@ -276,21 +277,23 @@ class Runner:
         for array in jax.tree.leaves((self.state, self.snapshots)):
             array.delete()
 
-    def round_costs(self) -> RoundCosts:
-        """Round times of all shapes, measured once for each kind of engine.
+    def round_costs(self, lives: Collection[int]) -> RoundCosts:
+        """Round times for some numbers of live slots, measured once for each kind of engine.
 
-        Compiles the programs of all shapes, so that a change of the bucket compiles nothing.
+        All slots must be free. Compiles these programs, so that a change of the bucket compiles nothing.
         """
-        if (costs := known_costs(self._cost_key)) is not None:
-            self.compile_rounds(Kind())
-            return costs
-        deepest = 1 + max(decoder.depth for decoder in self.decoders.values())
-        each = self.rounds or 1
-        low, high, rounds = timed_contexts(self.size.capacity, USUAL_ROUNDS // each, deepest * each)
-        shapes = self.size.rounds(tuple(self.decoders))
-        costs = measure_round_costs(self.time_dispatch, shapes, (low, high), rounds)
-        costs = costs if self.rounds is None else costs.of_programs(self.rounds)
-        learn_costs(self._cost_key, costs)
+        costs = known_costs(self._cost_key)
+        known = {} if costs is None else costs.seconds
+        shapes = [shape for shape in self.size.rounds(tuple(self.decoders)) if shape[0] in lives]
+        self.compile_rounds(Kind(), [shape for shape in shapes if shape in known])
+        if missing := [shape for shape in shapes if shape not in known]:
+            deepest, each = 1 + max(decoder.depth for decoder in self.decoders.values()), self.rounds or 1
+            low, high, rounds = timed_contexts(self.size.capacity, USUAL_ROUNDS // each, deepest * each)
+            measured = measure_round_costs(self.time_dispatch, missing, (low, high), rounds)
+            measured = measured if self.rounds is None else measured.of_programs(self.rounds)
+            costs = measured if costs is None else costs | measured
+            learn_costs(self._cost_key, costs)
+        assert costs is not None, "every number of live slots has shapes"
         return costs
 
     def time_dispatch(self, shape: Pair, context: int, rounds: int) -> float:
@@ -309,9 +312,9 @@ class Runner:
         return seconds
 
     def time_launches(self, rounds: int) -> LaunchTimes:
-        """Times programs of ``rounds`` rounds in all slots, with the smallest trees; see `time_dispatch`."""
+        """Times programs of ``rounds`` rounds of the smallest shape; see `time_dispatch`."""
         self.fix_rounds(rounds)
-        shape, context = (self.size.slots, min(self.decoders)), min(64, self.size.capacity // 4)
+        shape, context = (self.size.live_for(1), min(self.decoders)), min(64, self.size.capacity // 4)
         self._time(shape, context, 1)  # may compile
         launched, seconds = self._time(shape, context, _TIMED_LAUNCHES)
         return LaunchTimes(launched / _TIMED_LAUNCHES, seconds / _TIMED_LAUNCHES)

@@ -85,6 +85,8 @@ class Scheduler:
             rounds: Rounds of every batch; None leaves them to the policy.
         """
         self.size, self.policy = size, policy
+        #: Numbers of live slots that rounds are compiled for, so far, in rising order.
+        self.lives: tuple[int, ...] = (*size.live, size.slots)
         self._round_tokens, self._depth, self._rounds = round_tokens, depth, rounds
         self._allocator = PageAllocator(size, round_tokens)
         self._requests: list[Request] = []
@@ -120,6 +122,21 @@ class Scheduler:
         """Slots that are free, or will be in the next batch."""
         taken = {request.slot for request in self.requests}
         return [slot for slot in range(self.size.slots) if slot not in taken]
+
+    def live_for(self, count: int, *, exact: bool = False) -> int:
+        """Live slots of the program for ``count`` decoding slots.
+
+        A larger program that exists is used before a smaller one is compiled.
+
+        Args:
+            count: Number of decoding slots.
+            exact: Whether the smallest sufficient program is compiled nevertheless.
+        """
+        live = next((live for live in self.lives if live >= count), None)
+        if exact or live is None:
+            live = self.size.live_for(count)
+            self.lives = tuple(sorted({*self.lives, live}))
+        return live
 
     @property
     def matchers(self) -> dict[int, Matcher]:
@@ -340,7 +357,7 @@ class Scheduler:
             return ()
         slots = {request.slot for request in decoding}
         idle = [slot for slot in range(self.size.slots) if slot not in slots]
-        padding = self.size.live_for(len(slots)) - len(slots)
+        padding = self.live_for(len(slots)) - len(slots)
         return tuple(sorted([*slots, *idle[:padding]]))
 
     def _admission(self, request: Request, length: int) -> Admission:

@@ -72,8 +72,7 @@ class EngineSize:
         """
         limit = target.max_position_embeddings
         capacity = default_capacity(target, 0) if capacity is None else capacity
-        if slots < 1:
-            raise ValueError(f"an engine needs at least one slot, not {slots}")
+        check_integer("max_slots", slots, 1)
         check_integer("capacity", capacity, 1, limit)
         num_pages = slots * pages_for(capacity) if num_pages is None else num_pages
         chunks = _CPU_CHUNKS if chunks is None else chunks
@@ -103,6 +102,23 @@ class EngineSize:
     def chunk_rows(self) -> int:
         """Rows of the largest prefill forward."""
         return max(prompts * rows for prompts, rows in self.chunks)
+
+    def pages_of(self, count: int) -> int:
+        """Pages for ``count`` full slots, at most all."""
+        return min(count * self.pages_per_slot, self.num_pages)
+
+    def with_slots(self, slots: int) -> "EngineSize":
+        """The same size with fewer slots, and their share of the pages and snapshots."""
+        pages, snapshots = (count * slots // self.slots for count in (self.num_pages, self.snapshots))
+        chunks = tuple(shape for shape in self.chunks if shape[0] <= slots)
+        live = tuple(count for count in self.live if count < slots)
+        pages = max(pages, self.pages_per_slot)
+        return replace(self, slots=slots, num_pages=pages, snapshots=snapshots, chunks=chunks, live=live)
+
+    def holding(self, count: int, capacity: int) -> "EngineSize":
+        """The same size, with pages for ``count`` requests of a longer capacity."""
+        pages = max(self.num_pages, min(count, self.slots) * pages_for(capacity))
+        return replace(self, capacity=capacity, num_pages=pages)
 
     def nodes(self, bucket: int) -> int:
         """Most nodes of a round of all live slots together, with trees of up to ``bucket`` nodes."""
@@ -139,14 +155,3 @@ def default_capacity(config: "ModelConfig", need: int) -> int:
 def chunks_for(slots: int, *, gpu: bool) -> tuple[tuple[int, int], ...]:
     """Default shapes of prefill forwards for ``slots`` slots, with or without GPU kernels."""
     return tuple(shape for shape in (_GPU_CHUNKS if gpu else _CPU_CHUNKS) if shape[0] <= slots)
-
-
-def slots_for(count: int, max_slots: int) -> int:
-    """Slots for ``count`` prompts: a power of two, so that few programs serve all batch sizes.
-
-    Raises:
-        TypeError: ``max_slots`` is not an integer.
-        ValueError: ``max_slots`` is less than 1.
-    """
-    check_integer("max_slots", max_slots, 1)
-    return min(1 << max(count - 1, 0).bit_length(), max_slots)

@@ -8,17 +8,16 @@ and plain rounds, dispatch by dispatch, by measured costs.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import jax
 
-from jetspec_jax.checkpoint.loading import Head, Target
+from jetspec_jax.checkpoint.loading import Target
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.memory import array_bytes, fits
 from jetspec_jax.engine.known_costs import known_costs
 from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.memory import engine_bytes
-from jetspec_jax.engine.planning import EnginePlan, plan_engine
+from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.request import Request
 
 SMALL_TREES = TreeSettings(8, algorithm="auto")
@@ -36,9 +35,9 @@ PLAIN_TOKENS = 512
 class SmallTrees:
     """Chooses between plain decoding and small trees, call by call."""
 
-    def __init__(self, target: Target, head: Head, implementation: str | None = None):
-        """Keeps the models, on one device, and the implementation of tree attention."""
-        self._target, self._head, self._implementation = target, head, implementation
+    def __init__(self, target: Target, trees: EnginePlan):
+        """Keeps the target, on one device, and the plan of engines for small trees."""
+        self._target, self._trees = target, trees
         self._tokens = 0
         # Tokens of the last plain call, which `_tokens` does not count yet.
         self._last: Sequence[int] = ()
@@ -57,24 +56,17 @@ class SmallTrees:
         if self._tokens < PLAIN_TOKENS:
             self._last = requests[0].tokens
             return plan
-        trees = plan_engine(
-            self._target.config,
-            self._head.config,
-            SMALL_TREES,
-            plan.dtype,
-            capacity=plan.size.capacity,
-            implementation=self._implementation,
-        )
+        trees = self._trees.for_requests(requests)
         costs = known_costs(trees.cost_key)
-        if costs is not None:
-            plain, tree = (costs.at((1, bucket), costs.contexts[0], math.inf) for bucket in costs.buckets(1))
+        if costs is not None and len(buckets := costs.buckets(1)) > 1:
+            plain, tree = (costs.at((1, bucket), costs.contexts[0], math.inf) for bucket in buckets)
             if tree > MOST_RATIO * plain:
                 return plan
         engine = loop.engine
         if not (engine is not None and engine.plan.has_trees_of(trees)) and not fits(engine_bytes(trees)):
             return plan
         requests[0].budget, requests[0].depth = SMALL_TREES.budget, trees.decoder.depth
-        return replace(trees, extras=plan.extras)
+        return trees
 
 
 def can_pay(target: Target) -> bool:

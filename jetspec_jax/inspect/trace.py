@@ -23,7 +23,7 @@ from jetspec_jax.decode.round import Accepted
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord
 from jetspec_jax.device.processes import OutOfStep
-from jetspec_jax.engine.admission import plan_requests, read_single
+from jetspec_jax.engine.admission import check_single, plan_requests
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.loop import EngineLoop, loop_for
 from jetspec_jax.engine.output import Completion, Output
@@ -166,13 +166,15 @@ def trace_rounds(
     algorithm = algorithm_of(settings.algorithm)
     if isinstance(algorithm, Auto):  # a trace chooses no budgets
         settings = replace(settings, algorithm=algorithm.shape)
+    check_single(params)
     plan, [request] = plan_requests(
         target,
         head,
         settings,
-        [read_single(target, prompt, params)],
+        [prompt],
         params,
         routing,
+        max_slots=1,
         proposer=proposer,
         implementation=implementation,
     )

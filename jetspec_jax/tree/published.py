@@ -16,7 +16,16 @@ from jaxtyping import Array, Float32, Int, Int32
 from jetspec_jax.tree.algorithms import Algorithm, Plan, register_algorithm
 from jetspec_jax.tree.candidates import Candidates
 from jetspec_jax.tree.profiles import NO_PROFILE, Profile
-from jetspec_jax.tree.routing import BALANCED, CLASSES, DECISIVE, UNCERTAIN, UNSAID, Routing, check_classes
+from jetspec_jax.tree.routing import (
+    BALANCED,
+    CLASSES,
+    DECISIVE,
+    UNCERTAIN,
+    UNSAID,
+    Routing,
+    check_classes,
+    hashable_hints,
+)
 
 #: The default algorithm of decoding.
 DEFAULT_ALGORITHM = "top_nodes"
@@ -75,24 +84,28 @@ class TaskRouter(Algorithm):
             default. The last cap also applies to greater depths. Templates with more caps than the draft has
             rows are refused when a tree is planned.
         force_baseline: Behave like `accum_logp`.
+        routing: Hints about all sequences, a mapping with any of "task", "mode" and "text"; None is no hints.
     """
 
     gap_high: float = 2.0
     gap_low: float = 1.0
     templates: Any = None
     force_baseline: bool = False
+    routing: Any = None
 
     def __post_init__(self) -> None:
-        """Makes the templates hashable.
+        """Makes the templates and hints hashable.
 
         Raises:
-            ValueError: ``gap_low`` exceeds ``gap_high``, a class is unknown or occurs twice, or a template is
-                not a list of caps.
+            TypeError: The hints are not a mapping of strings.
+            ValueError: ``gap_low`` exceeds ``gap_high``, a class is unknown or occurs twice, a template is
+                not a list of caps, or a hint is unknown.
         """
         if not self.gap_low <= self.gap_high:
             raise ValueError(f"gap_low must be at most gap_high, {self.gap_high}, not {self.gap_low}")
         if self.templates is not None:
             object.__setattr__(self, "templates", _templates(self.templates))
+        object.__setattr__(self, "routing", hashable_hints(self.routing))
 
     def plan(self, candidates: Candidates, routing: Routing) -> Plan:
         """The template of each sequence's class."""
@@ -108,7 +121,8 @@ class TaskRouter(Algorithm):
         inferred = jnp.where(
             gap > self.gap_high, DECISIVE, jnp.where(gap < self.gap_low, UNCERTAIN, BALANCED)
         )
-        return jnp.where(routing.task_class == UNSAID, inferred, routing.task_class)
+        task_class = routing.or_all(self.routing).task_class
+        return jnp.where(task_class == UNSAID, inferred, task_class)
 
     def _class_templates(self, candidates: Candidates) -> dict[str, Template]:
         """The caps by depth of each class."""
@@ -127,23 +141,31 @@ class ReasoningRouter(Algorithm):
         gap_threshold: A mean gap above this counts as reasoning, whatever the hints say.
         open_ended_template: Caps by depth for other requests, at most as many as the draft has rows.
         force_baseline: Behave like `accum_logp`.
+        routing: As in `TaskRouter`.
     """
 
     gap_threshold: float = 1.5
     open_ended_template: Sequence[int] = _OPEN_ENDED
     force_baseline: bool = False
+    routing: Any = None
 
     def __post_init__(self) -> None:
-        """Makes the template hashable; raises ValueError if it is not a list of caps."""
+        """Makes the template and the hints hashable.
+
+        Raises:
+            TypeError: The hints are not a mapping of strings.
+            ValueError: The template is not a list of caps, or a hint is unknown.
+        """
         template = _template(self.open_ended_template, "open_ended_template")
         object.__setattr__(self, "open_ended_template", template)
+        object.__setattr__(self, "routing", hashable_hints(self.routing))
 
     def plan(self, candidates: Candidates, routing: Routing) -> Plan:
         """A chain or the template for each sequence."""
         if self.force_baseline:
             return Plan(_full(candidates))
         inferred = jnp.mean(_gaps(candidates), axis=1) > self.gap_threshold
-        reasons = routing.reasoning | inferred
+        reasons = routing.or_all(self.routing).reasoning | inferred
         if self.open_ended_template != _OPEN_ENDED:
             _check_fits(self.open_ended_template, candidates, "open_ended_template")
         caps = [_extended(template, candidates) for template in (self.open_ended_template, _REASONING)]

@@ -1,8 +1,10 @@
 """Routing hints of requests, for algorithms that route by them, as arrays of a batch."""
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
@@ -66,6 +68,12 @@ class Routing(NamedTuple):
         values: Any = np.int32(task_class), np.bool_(reasons)
         return cls(*values)
 
+    def or_all(self, hints: Iterable[tuple[str, str]] | None) -> "Routing":
+        """The same batch, or these hints for all its sequences; see `hashable_hints`."""
+        if hints is None:
+            return self
+        return jax.tree.map(jnp.full_like, self, self.of_one(dict(hints)))
+
     @classmethod
     def of(cls, hints: Hints | Sequence[Hints | None] | None, batch: int) -> "Routing":
         """The hints of a batch: one mapping for all sequences, or one for each.
@@ -101,6 +109,29 @@ def hints_of_each(
     for hint in each:
         _checked(hint)
     return each
+
+
+def hashable_hints(hints: Any) -> tuple[tuple[str, str], ...] | None:
+    """Hints, or pairs of their names and values, as sorted pairs; None is none.
+
+    Raises:
+        TypeError: They are not a mapping of strings.
+        ValueError: A key is unknown.
+    """
+    if hints is None:
+        return None
+    return tuple(sorted(_checked(dict(hints) if isinstance(hints, tuple) else hints).items()))
+
+
+def deprecate_hints(routing: object) -> None:
+    """Warns a caller of the argument ``routing``, which the next release removes, if it is given."""
+    if routing is not None:
+        warnings.warn(
+            "routing is deprecated, and will be removed: give the hints to the tree algorithm, as "
+            'algorithm=get_algorithm("task_router", {"routing": {"task": "math"}})',
+            DeprecationWarning,
+            stacklevel=3,
+        )
 
 
 def check_classes(names: Iterable[Any], where: str) -> None:

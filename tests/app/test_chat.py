@@ -152,7 +152,7 @@ class TestInterrupts:
     def conversation(self, llm):
         """One to which a line was typed that is not answered yet."""
         room = llm.target.config.max_position_embeddings
-        own = chatting._Conversation(llm, SamplingParams(max_tokens=400), {}, {}, room, None, stats=False)
+        own = chatting._Conversation(llm, SamplingParams(max_tokens=400), {}, room, None, stats=False)
         own.state = chatting._State.ANSWERING
         return own
 
@@ -226,7 +226,7 @@ from jetspec_jax.cli import main
 class Endless:
     completion = None
 
-    def __init__(self, ids, params, *, routing):
+    def __init__(self, ids, params):
         self.closed = threading.Event()
         self.close = self.closed.set
 

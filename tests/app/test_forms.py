@@ -294,9 +294,10 @@ class TestRefused:
     @pytest.mark.parametrize("routing", ["math", 5, [None, "math"], {"task": 5}], ids=str)
     def test_types_of_routing(self, llm, target, head, routing):
         for call in (llm.generate, functools.partial(generate_tree, target, head)):
-            with pytest.raises(TypeError, match="routing"):
+            with pytest.raises(TypeError, match="routing"), pytest.warns(DeprecationWarning, match="routing"):
                 call([[1], [2]], routing=routing)
-            with pytest.raises(ValueError, match=r"routing takes .*\['kind'\]"):
+            wrong = pytest.raises(ValueError, match=r"routing takes .*\['kind'\]")
+            with wrong, pytest.warns(DeprecationWarning, match="get_algorithm"):
                 call([[1], [2]], routing={"kind": "math"})
 
     def test_models_that_are_none(self, target, head):

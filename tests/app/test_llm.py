@@ -9,7 +9,6 @@ from jetspec_jax import LLM, SamplingParams, generate, generate_tree
 from jetspec_jax.decode.settings import TreeSettings, serving_algorithm
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_PROMPTS, DEMO_TARGET
 from jetspec_jax.llm import PLAIN_NOTICE
-from jetspec_jax.tree import DEFAULT_ALGORITHM
 
 MESSAGES = [{"role": "user", "content": "def read_lines(path):"}]
 
@@ -145,7 +144,7 @@ class TestWithoutATreeThatIsNamed:
         assert LLM(llm.target, llm.draft_head, budget=1).settings.budget == 1
 
     def test_a_server_chooses_sizes_itself_on_a_gpu_alone(self, monkeypatch):
-        assert serving_algorithm() == DEFAULT_ALGORITHM
+        assert serving_algorithm() is None
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         assert serving_algorithm() == "auto"
 

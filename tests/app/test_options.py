@@ -205,7 +205,6 @@ class TestPrompts:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("hé".encode())))
         [prompt] = prompts_of("--chat")
         assert prompt.messages == [{"role": "user", "content": "hé"}]
-        assert prompt.last_text == "hé"
 
     def test_conversations_are_read_as_python_reads_them(self):
         tokenizer = word_tokenizer(TINY.vocab_size)

@@ -49,7 +49,7 @@ def test_trees_of_every_algorithm_give_plain_decoding_s_tokens(target, plain, na
     # Rounds of one price: what they take here must not keep "auto" from trees.
     shapes = [(2, bucket) for bucket in BUCKETS]
     costs = RoundCosts((16, 48), dict.fromkeys(shapes, (1.0, 1.0)), dict.fromkeys(shapes, 0.0))
-    monkeypatch.setattr(Runner, "round_costs", lambda runner: costs)
+    monkeypatch.setattr(Runner, "round_costs", lambda *_: costs)
     engine = TinyEngine(
         target,
         settings=TreeSettings(budget=16, width=3, algorithm=get_algorithm(name)),
@@ -69,19 +69,19 @@ def test_trees_of_every_algorithm_give_plain_decoding_s_tokens(target, plain, na
 def test_routing_is_each_request_s_own(target):
     """Of a math prompt a chain is drafted, of a chat a tree, in one batch and one program."""
     head = random_head(SLIDING, 1)
-    completions = generate_tree(
-        target,
-        head,
-        PROMPTS,
-        SamplingParams(max_tokens=8, ignore_eos=True),
-        budget=64,
-        width=3,
-        algorithm="task_router",
-        routing=[{"task": "math"}, {"task": "chat"}],
-    )
+    hints = [{"task": "math"}, {"task": "chat"}]
+    params, shape = SamplingParams(max_tokens=8, ignore_eos=True), {"budget": 64, "width": 3}
+    with pytest.warns(DeprecationWarning, match="routing is deprecated"):
+        completions = generate_tree(
+            target, head, PROMPTS, params, **shape, algorithm="task_router", routing=hints
+        )
     chain, tree = (set(completion.tree_sizes) for completion in completions)
     assert chain == {1 + head.config.depth}
     assert min(tree) > 20
+    for hint, completion in zip(hints, completions, strict=True):
+        algorithm = get_algorithm("task_router", {"routing": hint})
+        for one in generate_tree(target, head, PROMPTS, params, **shape, algorithm=algorithm):
+            assert set(one.tree_sizes) == set(completion.tree_sizes)
 
 
 def test_what_a_plan_lacks_is_said_before_anything_is_decoded(target):
@@ -103,7 +103,12 @@ def test_what_a_plan_lacks_is_said_before_anything_is_decoded(target):
 
 def test_routing_for_another_number_of_prompts_is_refused(target):
     head = random_head(SLIDING, 1)
-    with pytest.raises(ValueError, match="1 routing hints for 2 prompts"):
+    warned = pytest.warns(DeprecationWarning, match="routing is deprecated")
+    with warned, pytest.raises(ValueError, match="1 routing hints for 2 prompts"):
         generate_tree(target, head, PROMPTS, PARAMS, routing=[{"task": "math"}])
-    with pytest.raises(ValueError, match=r"not valid: \['topic'\]"):
+    with warned, pytest.raises(ValueError, match=r"not valid: \['topic'\]"):
         generate_tree(target, head, PROMPTS, PARAMS, routing={"topic": "math"})
+    with pytest.raises(ValueError, match=r"not valid: \['topic'\]"):
+        get_algorithm("task_router", {"routing": {"topic": "math"}})
+    with pytest.raises(TypeError, match="routing is a mapping"):
+        get_algorithm("reasoning_router", {"routing": "math"})

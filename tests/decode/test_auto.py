@@ -50,7 +50,7 @@ def known_costs(monkeypatch):
     """No clock: a tree round takes twice a plain one's time, whatever was measured."""
     seconds = {(2, bucket): (1.0 + (bucket > 1),) * 2 for bucket in BUCKETS}
     costs = RoundCosts((64, 128), seconds, dict.fromkeys(seconds, 0.1))
-    monkeypatch.setattr(Runner, "round_costs", lambda _: costs)
+    monkeypatch.setattr(Runner, "round_costs", lambda *_: costs)
     collect = Runner.collect
 
     def untimed(runner):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax import LLM, SamplingParams, generate, generate_tree
+from jetspec_jax.engine.loop import loop_for
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
 from tests.marks import wide
@@ -89,6 +90,23 @@ def test_after_warm_up_the_first_call_compiles_nothing(target, head):
     assert after == []
     with pytest.raises(ValueError, match="num_prompts must be at least 1, not 0"):
         llm.warm_up(0)
+
+
+@pytest.mark.parametrize("budget", [wide(1), 16])
+def test_after_a_warm_up_no_number_of_prompts_compiles_anything(target, head, budget):
+    """All share an engine, whose programs are those of 1, 2, 4 and 5 live slots."""
+    llm = LLM(target, head, budget=budget, width=4, max_slots=5)
+    llm.warm_up()
+    engine = loop_for(target).engine
+    prompts, params = mixed_requests(7)
+    with compilations() as after:
+        alone = [llm.generate(prompt, own)[0] for prompt, own in zip(prompts, params, strict=True)]
+        for count in range(2, 8):
+            together = llm.generate(prompts[:count], params[:count])
+            for one, other, own in zip(together, alone, params, strict=False):
+                assert (own.temperature and own.seed is None) or one.token_ids == other.token_ids
+    assert after == []
+    assert loop_for(target).engine is engine
 
 
 @pytest.mark.wide

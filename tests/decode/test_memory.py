@@ -216,7 +216,7 @@ def test_the_workspace_of_prompts_is_at_least_what_xla_reserves(chunk, config):
 
 WANTS = {
     "adjustments of": SamplingParams(max_tokens=2, bad_words=["ab", "abc"]),
-    "log-probabilities of 2 x 1 nodes": SamplingParams(max_tokens=2, logprobs=1, bad_words=["ab", "abc"]),
+    "log-probabilities of 1 x 1 nodes": SamplingParams(max_tokens=2, logprobs=1, bad_words=["ab", "abc"]),
     "log-probabilities of a prompt": SamplingParams(max_tokens=2, prompt_logprobs=1),
 }
 
@@ -226,7 +226,7 @@ WANTS = {
 def test_what_requests_want_beside_is_counted_where_they_do(device, part):
     """When an engine is made for them, and when one that there is gets them."""
     target, prompts = random_target(CONFIG, 0, tokenizer=word_tokenizer(64)), [[1, 2, 3]] * 2
-    plans = [plan_requests(target, None, PLAIN, prompts, own)[0] for own in (SHORT, WANTS[part])]
+    plans = [plan_requests(target, None, PLAIN, prompts, own, max_slots=1)[0] for own in (SHORT, WANTS[part])]
     decoder, size = plans[0].decoder, plans[0].size
     assert plans[1].decoder == decoder
     parts = needs(decoder, size, extras=plans[1].extras)
@@ -234,20 +234,20 @@ def test_what_requests_want_beside_is_counted_where_they_do(device, part):
     more = sum(parts.values()) - total(decoder, size)
     device(sum(parts.values()) - 1)
     with pytest.raises(DeviceMemoryError, match=part):
-        generate(target, prompts, WANTS[part])
-    assert len(generate(target, prompts, SHORT)) == 2
+        generate(target, prompts, WANTS[part], max_slots=1)
+    assert len(generate(target, prompts, SHORT, max_slots=1)) == 2
     # The stores are there; what is wanted beside them, and the workspace, must be free.
     device(more)
     with pytest.raises(DeviceMemoryError, match=part):
-        generate(target, prompts, WANTS[part])
+        generate(target, prompts, WANTS[part], max_slots=1)
     device(more + workspace_bytes(EnginePlan(decoder, size, FLOAT32)))
     kept = loop_for(target).engine
-    assert len(generate(target, prompts, WANTS[part])) == 2
+    assert len(generate(target, prompts, WANTS[part], max_slots=1)) == 2
     assert loop_for(target).engine is kept
     adjust = kept.runner.state.adjust
     assert (adjust is None) == ("adjustments" not in "".join(parts))
     if adjust is not None:
-        assert parts["adjustments of 2 x 64 tokens"] == 2 * array_bytes(adjust)
+        assert parts["adjustments of 1 x 64 tokens"] == 2 * array_bytes(adjust)
 
 
 @pytest.mark.wide
@@ -382,33 +382,40 @@ def llm():
     return LLM(random_target(TINY, 0))
 
 
-@pytest.mark.wide
-def test_an_llm_that_cannot_grow_does_what_it_did(device, llm):
-    alone = [llm.generate([[i, 1]], SHORT)[0] for i in (1, 2)]
-    decoder = loop_for(llm.target).engine.plan.decoder
-    enough = total(decoder, EngineSize.of(TINY, 1, 256))
-    device(enough)
-    with pytest.raises(DeviceMemoryError, match="stores of 2 x 256 tokens"):
-        llm.generate([[1, 1], [2, 1]], SHORT)
-    # What there was is gone, so that both never are at one time: it is made anew.
-    assert llm.generate([[2, 1]], SHORT) == alone[1:]
-    device(0)  # and kept: nothing has to be allocated
-    assert llm.generate([[2, 1]], SHORT) == alone[1:]
-    device(total(decoder, EngineSize.of(TINY, 2, 256)))
-    assert llm.generate([[1, 1], [2, 1]], SHORT) == alone
+@pytest.mark.parametrize("slots", [1, 2, 8])
+def test_an_engine_has_the_slots_that_fit(device, llm, slots):
+    prompts = [[number, 1] for number in range(10)]
+    expected = llm.generate(prompts, SHORT)
+    loop, decoder = loop_for(llm.target), loop_for(llm.target).engine.plan.decoder
+    assert loop.engine.plan.size.slots == 8
+    loop.free()
+    device(total(decoder, EngineSize.of(TINY, slots, 256)))
+    assert llm.generate(prompts, SHORT) == expected
+    engine = loop.engine
+    assert (engine.plan.size.slots, engine.plan.size.num_pages) == (slots, 4 * slots)
+    device(0)  # nothing has to be allocated, for any number of prompts
+    assert llm.generate(prompts[:1], SHORT) == expected[:1]
+    assert llm.generate(prompts, SHORT) == expected
+    assert loop.engine is engine
+    # A failed need leaves no engine, and the next call makes one.
+    with pytest.raises(DeviceMemoryError, match="stores of 1 x 256 tokens"):
+        generate(llm.target, prompts, SHORT, max_slots=9)
+    assert loop.engine is None
+    device(None)
+    assert llm.generate(prompts, SHORT) == expected
 
 
 def test_after_an_allocation_that_fails_smaller_ones_work(llm, monkeypatch):
     expected = llm.generate([[1, 1]], SHORT)
 
     def out_of_memory(plan):
-        if plan.size.slots > 1:
+        if plan.size.slots > 8:
             raise RuntimeError("RESOURCE_EXHAUSTED")
         return empty_state(plan)
 
     monkeypatch.setattr(runner, "empty_state", out_of_memory)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
-        llm.generate([[1, 1], [2, 1]], SHORT)
+        generate(llm.target, [[1, 1]] * 9, SHORT, max_slots=9)
     assert llm.generate([[1, 1]], SHORT) == expected
 
 

@@ -124,7 +124,7 @@ def test_rounds_are_timed_without_what_runs_before_them(target, head, monkeypatc
     # Measuring the costs would compile them all.
     shapes = [(2, 1), (2, 16)]
     costs = RoundCosts((64, 128), dict.fromkeys(shapes, (1.0, 1.0)), dict.fromkeys(shapes, 0.0))
-    monkeypatch.setattr(Runner, "round_costs", lambda _: costs)
+    monkeypatch.setattr(Runner, "round_costs", lambda *_: costs)
     engine = TinyEngine(target, head, TreeSettings(16, 3, algorithm="auto"), slots=2)
     policy = engine.scheduler.policy = Turns(1, 1, 16, 16, 16)
     engine.submit(PROMPT, PARAMS)

@@ -53,6 +53,10 @@ def test_equal_calls_share_an_engine(target, head):
         lambda: generate_tree(target, head, [PROMPT[::-1]], SHORT, depth=2, **TREE),
         lambda: generate_tree(target, head, [PROMPT], SHORT, budget=9, width=3),
         lambda: LLM(target, head, **TREE).generate([PROMPT], SHORT),
+        lambda: generate_tree(target, head, [PROMPT] * 3, SHORT, **TREE),
+        lambda: generate_tree(target, head, [PROMPT] * 20, SHORT, **TREE),
+        lambda: generate_tree(target, head, [PROMPT] * 3, SHORT, **TREE, max_slots=2),
+        lambda: generate_tree(target, head, [PROMPT], SHORT, **TREE, max_slots=9),
     ):
         again()
         assert loop_for(target).engine is engine
@@ -63,7 +67,7 @@ def test_equal_calls_share_an_engine(target, head):
     "other",
     [
         lambda target, head: generate(target, [PROMPT], PARAMS),
-        lambda target, head: generate_tree(target, head, [PROMPT] * 2, PARAMS, **TREE)[:1],
+        lambda target, head: generate_tree(target, head, [PROMPT] * 9, PARAMS, **TREE, max_slots=9)[:1],
         lambda target, head: generate_tree(
             target, Head(head.config, random_weights(head.config, 3)), [PROMPT], PARAMS, **TREE
         ),

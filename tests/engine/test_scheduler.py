@@ -320,10 +320,11 @@ class TestLeaving:
     def test_one_of_several_processes_goes_on_until_all_cancel_it(self, made):
         scheduler, device = made(slots=1)
         [req] = add(scheduler, request(4, 30))
-        req.shared = True
+        asked = []
+        req.shared_cancel = lambda: asked.append(True)
         step(scheduler, device, 1)
         req.cancel()
-        assert (req.done_here, req.cancelled, req.state) == (True, False, State.DECODING)
+        assert (asked, req.cancelled, req.state) == ([True], False, State.DECODING)
         count = len(req.tokens)
         step(scheduler, device, 1)
         assert len(req.tokens) > count

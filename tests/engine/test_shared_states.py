@@ -181,8 +181,8 @@ def test_an_engine_for_many_has_as_many_as_slots():
     many = plan.for_many()
     assert (plan.size.snapshots, many.size.snapshots) == (0, SLOTS)
     assert plan.for_many(snapshots=7).size.snapshots == 7
-    assert not many.serves(plan.for_many(snapshots=7))
-    assert plan.for_many(least_nodes=plan.least_nodes).serves(plan)
+    assert not many.serves(plan.for_many(snapshots=7), 1)
+    assert plan.for_many(least_nodes=plan.least_nodes).serves(plan, 1)
 
 
 @pytest.mark.wide

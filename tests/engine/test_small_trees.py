@@ -37,7 +37,7 @@ def llm(demo):
 
 
 def planned(llm, params=GREEDY, prompts=("import os\n",)):
-    plan, requests = llm._plan(list(prompts), params, None)
+    plan, requests = llm._requests(list(prompts), params, None)
     assert {request.budget for request in requests} == {plan.decoder.bucket}
     return plan
 
@@ -77,7 +77,7 @@ def test_rounds_that_take_too_long_are_not_tried(llm):
 def test_they_begin_after_some_tokens(llm, monkeypatch):
     monkeypatch.setattr(small_trees, "PLAIN_TOKENS", 30)
     for bucket in (1, 1, 8, 8):
-        plan, requests = llm._plan(["import os\n"], GREEDY, None)
+        plan, requests = llm._requests(["import os\n"], GREEDY, None)
         assert plan.decoder.bucket == bucket
         requests[0].tokens += [7] * 20
 

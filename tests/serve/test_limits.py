@@ -74,7 +74,7 @@ def test_who_leaves_frees_slot_and_pages(server, llm, stream):
             [request] = until(lambda: [one for one in scheduler.requests if one.tokens])
             if stream:
                 own.recv(200)
-        until(lambda: request.done_here)
+        until(lambda: request.cancelled)
     until(lambda: (llm.stats().running, llm.stats().waiting) == (0, 0))
     # A request for all slots finds them free.
     with server.client() as http:

@@ -11,8 +11,9 @@ import numpy as np
 
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
-from jetspec_jax.engine.admission import check_request, plan_requests
+from jetspec_jax.engine.admission import plan_requests
 from jetspec_jax.engine.loop import Call, Flag, wait
+from jetspec_jax.engine.pages import pages_for
 from jetspec_jax.engine.prompts import TokenIds
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import Group
@@ -141,14 +142,10 @@ def regenerate(
         return
     deadline.check(writer.progress)
     params = [replace(each, seed=document_seed(seed, index)) for index, each in enumerate(prompts.params)]
-    lengths = [
-        check_request(target, tokens, each).tokens
-        for tokens, each in zip(prompts.tokens, params, strict=True)
-    ]
+    plan, requests = plan_requests(target, head, tree, prompts.tokens, params, max_slots=slots)
     # The longest of all documents, finished ones included: a resumed run has the same shapes.
-    plan, requests = plan_requests(
-        target, head, tree, prompts.tokens, params, max_slots=slots, capacity=max(lengths)
-    )
+    longest = max(request.most_tokens for request in requests)
+    plan = replace(plan, size=replace(plan.size, capacity=longest, num_pages=slots * pages_for(longest)))
     group, news, count = Group(target, head), Flag(), writer.settings.count
     for request in requests:
         request.on_update = news.set
