@@ -20,6 +20,7 @@ from bench.load.published import DEPTH, Acceptance, expected
 from jetspec_jax import AsyncLLM, DecodeWeights
 from jetspec_jax.demo import DEMO
 from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget
+from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.persistent import plan_persistent
@@ -106,7 +107,9 @@ class ReplayedEngine(Engine):
         """
         self.plan, self.weights = plan, weights
         self.broken, self.record = False, None
-        self.runner = cast(Runner, SimpleNamespace(in_flight=None))
+        compiler = Compiler(lambda program: None)
+        self.runner = cast(Runner, SimpleNamespace(in_flight=None, compiler=compiler))
+        self._measurement = None
         many = plan.for_many()
         buckets = tuple(decoder.bucket for decoder in many.decoders)
         size = replace(many.size, chunks=chunks_for(many.size.slots, gpu=True))
@@ -125,7 +128,7 @@ class ReplayedEngine(Engine):
         self.scheduler.add(request)
         return request
 
-    def compile(self, kinds: Sequence[Any], *, scores: bool = False) -> None:
+    def compile(self, kinds: Sequence[Any], *, scores: bool = False, wait: bool = True) -> None:
         """Does nothing: there are no programs."""
 
     def close(self) -> None:

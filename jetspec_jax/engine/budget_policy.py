@@ -10,13 +10,13 @@ A policy with `Slices` limits a dispatch to a slice of time, for engines whose r
 them the number of rounds suits a single call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from jetspec_jax.engine.acceptance import AcceptanceEstimate
 from jetspec_jax.engine.pace import Pace, Slices, mean_context
 from jetspec_jax.engine.records import DispatchRecord
-from jetspec_jax.engine.round_costs import RoundCosts
+from jetspec_jax.engine.round_costs import Pair, RoundCosts
 
 #: Rounds of a dispatch: at most, by default, and where a slot may end while requests wait.
 MAX_ROUNDS, USUAL_ROUNDS, ROUNDS_TO_AN_END = 256, 64, 16
@@ -68,6 +68,10 @@ class BudgetPolicy(Protocol):
 
     def observe(self, record: DispatchRecord) -> None:
         """Learns from a dispatch."""
+        ...
+
+    def use(self, costs: RoundCosts) -> None:
+        """Uses other round times from now on: those of the start are guessed for most shapes."""
         ...
 
 
@@ -138,12 +142,21 @@ class FixedBudget:
         if rounds and record.seconds is not None and self._pace is not None:
             self._pace.learn((len(record.live), record.bucket), self._context, rounds, record.seconds)
 
+    def use(self, costs: RoundCosts) -> None:
+        """Replaces the round times."""
+        self._pace = Pace(costs)
+
 
 class AutoBudget:
     """Chooses the bucket that is expected to commit the most tokens per second."""
 
     def __init__(
-        self, buckets: Sequence[int], costs: RoundCosts, probing: float, slices: Slices | None = None
+        self,
+        buckets: Sequence[int],
+        costs: RoundCosts,
+        probing: float,
+        slices: Slices | None = None,
+        shape: Callable[[int, int], Pair] = lambda live, bucket: (live, bucket),
     ):
         """A policy that starts with guessed acceptance rates.
 
@@ -152,9 +165,10 @@ class AutoBudget:
             costs: Round costs; a shape without a cost is never chosen.
             probing: Share of the time that probes may lose.
             slices: Length of dispatches; None suits single calls.
+            shape: The shape that rounds of a number of live slots and a bucket would run in.
         """
         self._buckets, self._pace, self._probing = tuple(buckets), Pace(costs), probing
-        self._slices = slices
+        self._slices, self._shape = slices, shape
         # Greedy and sampled requests have different acceptance rates.
         self._acceptances = {sampled: AcceptanceEstimate(buckets[1:]) for sampled in (False, True)}
         self._acceptance = self._acceptances[False]
@@ -170,15 +184,17 @@ class AutoBudget:
         buckets = of_use(self._buckets[: len(self._pace.costs.buckets(slots))], live)
         rounds = [self._rounds(bucket, live, waiting) for bucket in buckets]
         tokens = [min(count, remaining) for count in self._acceptance.tokens()[: len(buckets)]]
+        shapes = [self._shape(slots, bucket) for bucket in buckets]
         seconds = [
-            self._pace.seconds((slots, bucket), self._context, turns)
-            for bucket, turns in zip(buckets, rounds, strict=True)
+            self._pace.seconds(pair, self._context, turns) for pair, turns in zip(shapes, rounds, strict=True)
         ]
         rates = [count / each for count, each in zip(tokens, seconds, strict=True)]
-        best = rates.index(max(rates))
-        probe = max(range(best + 1, len(rates)), key=rates.__getitem__, default=best)
-        turns = self._at_most(rounds[probe], (slots, buckets[probe]), PROBE_ROUNDS)
-        each = self._pace.seconds((slots, buckets[probe]), self._context, turns)
+        # Trees of another size would run in place of those that are not compiled yet.
+        there = [place for place, (_, bucket) in enumerate(shapes) if bucket == buckets[place]] or [0]
+        best = max(there, key=rates.__getitem__)
+        probe = max((place for place in there if place > best), key=rates.__getitem__, default=best)
+        turns = self._at_most(rounds[probe], shapes[probe], PROBE_ROUNDS)
+        each = self._pace.seconds(shapes[probe], self._context, turns)
         loss = turns * max(each - tokens[probe] / rates[best], 0.0)
         self._most, self._earned = loss, -loss / turns
         if probe > best and self._account >= loss:
@@ -187,7 +203,7 @@ class AutoBudget:
         if best > 0:
             # Few rounds at first, then as many as the estimate is based on.
             most = max(PROBE_ROUNDS, int(self._acceptance.rounds[best - 1]))
-            turns = self._at_most(turns, (slots, buckets[best]), most)
+            turns = self._at_most(turns, shapes[best], most)
         self._earned = self._probing * seconds[best]
         return Dispatch(buckets[best], turns)
 
@@ -205,6 +221,10 @@ class AutoBudget:
             self._acceptance.learn(record.expected[ran], record.accepted[ran])
         if record.seconds is not None:
             self._pace.learn((len(record.live), record.bucket), self._context, rounds, record.seconds)
+
+    def use(self, costs: RoundCosts) -> None:
+        """Replaces the round times."""
+        self._pace = Pace(costs)
 
     def _rounds(self, bucket: int, live: Sequence[LiveSlot], waiting: int) -> int:
         if self._slices is not None:
@@ -245,3 +265,7 @@ class LatePolicy:
     def observe(self, record: DispatchRecord) -> None:
         """Keeps the record."""
         self._record = record
+
+    def use(self, costs: RoundCosts) -> None:
+        """Hands the round times on."""
+        self._policy.use(costs)

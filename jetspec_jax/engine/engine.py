@@ -13,12 +13,14 @@ from jetspec_jax.device.processes import agreed, is_first, spans
 from jetspec_jax.engine.agreement import check_alike_engines
 from jetspec_jax.engine.broadcast import send
 from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget, LatePolicy
+from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.extras import USUAL_BAD_WORDS, Extras
 from jetspec_jax.engine.memory import check_engine_memory, check_extra_memory
 from jetspec_jax.engine.planning import EnginePlan
+from jetspec_jax.engine.programs import Kind
 from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.round_kinds import Kind
+from jetspec_jax.engine.round_costs import Measurement
 from jetspec_jax.engine.runner import Decode, Runner
 from jetspec_jax.engine.scheduler import Scheduler
 from pallas_kernels.dispatch import gpu_problem
@@ -45,12 +47,15 @@ class Engine:
     is then `broken`, and refuses all further calls.
     """
 
-    def __init__(self, plan: EnginePlan, weights: DecodeWeights):
+    def __init__(self, plan: EnginePlan, weights: DecodeWeights, *, background: bool = False):
         """Allocates the stores, after a check of the device memory.
 
         Args:
             plan: The engine plan.
             weights: The parameters.
+            background: Whether a persistent engine compiles here only the programs that can serve any
+                request, and all others in the background, and measures their round times later: see
+                `measure`. Processes that share devices compile everything here.
 
         Raises:
             DeviceMemoryError: The device cannot hold the stores and a round's workspace.
@@ -68,13 +73,15 @@ class Engine:
         self.plan, self.weights = plan, weights
         self.runner = Runner(plan, weights)
         self.broken = False
+        self._background = background and plan.persistent and not spans(plan.decoder.mesh)
+        self._measurement: Measurement | None = None
         #: Record of the last batch.
         self.record: DispatchRecord | None = None
         try:
             if plan.extras.adjusts:
                 self.runner.extend(plan.extras.bad_words)
             most_tokens = 1 + max(decoder.depth for decoder in plan.decoders)
-            self.scheduler = Scheduler(plan.size, self._policy(), most_tokens)
+            self.scheduler = Scheduler(plan.size, self._policy(), most_tokens, self.compiler)
         except BaseException:
             self.runner.free()  # the traceback may keep references to the stores
             raise
@@ -169,29 +176,61 @@ class Engine:
             self.launch(most_rounds, decode)
         return self.collect()
 
-    def compile(self, kinds: Sequence[Kind], *, scores: bool = False) -> None:
+    @property
+    def compiler(self) -> Compiler:
+        """Compiles its programs."""
+        return self.runner.compiler
+
+    def compile(self, kinds: Sequence[Kind], *, scores: bool = False, wait: bool = True) -> None:
         """Compiles prefill forwards and the rounds of some kinds, in all shapes; nothing may be in flight.
 
         Args:
             kinds: The kinds of rounds.
             scores: Whether to compile log-probabilities of prompts.
+            wait: Whether to wait until they are compiled; else an engine compiles them in the background, if
+                it does so.
 
         Raises:
             DeviceMemoryError: The device cannot hold the arrays that such requests need.
+            Exception: An error of the compiler.
         """
         adjusts, logprobs = (any(getattr(kind, name) for kind in kinds) for name in ("adjusts", "logprobs"))
         self.extend(Extras(adjusts, USUAL_BAD_WORDS if adjusts else (0, 0), logprobs, scores))
         if self._broadcasts:
             send("compile", kinds, scores)
-        self.runner.compile_chunks()
-        for kind in kinds:
-            self.runner.compile_rounds(kind)
-        if scores:
-            self.runner.compile_scores()
+        self.compiler.add(programs := self.runner.programs(kinds, scores=scores))
+        if wait or not self._background:
+            self.compiler.wait(programs)
+
+    @property
+    def measures(self) -> bool:
+        """Whether all programs are there, and round times are to be measured."""
+        ready = not (self.broken or self.compiler.left or self.compiler.stopped)
+        return ready and self._measurement is not None
+
+    def measure(self) -> None:
+        """Times one more dispatch; no request may have a slot. After the last one the policy gets the times.
+
+        Requests may run between two calls. Only pages without content are overwritten, or one cached page if
+        there is no other.
+        """
+        if self._measurement is None:
+            return
+        self.scheduler.drop_closed()
+        with self.scheduler.pool.lent() as self.runner.scratch:
+            try:
+                next(self._measurement)
+            except StopIteration as end:
+                self._measurement = None
+                self.scheduler.policy.use(end.value)
+            except BaseException:
+                self.broken = True
+                raise
 
     def close(self) -> None:
         """Deletes the stores, even if other references to the engine exist; its requests fail."""
         self.broken = True
+        self.compiler.stop()
         for request in self.scheduler.requests:
             request.fail(RuntimeError(LOST))
         self.runner.free()
@@ -209,13 +248,17 @@ class Engine:
         return self.scheduler.busy
 
     def _policy(self) -> BudgetPolicy:
-        auto, slices = self.plan.auto, self.plan.slices
+        auto, slices, costs = self.plan.auto, self.plan.slices, None
         # Round times are measured only if the policy uses them.
-        costs = None if auto is None and slices is None else self.runner.round_costs()
+        if self._background:
+            costs, self._measurement = self.runner.first_costs()
+        elif auto is not None or slices is not None:
+            costs = self.runner.round_costs()
         if auto is None or costs is None:
             policy = FixedBudget(self.plan.decoder.bucket, costs, slices, plain=len(self.runner.decoders) > 1)
         else:
-            policy = AutoBudget(tuple(self.runner.decoders), costs, auto.probing, slices)
+            shape = functools.partial(self.compiler.shape, str(Kind()))
+            policy = AutoBudget(tuple(self.runner.decoders), costs, auto.probing, slices, shape)
         return LatePolicy(policy) if self._step else policy
 
 

@@ -23,6 +23,7 @@ from jetspec_jax.device.processes import spans
 from jetspec_jax.device.thread_config import configured, thread_config
 from jetspec_jax.engine.broadcast import send
 from jetspec_jax.engine.budget_policy import ROUNDS_TO_AN_END
+from jetspec_jax.engine.compiler import end_all as end_compilers
 from jetspec_jax.engine.engine import LOST, Engine
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.request import EngineFailed, Request
@@ -42,6 +43,7 @@ _CALLERS_STEP = threading.RLock()
 
 def _end_all() -> None:
     _PROGRAM_ENDED.set()
+    end_compilers()
     for loop in tuple(_RUNNING):
         if (thread := loop._thread) is not None:
             thread.join()
@@ -199,9 +201,15 @@ class EngineLoop:
             for request in call.queue:
                 request.arrival = request.arrival or now
             self._waiting.append(call)
-        if self._thread is None and not call.in_callers_thread:
-            # If two threads start at once, one ends. An interrupt may occur here: the next call starts a
-            # thread.
+        if not call.in_callers_thread:
+            self._start()
+
+    def _start(self) -> None:
+        """Starts the thread, if there is none; without work it ends at once.
+
+        If two threads start at once, one ends. An interrupt may occur here: the next call starts a thread.
+        """
+        if self._thread is None:
             threading.Thread(target=self._run, name="jetspec-engine", daemon=True).start()
 
     def run(
@@ -248,6 +256,9 @@ class EngineLoop:
             if self.engine.busy:
                 with configured(self._config):
                     self.engine.launch(self._most_rounds(self.engine))
+        elif self._measures and self.engine is not None:
+            with configured(self._config):
+                self.engine.measure()
 
     def collect(self) -> None:
         """Waits for the batch in flight, if any, and hands out its tokens.
@@ -269,6 +280,17 @@ class EngineLoop:
         """Frees the engine, unless it has requests."""
         self.run(self._drop_idle)
 
+    def stop_compiling(self) -> None:
+        """Ends what the engine does in the background: programs are compiled when they are needed."""
+        if (engine := self.engine) is not None:
+            engine.compiler.stop()
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether programs are still compiled or round times measured in the background."""
+        engine = self.engine
+        return engine is not None and (engine.compiler.left > 0 or engine.measures)
+
     def stats(self, num_pages: int) -> EngineStats:
         """Statistics so far; from any thread, without waiting for a dispatch.
 
@@ -278,7 +300,8 @@ class EngineLoop:
         engine = self.engine
         with self._mutex:
             pool = engine.scheduler.pool if engine is not None and engine.plan.persistent else None
-            return self.tally.stats(self._counted(), num_pages, pool)
+            left = 0 if engine is None else engine.compiler.left
+            return self.tally.stats(self._counted(), num_pages, pool) + EngineStats(programs_left=left)
 
     def settle(self) -> None:
         """Waits until the thread has ended, unless it has requests."""
@@ -309,7 +332,7 @@ class EngineLoop:
             self._fail(RuntimeError("the program has ended"), everyone=True)
         with self._mutex:
             self._forget()
-            if not (self._waiting or self._served):
+            if not (self._waiting or self._served or self._measures):
                 self._end_thread()
             return self._thread is threading.current_thread()
 
@@ -366,7 +389,14 @@ class EngineLoop:
         if server is not None and call.is_served_by(server.plan, server.weights, joining=True):
             call = server
         with configured(self._config):
-            self.engine = Engine(call.plan, call.weights)
+            self.engine = Engine(call.plan, call.weights, background=True)
+        loop = weakref.ref(self)
+
+        def on_end() -> None:
+            if (ready := loop()) is not None and not _PROGRAM_ENDED.is_set():
+                ready._start()  # measures the round times, if nobody calls
+
+        self.engine.compiler.on_end = on_end
 
     def _run_work(self, call: Call, work: Callable[[], Any]) -> None:
         try:
@@ -448,6 +478,10 @@ class EngineLoop:
     @property
     def _in_flight(self) -> bool:
         return self.engine is not None and self.engine.runner.in_flight is not None
+
+    @property
+    def _measures(self) -> bool:
+        return self.engine is not None and self.engine.measures
 
     @property
     def _calls(self) -> list[Call]:

@@ -5,12 +5,10 @@ A pair is a number of live slots and a bucket: the shape of a round's program.
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tqdm import tqdm
-
-from jetspec_jax.progress import unseen
+from jetspec_jax.progress import waiting
 
 #: The shape of a round: live slots, and nodes of a tree with its root.
 Pair = tuple[int, int]
@@ -53,13 +51,17 @@ class RoundCosts:
         return tuple(sorted(bucket for slots, bucket in self.seconds if slots == live))
 
 
+#: Measures round times step by step, and returns them.
+Measurement = Generator[None, None, RoundCosts]
+
+
 def measure_round_costs(
     time_dispatch: Callable[[Pair, int, int], float],
     pairs: Sequence[Pair],
     contexts: tuple[int, int],
     rounds: int,
-) -> RoundCosts:
-    """Times dispatches at a short and a long context, interleaved over the shapes.
+) -> Measurement:
+    """Times dispatches at a short and a long context, interleaved over the shapes; pauses after each.
 
     All shapes run, so that all are compiled; of many, not all are timed.
 
@@ -71,28 +73,41 @@ def measure_round_costs(
         rounds: Most rounds of a timed dispatch; at least 2.
     """
     timed = timed_pairs(pairs)
-    for pair in tqdm(pairs, desc="compiling", delay=2, disable=unseen(), leave=False):
+    for pair in pairs:
         time_dispatch(pair, contexts[0], 1)
+        yield
     turns, turn_seconds = {}, 0.0
     for pair in timed:
         one = time_dispatch(pair, contexts[0], 1)
+        yield
         turns[pair] = min(rounds, max(4, math.ceil(DISPATCH_SECONDS / one)))
         turn_seconds += len(contexts) * (1 + turns[pair]) * one
     times: dict[tuple[Pair, int], list[float]] = {(pair, at): [] for pair in timed for at in contexts}
     overheads: dict[Pair, list[float]] = {pair: [] for pair in timed}
     affordable = max(int(SHAPE_SECONDS * len(timed) / turn_seconds), LEAST_REPEATS)
     repeats = min(REPEATS, ALL_REPEATS // len(timed), affordable)
-    for _ in tqdm(range(repeats), desc="round costs", delay=2, disable=unseen(), leave=False):
+    for _ in range(repeats):
         for (pair, context), seconds in times.items():
             # The difference of two dispatches is the time of rounds alone.
             one = time_dispatch(pair, context, 1)
             more = time_dispatch(pair, context, turns[pair])
             seconds.append((more - one) / (turns[pair] - 1))
             overheads[pair].append(one - seconds[-1])
+            yield
     medians = {at: max(statistics.median(seconds), 1e-9) for at, seconds in times.items()}
     rounds_alone = {pair: (medians[pair, contexts[0]], medians[pair, contexts[1]]) for pair in timed}
     dispatches = {pair: max(statistics.median(seconds), 0.0) for pair, seconds in overheads.items()}
     return complete_costs(contexts, rounds_alone, dispatches, pairs)
+
+
+def measured_at_once(measurement: Measurement) -> RoundCosts:
+    """The costs of a measurement that nothing interrupts."""
+    with waiting("measuring round times"):
+        while True:
+            try:
+                next(measurement)
+            except StopIteration as end:
+                return end.value
 
 
 def timed_pairs(pairs: Iterable[Pair]) -> tuple[Pair, ...]:

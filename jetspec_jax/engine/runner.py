@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -10,24 +11,43 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from jetspec_jax.cache.pages import NO_PAGE
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.logprobs import Logprobs
+from jetspec_jax.decode.scoring import scored_pages
 from jetspec_jax.decode.snapshots import keep, restore
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, SlotSettings
 from jetspec_jax.device.mesh import on_all_devices
 from jetspec_jax.device.processes import agreed, spans, together
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
+from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.constrained import ConstrainedRounds
 from jetspec_jax.engine.known_costs import known_costs, learn_costs
+from jetspec_jax.engine.lowering import Lowering
 from jetspec_jax.engine.memory import empty_snapshots, empty_state
 from jetspec_jax.engine.planning import EnginePlan
+from jetspec_jax.engine.programs import (
+    PREFILL,
+    SCORES,
+    Kind,
+    Program,
+    first_programs,
+    first_rounds,
+    in_order,
+)
 from jetspec_jax.engine.records import Batch, Chunk, DispatchRecord, Growth, SlotCopy
-from jetspec_jax.engine.round_costs import Pair, RoundCosts, measure_round_costs, timed_contexts
-from jetspec_jax.engine.round_kinds import Kind, PromptScores, concatenated, decoder_for, set_adjustments
-from jetspec_jax.progress import unseen, waiting
+from jetspec_jax.engine.round_costs import (
+    Measurement,
+    Pair,
+    RoundCosts,
+    complete_costs,
+    measure_round_costs,
+    measured_at_once,
+    timed_contexts,
+)
+from jetspec_jax.engine.round_kinds import PromptScores, concatenated, decoder_for, set_adjustments
+from jetspec_jax.progress import waiting
 from jetspec_jax.sampling.grammar import Matcher
 
 #: Runs rounds, as `TreeDecoder.decode` does: weights, state (donated), most rounds, and the live slots unless
@@ -75,10 +95,16 @@ class Runner:
         if plan.size.snapshots:
             self._copy([SlotCopy(0, 0, 0, restores=False), SlotCopy(0, 0, 0, restores=True)])  # likewise
         self._scores = PromptScores(self.decoder.alone, weights.target, plan.dtype)
+        #: Pages that `time_dispatch` may overwrite.
+        self.scratch: Sequence[int] = range(plan.size.num_pages)
         #: The batch in flight; None if there is none.
         self.in_flight: Flight | None = None
-        # Programs that have been called: kind and shape.
-        self._compiled: set[tuple[str, int, int]] = set()
+        # Programs that have been called.
+        self._called: set[Program] = set()
+        self._lowering = Lowering(plan, weights, self.state)
+        # Processes that share devices compile alike, so all programs in one order.
+        self.compiler = Compiler(self._lowering.compile, 0 if spans(plan.decoder.mesh) else None)
+        weakref.finalize(self, self.compiler.stop).atexit = False
 
     def launch(
         self,
@@ -97,7 +123,7 @@ class Runner:
         bucket = batch.bucket if batch.rounds else self.decoder.bucket
         decoder = self.decoder_for(bucket, adjusts=batch.adjusts, logprobs=batch.logprobs)
         kind = Kind(batch.adjusts, batch.logprobs, bool(matchers))
-        rounds = str(kind), len(batch.live), batch.bucket
+        rounds = Program(str(kind), len(batch.live), batch.bucket)
         for slot in batch.releases:
             self.state = decoder.release(self.state, np.int32(slot))
         for admission in batch.admissions:
@@ -123,7 +149,7 @@ class Runner:
         self._copy(copy for copy in batch.copies if copy.after == len(batch.chunks))
         # Rounds that wait for a prompt, for the compiler or for the host are not timed.
         alone = not (batch.chunks or batch.copies or scored or matchers)
-        started = time.perf_counter() if alone and rounds in self._compiled else None
+        started = time.perf_counter() if alone and rounds in self._called else None
         records = None
         if batch.rounds:
             live = self._live(batch.live)
@@ -144,6 +170,7 @@ class Runner:
         """
         adjust = self.decoder.adjustments(self.size.slots, bad_words, self.state.adjust)
         self.state = replace(self.state, adjust=adjust)
+        self._lowering.update(self.state)
 
     def _grow(self, growths: Sequence[Growth]) -> None:
         """Sets all new block tables in one call, which costs the host less than one call each."""
@@ -169,35 +196,19 @@ class Runner:
         return () if all_live else (np.array(slots, np.int32),)
 
     def _prefill(self, chunk: Chunk) -> None:
-        with self._compiling(("prompts", *chunk.tokens.shape)):
+        with self._compiling(Program(PREFILL, *chunk.tokens.shape)):
             self.state = self.decoder.prefill(self.weights, self.state, *chunk)
 
     def compile_chunks(self) -> None:
-        """Compiles the prefill forwards of all shapes, by running them without tokens."""
-        for prompts, rows in self.size.chunks:
-            slots, counts = np.arange(prompts, dtype=np.int32), np.zeros(prompts, np.int32)
-            self._prefill(Chunk(slots, np.zeros((prompts, rows), np.int32), counts, counts > 0))
+        """Compiles the prefill forwards of all shapes."""
+        self.compiler.add(chunks := [Program(PREFILL, *chunk) for chunk in self.size.chunks])
+        self.compiler.wait(chunks)
 
-    def compile_rounds(self, kind: Kind) -> None:
-        """Compiles the rounds of a kind in all shapes, by running them with no active slot.
-
-        The slots' state does not change; nothing may be in flight.
-        """
-        shapes, active = self.size.rounds(tuple(self.decoders)), self.state.active
-        none_active = np.zeros(self.size.slots, bool)
-        for live, bucket in tqdm(shapes, desc=f"compiling {kind}", delay=2, disable=unseen(), leave=False):
-            decoder = self.decoder_for(bucket, adjusts=kind.adjusts, logprobs=kind.logprobs)
-            run = ConstrainedRounds(decoder, {}) if kind.masked else decoder.decode
-            with self._compiling((str(kind), live, bucket)):
-                state = replace(self.state, active=on_all_devices(self.decoder.mesh, none_active))
-                state, records = run(self.weights, state, np.int32(1), *self._live(range(live)))
-                self.state = replace(state, active=active)
-                with together(self.decoder.mesh):
-                    jax.block_until_ready(records)
-
-    def compile_scores(self) -> None:
-        """Compiles the log-probabilities of prompts of all lengths."""
-        self._scores.compile(self.size.capacity)
+    def programs(self, kinds: Sequence[Kind], *, scores: bool = False) -> list[Program]:
+        """Prefill forwards, and rounds of some kinds, in the order of compiling; also of prompts' scores."""
+        pages = [1 << power for power in range(scored_pages(self.size.capacity).bit_length())]
+        scoring = [Program(SCORES, 1, count) for count in pages if scores]
+        return [*in_order(self.size, tuple(self.decoders), kinds), *scoring]
 
     def collect(self) -> DispatchRecord:
         """Waits for the batch in flight; may be repeated until the engine clears ``in_flight``.
@@ -240,20 +251,45 @@ class Runner:
 
         Compiles the programs of all shapes, so that a change of the bucket compiles nothing.
         """
-        if (costs := known_costs(self._cost_key)) is not None:
-            self.compile_rounds(Kind())
-            return costs
+        shapes = self.size.rounds(tuple(self.decoders))
+        self.compiler.add(rounds := [Program(str(Kind()), *shape) for shape in shapes])
+        self.compiler.wait(rounds)
+        costs = known_costs(self._cost_key)
+        return measured_at_once(self.measurement(shapes)) if costs is None else costs
+
+    def first_costs(self) -> tuple[RoundCosts, Measurement | None]:
+        """Round times of all shapes, of which only `first_rounds` are measured; compiles these programs.
+
+        All other programs are then compiled in the background.
+
+        Returns:
+            The costs; and the measurement of all shapes, or None if their costs are known.
+        """
+        buckets = tuple(self.decoders)
+        first, shapes = first_rounds(self.size, buckets), self.size.rounds(buckets)
+        self.compiler.add(programs := first_programs(self.size, buckets))
+        self.compiler.wait(programs)
+        costs, later = known_costs(self._cost_key), None
+        if costs is None:
+            # Nothing is compiled meanwhile: on a CPU that would double the times.
+            costs, later = measured_at_once(self.measurement(first)), self.measurement(shapes)
+            costs = complete_costs(costs.contexts, costs.seconds, costs.dispatches, shapes)
+        self.compiler.add(self.programs([Kind()]))
+        return costs, later
+
+    def measurement(self, shapes: Sequence[Pair]) -> Measurement:
+        """A measurement of shapes, all of which are compiled; of all shapes of the engine, it is kept."""
         deepest = 1 + max(decoder.depth for decoder in self.decoders.values())
         low, high, rounds = timed_contexts(self.size.capacity, USUAL_ROUNDS, deepest)
-        shapes = self.size.rounds(tuple(self.decoders))
-        costs = measure_round_costs(self.time_dispatch, shapes, (low, high), rounds)
-        learn_costs(self._cost_key, costs)
+        costs = yield from measure_round_costs(self.time_dispatch, shapes, (low, high), rounds)
+        if len(shapes) == len(self.size.rounds(tuple(self.decoders))):
+            learn_costs(self._cost_key, costs)
         return costs
 
     def time_dispatch(self, shape: Pair, context: int, rounds: int) -> float:
         """Seconds of a dispatch of greedy rounds after ``context`` tokens in every slot.
 
-        All slots must be free. The contents of the pages are lost.
+        All slots must be free. The contents of the `scratch` pages are lost.
 
         Args:
             shape: Number of live slots, and nodes of a tree, root included.
@@ -263,13 +299,13 @@ class Runner:
         live, bucket = shape
         decoder, free = self.decoders[bucket], replace(self.state, adjust=None)
         batch, pages = free.slots.block_tables.shape
-        # If the pool is smaller than all block tables, several slots use one page.
-        tables = np.arange(batch * pages, dtype=np.int32).reshape(batch, pages)
+        # If there are fewer pages than in all block tables, several slots use one page.
+        tables = np.resize(np.array(self.scratch, np.int32), (batch, pages))
         put = functools.partial(on_all_devices, decoder.mesh)
         state = replace(
             free,
             slots=free.slots._replace(
-                block_tables=put(tables % self.size.num_pages),
+                block_tables=put(tables),
                 lengths=put(np.full(batch, context, np.int32)),
             ),
             room=put(np.full(batch, 2 * _ENDLESS - 1, np.int32)),
@@ -283,7 +319,7 @@ class Runner:
         kept = jax.tree.map(jnp.copy, replace(free, stores=(), proposer=None))
         state = jax.block_until_ready(state)
         started = time.perf_counter()
-        with self._compiling(("rounds", live, bucket)):
+        with self._compiling(Program(str(Kind()), live, bucket)):
             slots = self._live(range(live))
             state, records = decoder.decode(self.weights, state, np.int32(rounds), *slots)
         with together(decoder.mesh):
@@ -295,18 +331,20 @@ class Runner:
         return seconds
 
     @contextlib.contextmanager
-    def _compiling(self, program: tuple[str, int, int]) -> Iterator[None]:
-        """Shows a progress line the first time a program is called, because it is compiled then."""
-        if program in self._compiled:
+    def _compiling(self, program: Program) -> Iterator[None]:
+        """Shows a progress line the first time a program is called, because it may be compiled then."""
+        if program in self._called:
             yield
             return
-        kind, count, size = program
-        if kind == "prompts":
-            title = f"the forward of {size} rows of {'a prompt' if count == 1 else f'{count} prompts'}"
-        else:
-            title = "the plain step" if size == 1 else f"the round of {size} nodes"
-            title = f"the parts of {title}" if kind.startswith("masked") else title
-            title += "" if count == self.size.slots else f" for {count} of {self.size.slots} slots"
-        with waiting(f"compiling {title}"):
+        with waiting(f"compiling {self._title(program)}"):
+            self.compiler.claim(program)
             yield
-        self._compiled.add(program)
+        self._called.add(program)
+
+    def _title(self, program: Program) -> str:
+        kind, count, size = program
+        if kind == PREFILL:
+            return f"the forward of {size} rows of {'a prompt' if count == 1 else f'{count} prompts'}"
+        title = "the plain step" if size == 1 else f"the round of {size} nodes"
+        title = f"the parts of {title}" if kind.startswith("masked") else title
+        return title + ("" if count == self.size.slots else f" for {count} of {self.size.slots} slots")

@@ -7,9 +7,11 @@ from dataclasses import replace
 from jetspec_jax.cache.pages import PAGE_SIZE
 from jetspec_jax.engine.budget_policy import BudgetPolicy, Dispatch, LiveSlot
 from jetspec_jax.engine.chunks import cut_prompts
+from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.logprobs import by_round
 from jetspec_jax.engine.page_allocator import PageAllocator
 from jetspec_jax.engine.pages import PagePool
+from jetspec_jax.engine.programs import Kind
 from jetspec_jax.engine.records import Admission, Batch, Chunk, DispatchRecord, Growth, SlotCopy
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.size import EngineSize
@@ -32,15 +34,19 @@ class Scheduler:
     for its rounds: see `PageAllocator`.
     """
 
-    def __init__(self, size: EngineSize, policy: BudgetPolicy, round_tokens: int):
+    def __init__(
+        self, size: EngineSize, policy: BudgetPolicy, round_tokens: int, compiler: Compiler | None = None
+    ):
         """All slots and pages are free.
 
         Args:
             size: The engine's size.
             policy: Chooses each dispatch.
             round_tokens: Most tokens that a round commits to a slot.
+            compiler: Replaces shapes that it has yet to compile; None if there are none.
         """
         self.size, self.policy = size, policy
+        self._compiler = Compiler(lambda program: None) if compiler is None else compiler
         self._round_tokens = round_tokens
         self._allocator = PageAllocator(size, round_tokens)
         self._requests: list[Request] = []
@@ -116,7 +122,7 @@ class Scheduler:
         admitted, chunks, copies = self._admit_and_prefill(running, now)
         decoding = [request for request in running if not request.to_prefill]
         waiting = len(self._requests) - len(decoding)
-        choice = self._choose(decoding, waiting, most_rounds)
+        choice, live = self._choose(decoding, waiting, most_rounds)
         before, self._occupied = self._occupied, {request.slot for request in running}
         self._running, self._decoding = running, decoding
         table, changed = self._allocator.table, self._allocator.changed() - admitted.keys()
@@ -125,7 +131,7 @@ class Scheduler:
             tuple(self._admission(request, length) for request, length in admitted.items()),
             tuple(Growth(request.slot, table(request)) for request in running if request in changed),
             tuple(chunks),
-            self._live(decoding),
+            self._live(decoding, live),
             choice.bucket,
             choice.rounds,
             any(request.params.adjusts for request in decoding),
@@ -234,7 +240,8 @@ class Scheduler:
             slot: [PAGE_SIZE * end - request.committed for end in request.cuts]
             for slot, request in prefilling.items()
         }
-        chunks = cut_prompts(remaining, self.size.chunks, self.size.slots, most, cuts)
+        shapes = self._compiler.chunks(self.size.chunks)
+        chunks = cut_prompts(remaining, shapes, self.size.slots, most, cuts)
         copies = []
         for number, chunk in enumerate(chunks, 1):
             for slot, count in zip(chunk.slots.tolist(), chunk.counts.tolist(), strict=True):
@@ -247,30 +254,38 @@ class Scheduler:
                     copies.append(SlotCopy(number, slot, place, restores=False))
         return chunks, copies
 
-    def _choose(self, decoding: Sequence[Request], waiting: int, most_rounds: int | None) -> Dispatch:
-        """The policy's choice, with pages for all its rounds as far as possible.
+    def _choose(
+        self, decoding: Sequence[Request], waiting: int, most_rounds: int | None
+    ) -> tuple[Dispatch, int]:
+        """The policy's choice in a shape that is compiled, with pages for all rounds as far as possible.
 
         A slot that reaches the end of its pages pauses for the rest of the dispatch.
+
+        Returns:
+            The dispatch, and the number of its live slots.
         """
         if not decoding:
-            return Dispatch(1, 0)
+            return Dispatch(1, 0), 0
         bucket, rounds = self.policy.choose([_live_slot(request) for request in decoding], waiting)
+        live = self.size.live_for(len(decoding))
+        if self._compiler.left:
+            kind = Kind(*map(any, zip(*(Kind.of(request.params) for request in decoding), strict=True)))
+            live, bucket = self._compiler.shape(str(kind), live, bucket)
         rounds = rounds if most_rounds is None else min(rounds, most_rounds)
         if any(request.matcher is not None for request in decoding):
             rounds = min(rounds, MASKED_ROUNDS)
         tokens = rounds * (1 if bucket == 1 else self._round_tokens)
         for request in decoding:
             self._allocator.grow(request, tokens)
-        return Dispatch(bucket, rounds)
+        return Dispatch(bucket, rounds), live
 
-    def _live(self, decoding: Sequence[Request]) -> tuple[int, ...]:
-        """The decoding slots, padded with idle slots to a number that has a program."""
+    def _live(self, decoding: Sequence[Request], live: int) -> tuple[int, ...]:
+        """The decoding slots, padded with idle slots to ``live`` slots."""
         if not decoding:
             return ()
         slots = {request.slot for request in decoding}
         idle = [slot for slot in range(self.size.slots) if slot not in slots]
-        padding = self.size.live_for(len(slots)) - len(slots)
-        return tuple(sorted([*slots, *idle[:padding]]))
+        return tuple(sorted([*slots, *idle[: live - len(slots)]]))
 
     def _admission(self, request: Request, length: int) -> Admission:
         return Admission(

@@ -10,6 +10,7 @@ from jetspec_jax.engine.round_costs import (
     RoundCosts,
     complete_costs,
     measure_round_costs,
+    measured_at_once,
     timed_contexts,
     timed_pairs,
 )
@@ -52,19 +53,19 @@ def assert_right(costs, machine, pairs):
 
 def test_tells_rounds_from_dispatches():
     machine = Machine()
-    assert_right(measure_round_costs(machine, ONE, CONTEXTS, ROUNDS), machine, ONE)
+    assert_right(measured_at_once(measure_round_costs(machine, ONE, CONTEXTS, ROUNDS)), machine, ONE)
 
 
 def test_compiles_everything_before_it_times_anything():
     """A first call takes long, and so do a few later ones: medians do not care."""
     machine = Machine(lambda call: 100.0 if call <= 3 or call % 23 == 0 else 0.0)
-    assert_right(measure_round_costs(machine, ONE, CONTEXTS, ROUNDS), machine, ONE)
+    assert_right(measured_at_once(measure_round_costs(machine, ONE, CONTEXTS, ROUNDS)), machine, ONE)
     assert [pair for pair, _, _ in machine.calls[:3]] == ONE
 
 
 def test_interleaves_shapes_and_keeps_long_rounds_few():
     machine, ends = Machine(), [(1, 1), (1, 32)]
-    measure_round_costs(machine, ends, CONTEXTS, ROUNDS)
+    measured_at_once(measure_round_costs(machine, ends, CONTEXTS, ROUNDS))
     repeats = [machine.calls[-8 * (k + 1) : len(machine.calls) - 8 * k] for k in range(REPEATS)]
     assert all(own == repeats[0] for own in repeats)
     assert {(pair, context) for pair, context, _ in repeats[0]} == {(p, c) for p in ends for c in CONTEXTS}
@@ -74,7 +75,7 @@ def test_interleaves_shapes_and_keeps_long_rounds_few():
 
 def test_the_longer_rounds_are_the_less_often_they_are_timed():
     machine = Machine(lambda call: 10.0)
-    measure_round_costs(machine, ONE, CONTEXTS, ROUNDS)
+    measured_at_once(measure_round_costs(machine, ONE, CONTEXTS, ROUNDS))
     timed = len(machine.calls) - 2 * len(ONE)
     assert timed == LEAST_REPEATS * 2 * 2 * len(ONE)
 
@@ -95,7 +96,7 @@ class TestManyShapes:
 
     def test_all_are_right_where_slots_and_rows_cost_alike(self):
         machine = Machine()
-        costs = measure_round_costs(machine, MANY, CONTEXTS, ROUNDS)
+        costs = measured_at_once(measure_round_costs(machine, MANY, CONTEXTS, ROUNDS))
         assert [pair for pair, _, _ in machine.calls[: len(MANY)]] == MANY
         assert {pair for pair, _, _ in machine.calls[len(MANY) :]} == set(timed_pairs(MANY))
         assert_right(costs, machine, MANY)
@@ -125,7 +126,7 @@ class TestManyShapes:
         rng = np.random.default_rng(0)
         for pairs in (ONE, MANY):
             machine = Machine(lambda _: rng.normal(0, 0.1))
-            costs = measure_round_costs(machine, pairs, CONTEXTS, ROUNDS)
+            costs = measured_at_once(measure_round_costs(machine, pairs, CONTEXTS, ROUNDS))
             assert min(min(own) for own in costs.seconds.values()) > 0
             assert min(costs.dispatches.values()) >= 0
 
