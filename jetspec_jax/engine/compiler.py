@@ -161,8 +161,8 @@ class Compiler:
 
         Returns:
             Live slots and nodes. Of the compiled shapes the one with the fewest rows that has as many of
-            both; if there is none, the one with the largest trees. If no round of this kind is compiled, the
-            shape that can replace most others.
+            both; if there is none, the one with the largest trees. If no round of this kind is compiled, one
+            of all slots, plain or with the largest trees, which then replaces most others.
         """
         if not self.left:
             return live, bucket
@@ -178,7 +178,7 @@ class Compiler:
             return min(there, key=lambda shape: (-shape[1], shape[0]))
         slots = max(queued)[0]
         trees = [nodes for count, nodes in queued if count == slots]
-        return slots, min((nodes for nodes in trees if nodes >= bucket), default=max(trees))
+        return slots, min(trees) if bucket == 1 else max(trees)
 
     def chunks(self, shapes: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
         """The shapes of prefill forwards to choose from: those that are compiled; all if none is."""

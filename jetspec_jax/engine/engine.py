@@ -205,8 +205,7 @@ class Engine:
     @property
     def measures(self) -> bool:
         """Whether all programs are there, and round times are to be measured."""
-        ready = not (self.broken or self.compiler.left or self.compiler.stopped)
-        return ready and self._measurement is not None
+        return self._measurement is not None and not (self.compiler.left or self.compiler.stopped)
 
     def measure(self) -> None:
         """Times one more dispatch; no request may have a slot. After the last one the policy gets the times.
@@ -224,12 +223,13 @@ class Engine:
                 self._measurement = None
                 self.scheduler.policy.use(end.value)
             except BaseException:
-                self.broken = True
+                self.broken, self._measurement = True, None
                 raise
 
     def close(self) -> None:
         """Deletes the stores, even if other references to the engine exist; its requests fail."""
         self.broken = True
+        self._measurement = None
         self.compiler.stop()
         for request in self.scheduler.requests:
             request.fail(RuntimeError(LOST))
