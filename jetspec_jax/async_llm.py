@@ -393,8 +393,8 @@ class AsyncLLM:
 
     @property
     def warm(self) -> bool:
-        """Whether there are engines, and nothing is left to compile in the background."""
-        return all(group.loop.engine is not None for group in self._groups) and not self.stats().programs_left
+        """Whether there are engines, which neither compile nor measure round times in the background."""
+        return all(group.loop.engine is not None and not group.loop.warms_up for group in self._groups)
 
     @property
     def seconds_left(self) -> float | None:

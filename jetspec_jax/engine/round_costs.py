@@ -155,6 +155,32 @@ def complete_costs(
     )
 
 
+def complete_by_rows(first: RoundCosts, pairs: Iterable[Pair]) -> RoundCosts:
+    """Costs of all shapes, from those of plain rounds and of the largest trees, both with all slots live.
+
+    The model: plain rounds cost the same with fewer slots, as they mostly read the weights. Trees cost as
+    much, and more in proportion to their rows beyond those of the plain round.
+    """
+    (slots, _), most = min(first.seconds), max(first.seconds)
+    plain, tree = (slots, 1), (slots, most[1])
+
+    def between(values: Mapping[Pair, float], pair: Pair) -> float:
+        live, bucket = pair
+        if bucket == 1 or tree == plain:
+            return values[plain]
+        share = max(live * bucket - slots, 0) / (slots * tree[1] - slots)
+        return max(values[plain] + share * (values[tree] - values[plain]), values[plain])
+
+    every = sorted(set(pairs))
+    low, high = ({pair: both[at] for pair, both in first.seconds.items()} for at in (0, 1))
+    return RoundCosts(
+        first.contexts,
+        {pair: first.seconds.get(pair, (between(low, pair), between(high, pair))) for pair in every},
+        {pair: between(first.dispatches, pair) for pair in every},
+        frozenset(every) - frozenset(first.seconds),
+    )
+
+
 def _guess(known: Mapping[Pair, float], pair: Pair) -> float:
     live, bucket = pair
     alike = {other: cost for other, cost in known.items() if (other[1] == 1) == (bucket == 1)}

@@ -41,7 +41,7 @@ from jetspec_jax.engine.round_costs import (
     Measurement,
     Pair,
     RoundCosts,
-    complete_costs,
+    complete_by_rows,
     measure_round_costs,
     measured_at_once,
     timed_contexts,
@@ -272,8 +272,8 @@ class Runner:
         costs, later = known_costs(self._cost_key), None
         if costs is None:
             # Nothing is compiled meanwhile: on a CPU that would double the times.
-            costs, later = measured_at_once(self.measurement(first)), self.measurement(shapes)
-            costs = complete_costs(costs.contexts, costs.seconds, costs.dispatches, shapes)
+            costs = complete_by_rows(measured_at_once(self.measurement(first)), shapes)
+            later = self.measurement(shapes)
         self.compiler.add(self.programs([Kind()]))
         return costs, later
 

@@ -8,6 +8,7 @@ from jetspec_jax.engine.round_costs import (
     MOST_TIMED,
     REPEATS,
     RoundCosts,
+    complete_by_rows,
     complete_costs,
     measure_round_costs,
     measured_at_once,
@@ -129,6 +130,21 @@ class TestManyShapes:
             costs = measured_at_once(measure_round_costs(machine, pairs, CONTEXTS, ROUNDS))
             assert min(min(own) for own in costs.seconds.values()) > 0
             assert min(costs.dispatches.values()) >= 0
+
+
+def test_rows_tell_what_other_shapes_cost():
+    """Of Qwen3-8B, in milliseconds, as measured on an H100, and on an H200 with 32 nodes."""
+    ms = {(32, 1): 8.3, (32, 32): 32.7}
+    seconds = {pair: (1e-3 * each, 1e-3 * each) for pair, each in ms.items()}
+    first = RoundCosts((64, 256), seconds, dict.fromkeys(ms, 0.0))
+    costs = complete_by_rows(first, [(1, 1), (1, 2), (1, 128), (8, 16), *ms])
+    known = {(1, 128): 8.85, (8, 16): 9.92, **ms}
+    for pair, each in known.items():
+        np.testing.assert_allclose(costs.seconds[pair], 1e-3 * each, rtol=0.25)
+    assert costs.seconds[1, 1] == costs.seconds[1, 2] == costs.seconds[32, 1]
+    assert costs.guessed == {(1, 1), (1, 2), (1, 128), (8, 16)}
+    plain = RoundCosts((64, 256), {(32, 1): (1.0, 2.0)}, {(32, 1): 0.5})
+    assert complete_by_rows(plain, [(1, 1), (32, 1)]).at((1, 1), 64, 1) == 1.5
 
 
 def test_a_short_dispatch_pays_more_of_it_each_round():
