@@ -437,7 +437,8 @@ class AsyncLLM:
             request.fail(RuntimeError("this AsyncLLM was closed"))
         calls, self._server_calls = self._server_calls, []
         for loop in [call.loop for call in calls]:
-            loop.stop_compiling()
+            if (engine := loop.engine) is not None:
+                engine.stop_background()
             loop.settle()
             if self._plan.has_workers and loop.has_workers:
                 loop.has_workers = False

@@ -22,6 +22,7 @@ MOST_THREADS = 8
 _AT_ONCE = threading.BoundedSemaphore(MOST_THREADS)
 # Compilers that have had threads. A fork has none of them.
 _RUNNING: "weakref.WeakSet[Compiler]" = weakref.WeakSet()
+_PROGRAM_ENDED = threading.Event()
 _log = logging.getLogger("jetspec_jax")
 
 
@@ -30,6 +31,7 @@ def end_all() -> None:
 
     The interpreter must not end before: a thread in compiled code at exit aborts the process.
     """
+    _PROGRAM_ENDED.set()
     for compiler in tuple(_RUNNING):
         compiler.stop()
     for compiler in tuple(_RUNNING):
@@ -62,7 +64,7 @@ class Compiler:
             threads: Most threads. None is `default_threads`; with 0, `wait` compiles, in order.
         """
         self._compile, self._most = compile, default_threads() if threads is None else threads
-        #: Called by a thread that ends when no program is left, unless the compiler was stopped.
+        #: Called by a thread that ends when no program is left.
         self.on_end: Callable[[], None] = lambda: None
         # Protects the attributes below.
         self._changed = threading.Condition(threading.RLock())
@@ -71,8 +73,6 @@ class Compiler:
         self._compiled: set[Program] = set()
         self._errors: dict[Program, Exception] = {}
         self._threads: set[threading.Thread] = set()
-        #: Whether it was stopped.
-        self.stopped = False
         # Seconds with programs left, and programs compiled in them.
         self._since, self._seconds, self._count = 0.0, 0.0, 0
 
@@ -90,10 +90,10 @@ class Compiler:
             return (time.monotonic() - self._since) / self._count * self.left if self._count else None
 
     def add(self, programs: Iterable[Program]) -> None:
-        """Queues programs, unless they were added before."""
+        """Queues programs, unless they are compiled already, or the interpreter ends."""
         with self._changed:
             known = {*self._queue, *self._running, *self._compiled, *self._errors}
-            new = [] if self.stopped else [program for program in programs if program not in known]
+            new = [program for program in programs if program not in known and not _PROGRAM_ENDED.is_set()]
             if not self.left:
                 self._since, self._count = time.monotonic(), 0
             self._queue += new
@@ -111,6 +111,7 @@ class Compiler:
             programs: The programs; None is all that were added.
 
         Raises:
+            RuntimeError: The compiler was stopped before.
             Exception: The error of one of them.
         """
         with self._changed:
@@ -129,6 +130,8 @@ class Compiler:
         for program in mine:
             if program in self._errors:
                 raise self._errors[program]
+            if program not in self._compiled:
+                raise RuntimeError("the engine was closed before its programs were compiled")
 
     def claim(self, program: Program) -> None:
         """Leaves a program to the caller, who calls it next; waits for it if a thread compiles it now."""
@@ -140,9 +143,8 @@ class Compiler:
             self._compiled.add(program)
 
     def stop(self) -> None:
-        """Ends the threads after the programs that they are compiling; the other programs are dropped."""
+        """Drops all programs but those that are being compiled, after which the threads end."""
         with self._changed:
-            self.stopped = True
             self._queue.clear()
             self._changed.notify_all()
 
@@ -198,7 +200,7 @@ class Compiler:
         while going_on:
             with _AT_ONCE:
                 going_on = self._next()
-        if not (self.left or self.stopped):
+        if not self.left:
             self.on_end()
 
     def _next(self) -> bool:

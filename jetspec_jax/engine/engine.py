@@ -205,7 +205,7 @@ class Engine:
     @property
     def measures(self) -> bool:
         """Whether all programs are there, and round times are to be measured."""
-        return self._measurement is not None and not (self.compiler.left or self.compiler.stopped)
+        return self._measurement is not None and not self.compiler.left
 
     def measure(self) -> None:
         """Times one more dispatch; no request may have a slot. After the last one the policy gets the times.
@@ -213,12 +213,12 @@ class Engine:
         Requests may run between two calls. Only pages without content are overwritten, or one cached page if
         there is no other.
         """
-        if self._measurement is None:
+        if (measurement := self._measurement) is None:
             return
         self.scheduler.drop_closed()
         with self.scheduler.pool.lent() as self.runner.scratch:
             try:
-                next(self._measurement)
+                next(measurement)
             except StopIteration as end:
                 self._measurement = None
                 self.scheduler.policy.use(end.value)
@@ -226,11 +226,15 @@ class Engine:
                 self.broken, self._measurement = True, None
                 raise
 
+    def stop_background(self) -> None:
+        """Ends what it does in the background: programs are compiled when they are needed."""
+        self._measurement = None
+        self.compiler.stop()
+
     def close(self) -> None:
         """Deletes the stores, even if other references to the engine exist; its requests fail."""
         self.broken = True
-        self._measurement = None
-        self.compiler.stop()
+        self.stop_background()
         for request in self.scheduler.requests:
             request.fail(RuntimeError(LOST))
         self.runner.free()

@@ -280,11 +280,6 @@ class EngineLoop:
         """Frees the engine, unless it has requests."""
         self.run(self._drop_idle)
 
-    def stop_compiling(self) -> None:
-        """Ends what the engine does in the background: programs are compiled when they are needed."""
-        if (engine := self.engine) is not None:
-            engine.compiler.stop()
-
     @property
     def warms_up(self) -> bool:
         """Whether programs are still compiled or round times measured in the background."""
