@@ -5,12 +5,14 @@ JAX keeps what it compiles so, and a later call with arrays of these shapes and 
 
 import atexit
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.prefill import prefill
 from jetspec_jax.decode.scoring import lower_scoring
 from jetspec_jax.decode.state import DecodeState, DecodeWeights
@@ -18,7 +20,6 @@ from jetspec_jax.decode.three_programs import compile_all
 from jetspec_jax.device.mesh import abstract
 from jetspec_jax.device.thread_config import configured, thread_config
 from jetspec_jax.engine.compiler import end_all
-from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.programs import KINDS, PREFILL, SCORES, Program
 from jetspec_jax.engine.round_kinds import decoder_for
 
@@ -35,22 +36,28 @@ class Lowering:
     It has no arrays, so that a thread that compiles keeps no stores and no weights alive.
     """
 
-    def __init__(self, plan: EnginePlan, weights: DecodeWeights, state: DecodeState):
+    def __init__(
+        self,
+        decoders: Mapping[int, TreeDecoder],
+        weights: DecodeWeights,
+        state: DecodeState,
+        dtype: jnp.dtype,
+    ):
         """Keeps shapes, and JAX's settings of this thread.
 
         Args:
-            plan: The engine plan.
+            decoders: The decoders by bucket.
             weights: The parameters.
             state: The state of all slots.
+            dtype: Type of the stores.
         """
-        self._decoders = {decoder.bucket: decoder for decoder in plan.decoders}
-        self._models, self._dtype = plan.decoder.models, plan.dtype
-        self._weights: DecodeWeights = jax.tree.map(abstract, weights)
-        self._config = thread_config()
-        self.update(state)
+        self._dtype, self._config = dtype, thread_config()
+        self.update(decoders, weights, state)
 
-    def update(self, state: DecodeState) -> None:
-        """Keeps the shapes of a state with other arrays."""
+    def update(self, decoders: Mapping[int, TreeDecoder], weights: DecodeWeights, state: DecodeState) -> None:
+        """Replaces decoders and shapes, for programs that are compiled from now on."""
+        self._decoders, self._models = dict(decoders), next(iter(decoders.values())).models
+        self._weights: DecodeWeights = jax.tree.map(abstract, weights)
         self._state: DecodeState = jax.tree.map(abstract, state)
 
     def compile(self, program: Program) -> None:

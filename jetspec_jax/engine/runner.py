@@ -101,7 +101,7 @@ class Runner:
         self.in_flight: Flight | None = None
         # Programs that have been called.
         self._called: set[Program] = set()
-        self._lowering = Lowering(plan, weights, self.state)
+        self._lowering = Lowering(self.decoders, weights, self.state, plan.dtype)
         # Processes that share devices compile alike, so all programs in one order.
         self.compiler = Compiler(self._lowering.compile, 0 if spans(plan.decoder.mesh) else None)
         weakref.finalize(self, self.compiler.stop).atexit = False
@@ -170,7 +170,7 @@ class Runner:
         """
         adjust = self.decoder.adjustments(self.size.slots, bad_words, self.state.adjust)
         self.state = replace(self.state, adjust=adjust)
-        self._lowering.update(self.state)
+        self._lowering.update(self.decoders, self.weights, self.state)
 
     def _grow(self, growths: Sequence[Growth]) -> None:
         """Sets all new block tables in one call, which costs the host less than one call each."""
