@@ -26,13 +26,14 @@ from jetspec_jax.device.processes import is_first
 from jetspec_jax.device.thread_config import thread_config
 from jetspec_jax.engine.admission import CheckedRequest, check_models, check_request
 from jetspec_jax.engine.broadcast import send
+from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion, Output, Round
 from jetspec_jax.engine.persistent import plan_persistent
+from jetspec_jax.engine.programs import Kind
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt
 from jetspec_jax.engine.request import EngineFailed, Request
-from jetspec_jax.engine.round_kinds import Kind
-from jetspec_jax.engine.serving import Group, groups_of, least_busy
+from jetspec_jax.engine.serving import BAR, Group, groups_of, least_busy
 from jetspec_jax.engine.size import MAX_SLOTS
 from jetspec_jax.engine.stats import EngineStats, Tally
 from jetspec_jax.engine.worker import run_worker
@@ -172,6 +173,11 @@ class AsyncLLM:
     def slots(self) -> int:
         """Requests that decode at the same time, per copy of the models."""
         return self._slots
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether several processes share the models."""
+        return self._plan.has_workers
 
     @property
     def errored(self) -> bool:
@@ -332,7 +338,9 @@ class AsyncLLM:
         """As `LLM.get_tokenizer`."""
         return self.llm.get_tokenizer()
 
-    async def warm_up(self, sampling_params: SamplingParams | None = None) -> None:
+    async def warm_up(
+        self, sampling_params: SamplingParams | None = None, *, background: bool = False
+    ) -> None:
         """Makes the engine and compiles all programs, with progress on a terminal.
 
         Afterwards nothing compiles, except for requests with features that ``sampling_params`` does not use,
@@ -341,12 +349,23 @@ class AsyncLLM:
         Args:
             sampling_params: Parameters like those of later requests, if they use masks, biases, penalties,
                 log-probabilities or structured outputs: the programs of all combinations are compiled too.
+            background: Whether to return as soon as any request can be served, in a larger shape than it
+                needs. The other programs are then compiled in the background; a later call without this waits
+                for them. Several processes that share the models compile everything first.
+
+        Raises:
+            DeviceMemoryError: The device cannot hold the engine.
+            Exception: An error of the engine or of the compiler.
         """
         self._check_first()
         params = sampling_params or SamplingParams()
         short, scores = kinds_to_compile(sampling_params), params.prompt_logprobs is not None
         for group in self._groups:
             await asyncio.to_thread(self._compile, group, Kind.of(params).parts, scores, thread_config())
+        if background:
+            short = short[:1]
+        else:
+            await self._compiled()
         # Short requests compile the other programs and allocate the arrays.
         prompt = [0] * min(2, self._capacity - 1)
         for params in short:
@@ -366,7 +385,23 @@ class AsyncLLM:
             for request in requests:
                 if request.error is not None:
                     raise request.error
+        # Round times are measured while nobody decodes.
+        while not background and any(
+            group.loop.warms_up and not group.loop.open_requests for group in self._groups
+        ):
+            await asyncio.sleep(0.01)
         self._compilations.restart()
+
+    @property
+    def warm(self) -> bool:
+        """Whether there are engines, which neither compile nor measure round times in the background."""
+        return all(group.loop.engine is not None and not group.loop.warms_up for group in self._groups)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Estimated seconds until all programs are compiled; None if no estimate is possible yet."""
+        seconds = [compiler.seconds_left for compiler in self._compilers]
+        return None if None in seconds else max(filter(None, seconds), default=0.0)
 
     def stats(self) -> EngineStats:
         """Statistics of all copies together; from any thread, without waiting."""
@@ -403,18 +438,42 @@ class AsyncLLM:
             request.fail(RuntimeError("this AsyncLLM was closed"))
         calls, self._server_calls = self._server_calls, []
         for loop in [call.loop for call in calls]:
+            if (engine := loop.engine) is not None:
+                engine.stop_background()
             loop.settle()
             if self._plan.has_workers and loop.has_workers:
                 loop.has_workers = False
                 send("end", None)
 
     def _compile(self, group: Group, kinds: Sequence[Kind], scores: bool, config: tuple[Any, ...]) -> None:
-        """Makes the engine and compiles its programs, with JAX's settings of the caller's thread; blocks."""
+        """Makes the engine and begins to compile, with JAX's settings of the caller's thread; blocks."""
         self._check_open()
         loop, plan = group.loop, self._plan.on(group.target.mesh)
-        loop.run(
-            lambda: loop.engine and loop.engine.compile(kinds, scores=scores), plan, group.weights, config
-        )
+
+        def begin() -> None:
+            if loop.engine is not None:
+                loop.engine.compile(kinds, scores=scores, wait=False)
+
+        loop.run(begin, plan, group.weights, config)
+
+    async def _compiled(self) -> None:
+        """Waits until nothing is left to compile, with a bar for all copies.
+
+        Raises:
+            Exception: An error of the compiler.
+        """
+        compilers = self._compilers
+        with BAR(total=sum(each.left for each in compilers), desc="compiling", unit=" programs") as bar:
+            while left := sum(each.left for each in compilers):
+                bar.update(bar.total - left - bar.n)
+                await asyncio.sleep(0.01)
+        for compiler in compilers:
+            compiler.wait()
+
+    @property
+    def _compilers(self) -> list[Compiler]:
+        engines = [group.loop.engine for group in self._groups]
+        return [engine.compiler for engine in engines if engine is not None]
 
     def _check_open(self) -> None:
         # An error of the engine ends the workers; without them no request can be served.

@@ -9,6 +9,7 @@ from tests.processes import FIRST, PROGRAMS  # first, since it comes before JAX
 # isort: on
 import os
 import shutil
+import sys
 
 import hypothesis
 import jax
@@ -33,6 +34,8 @@ MOST_PROGRAMS = 400
 
 def pytest_unconfigure():
     """Removes what was compiled, at the end of the first process."""
+    if (compiler := sys.modules.get("jetspec_jax.engine.compiler")) is not None:
+        compiler.end_all()  # it writes there
     if FIRST:
         shutil.rmtree(os.environ[PROGRAMS], ignore_errors=True)
 

@@ -21,6 +21,7 @@ from bench.load.published import DEPTH, Acceptance, expected
 from jetspec_jax import AsyncLLM, DecodeWeights
 from jetspec_jax.demo import DEMO
 from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget
+from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.persistent import plan_persistent
@@ -108,7 +109,9 @@ class ReplayedEngine(Engine):
         """
         self.plan, self.weights = plan, weights
         self.broken, self.record, self.pipeline = False, None, LOOP
-        self.runner = cast(Runner, SimpleNamespace(in_flight=deque()))
+        compiler = Compiler(lambda program: None)
+        self.runner = cast(Runner, SimpleNamespace(in_flight=deque(), compiler=compiler))
+        self._measurement = None
         many = plan.for_many()
         buckets = tuple(decoder.bucket for decoder in many.decoders)
         size = replace(many.size, chunks=chunks_for(many.size.slots, gpu=True))
@@ -127,10 +130,10 @@ class ReplayedEngine(Engine):
         self.scheduler.add(request)
         return request
 
-    def prepare(self, count: int) -> None:
+    def prepare(self, requests: Sequence[Request]) -> None:
         """Does nothing: there are no programs."""
 
-    def compile(self, kinds: Sequence[Any], *, scores: bool = False) -> None:
+    def compile(self, kinds: Sequence[Any], *, scores: bool = False, wait: bool = True) -> None:
         """Does nothing: there are no programs."""
 
     def close(self) -> None:

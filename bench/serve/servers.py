@@ -7,9 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import httpx
 
 from bench.common.methods import AUTO, CHAIN
 from bench.serve.replaying import MARK
@@ -58,7 +61,7 @@ class Server:
     """A server process, which runs until `close`."""
 
     def __init__(self, options: Sequence[str], *, replays: bool, seconds: float = 900.0):
-        """Starts the process, and waits until it listens.
+        """Starts the process, and waits until it listens and has compiled everything.
 
         Args:
             options: Options of ``jetspec-jax serve``, and of the replay.
@@ -66,7 +69,7 @@ class Server:
             seconds: The longest time to wait.
 
         Raises:
-            RuntimeError: The process has ended, or does not listen in time.
+            RuntimeError: The process has ended, or is not ready in time.
         """
         module = ["bench.serve.replaying"] if replays else ["jetspec_jax", "serve"]
         words = [sys.executable, "-m", *module, "--port", "0", *options]
@@ -85,6 +88,12 @@ class Server:
             self.close()
             raise RuntimeError(f"the server does not listen: {' '.join(self._last)[-1000:]}")
         self.url = url
+        end = time.monotonic() + seconds
+        while not (replays or httpx.get(f"{url}/health", timeout=60).json()["warm"]):
+            if time.monotonic() > end:
+                self.close()
+                raise RuntimeError("the server still compiles, or measures its rounds")
+            time.sleep(0.5)
 
     def spent(self) -> Spent | None:
         """Processor seconds so far; None if the engine computes, whose work cannot be separated."""

@@ -204,6 +204,11 @@ class TreeDecoder(Round):
         state, records = program(self, weights, replace(state, adjust=None), rounds, *selection)
         return replace(state, adjust=kept), records
 
+    def lower(self, weights: DecodeWeights, state: DecodeState, *live: Any) -> jax.stages.Lowered:
+        """The program of `decode`, lowered for arguments of which only shapes and placements matter."""
+        state = state if self.adjusts else replace(state, adjust=None)
+        return self.program.lower(self, weights, state, jax.ShapeDtypeStruct((), jnp.int32), *live)
+
     @property
     def program(self) -> Any:
         """The jitted function of `decode`, with the decoder as its first argument; for ahead-of-time use."""

@@ -19,7 +19,7 @@ from jetspec_jax.cache.stores import after_forward, chain_path, commit
 from jetspec_jax.decode.logprobs import Logprobs, logprobs_of
 from jetspec_jax.decode.models import Models
 from jetspec_jax.decode.state import DecodeState, DecodeWeights
-from jetspec_jax.device.mesh import on_all_devices
+from jetspec_jax.device.mesh import abstract, on_all_devices
 from jetspec_jax.models import Weights, bind
 
 #: Tokens of a chunk, all of which get logits.
@@ -65,13 +65,19 @@ def score_prompt(
     return found
 
 
-def compile_scoring(models: Models, weights: Weights, length: int, dtype: jnp.dtype) -> None:
-    """Compiles the programs of `score_prompt` for prompts of up to ``length`` tokens, with empty chunks."""
-    nothing, pages = np.zeros((2, SCORED_CHUNK), np.int32), 1
-    while pages <= scored_pages(length):
-        state = empty_scoring_state(models, pages * PAGE_SIZE, dtype)
-        score_chunk(models, DecodeWeights(weights), state, *nothing, np.int32(0))
-        pages *= 2
+def lower_scoring(models: Models, weights: Weights, pages: int, dtype: jnp.dtype) -> jax.stages.Lowered:
+    """The program of `score_prompt` for prompts of ``pages`` pages, lowered.
+
+    Args:
+        models: The target without a proposer.
+        weights: The target's weights, or their shapes.
+        pages: A number that `scored_pages` returns.
+        dtype: Type of the stores.
+    """
+    state = jax.tree.map(abstract, empty_scoring_state(models, pages * PAGE_SIZE, dtype))
+    tokens = jax.ShapeDtypeStruct((SCORED_CHUNK,), jnp.int32)
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    return score_chunk.lower(models, DecodeWeights(weights), state, tokens, tokens, count)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

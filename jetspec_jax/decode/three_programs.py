@@ -8,9 +8,11 @@
 Shapes: L live slots, N nodes, V vocabulary.
 """
 
+import contextlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, ArrayLike, Bool, Int, UInt32
 
@@ -67,6 +69,44 @@ def settle(
     """
     program = jit_rounds(_settle, decoder.bucket)
     return program(decoder, weights, state, tree, verified, allowed, *live)
+
+
+def compile_all(
+    decoder: TreeDecoder,
+    weights: DecodeWeights,
+    state: DecodeState,
+    *live: Any,
+    tracing: contextlib.AbstractContextManager[Any],
+) -> None:
+    """Compiles the three programs for arguments of which only shapes and placements matter.
+
+    Args:
+        decoder: The decoder.
+        weights: The parameters.
+        state: The state.
+        *live: As for `propose`.
+        tracing: Entered to trace and lower each program.
+    """
+    slots = (live[0] if live else state.active).shape[0]
+    words = -(-decoder.target.vocab_size // 32)
+    allowed = jax.ShapeDtypeStruct((slots, decoder.bucket, words), jnp.uint32)
+
+    def results(function: Any, donated: int | tuple[int, ...], *arguments: Any) -> Any:
+        with tracing:
+            lowered = jit_rounds(function, decoder.bucket, donate_argnums=donated).lower(
+                decoder, weights, state, *arguments, *live
+            )
+        placements = lowered.compile().output_shardings
+
+        def result(leaf: Any, placement: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=None if decoder.mesh is None else placement
+            )
+
+        return jax.tree.map(result, lowered.out_info, placements)
+
+    tree = results(_propose, ())
+    results(_settle, 2, tree, results(_verify, (), tree), allowed)
 
 
 def _picked(state: DecodeState, live: tuple[Array, ...]) -> DecodeState:

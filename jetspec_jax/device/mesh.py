@@ -85,6 +85,12 @@ def on_all_devices(mesh: Mesh | None, array: np.ndarray) -> jax.Array:
     return jax.make_array_from_callback(array.shape, NamedSharding(mesh, WHOLE), lambda part: array[part])
 
 
+def abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
+    """An array's shape, type and placement, for which programs are compiled as for the array."""
+    sharding = array.sharding if array.committed else None
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding, weak_type=array.weak_type)
+
+
 def shardings(mesh: Mesh, specs: Any) -> Any:
     """The shardings of a pytree of specs."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)

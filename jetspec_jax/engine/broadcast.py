@@ -8,8 +8,8 @@ import numpy as np
 
 from jetspec_jax.device.processes import agreed
 from jetspec_jax.engine.extras import Extras
+from jetspec_jax.engine.programs import Kind
 from jetspec_jax.engine.records import Adjusting, Admission, Batch, Chunk, Growth, SlotCopy
-from jetspec_jax.engine.round_kinds import Kind
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.structured import StructuredOutputsParams
 

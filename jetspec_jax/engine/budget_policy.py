@@ -11,13 +11,13 @@ them the number of rounds suits a single call.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from jetspec_jax.engine.acceptance import AcceptanceEstimate
 from jetspec_jax.engine.pace import Pace, Slices, mean_context
 from jetspec_jax.engine.records import DispatchRecord
-from jetspec_jax.engine.round_costs import RoundCosts
+from jetspec_jax.engine.round_costs import Pair, RoundCosts
 
 #: Rounds of a dispatch: at most, by default, and where a slot may end while requests wait.
 MAX_ROUNDS, USUAL_ROUNDS, ROUNDS_TO_AN_END = 256, 64, 16
@@ -72,7 +72,7 @@ class BudgetPolicy(Protocol):
         ...
 
     def use(self, costs: RoundCosts) -> None:
-        """Uses other round times from now on."""
+        """Uses other round times from now on: those of the start are guessed for most shapes."""
         ...
 
 
@@ -175,6 +175,7 @@ class AutoBudget:
         costs: RoundCosts,
         probing: float,
         slices: Slices | None = None,
+        shape: Callable[[int, int], Pair] = lambda live, bucket: (live, bucket),
         *,
         rounds: int | None = None,
         depth: int = 1,
@@ -186,11 +187,12 @@ class AutoBudget:
             costs: Round costs; a shape without a cost is never chosen.
             probing: Share of the time that probes may lose.
             slices: Length of dispatches; None suits single calls.
+            shape: The shape that rounds of a number of live slots and a bucket would run in.
             rounds: Rounds of every dispatch; None chooses them.
             depth: Most dispatches that are chosen before the first of them is observed.
         """
         self._buckets, self._pace, self._probing = tuple(buckets), Pace(costs), probing
-        self._slices, self._fixed = slices, rounds
+        self._slices, self._shape, self._fixed = slices, shape, rounds
         # Greedy and sampled requests have different acceptance rates.
         self._acceptances = {sampled: AcceptanceEstimate(buckets[1:]) for sampled in (False, True)}
         # Seconds that probes may lose; at most enough for one probe.
@@ -208,15 +210,17 @@ class AutoBudget:
         buckets = of_use(self._buckets[: len(self._pace.costs.buckets(slots))], live)
         rounds = [self._rounds(bucket, live, waiting) for bucket in buckets]
         tokens = [min(count, remaining) for count in acceptance.tokens()[: len(buckets)]]
+        shapes = [self._shape(slots, bucket) for bucket in buckets]
         seconds = [
-            self._pace.seconds((slots, bucket), context, turns)
-            for bucket, turns in zip(buckets, rounds, strict=True)
+            self._pace.seconds(pair, context, turns) for pair, turns in zip(shapes, rounds, strict=True)
         ]
         rates = [count / each for count, each in zip(tokens, seconds, strict=True)]
-        best = rates.index(max(rates))
-        probe = max(range(best + 1, len(rates)), key=rates.__getitem__, default=best)
-        turns = self._at_most(rounds[probe], (slots, buckets[probe]), context, PROBE_ROUNDS)
-        each = self._pace.seconds((slots, buckets[probe]), context, turns)
+        # Trees of another size would run in place of those that are not compiled yet.
+        there = [place for place, (_, bucket) in enumerate(shapes) if bucket == buckets[place]] or [0]
+        best = max(there, key=rates.__getitem__)
+        probe = max((place for place in there if place > best), key=rates.__getitem__, default=best)
+        turns = self._at_most(rounds[probe], shapes[probe], context, PROBE_ROUNDS)
+        each = self._pace.seconds(shapes[probe], context, turns)
         loss = turns * max(each - tokens[probe] / rates[best], 0.0)
         # Probes that are not observed yet will cost what they were expected to.
         account = self._account + sum(min(each.earned * each.rounds, 0.0) for each in self._choices)
@@ -226,7 +230,7 @@ class AutoBudget:
             if best > 0:
                 # Few rounds at first, then as many as the estimate is based on.
                 most = max(PROBE_ROUNDS, int(acceptance.rounds[best - 1]))
-                turns = self._at_most(turns, (slots, buckets[best]), context, most)
+                turns = self._at_most(turns, shapes[best], context, most)
         self._choices.append(_Choice(acceptance, context, turns, earned, loss))
         return Dispatch(buckets[chosen], turns)
 

@@ -13,14 +13,15 @@ from jetspec_jax.device.processes import agreed, is_first, spans
 from jetspec_jax.engine.agreement import check_alike_engines
 from jetspec_jax.engine.broadcast import send
 from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget, LatePolicy
+from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.extras import USUAL_BAD_WORDS, Extras
 from jetspec_jax.engine.memory import check_engine_memory, check_extra_memory
 from jetspec_jax.engine.pipeline import Pipeline, choose_pipeline
 from jetspec_jax.engine.planning import EnginePlan
+from jetspec_jax.engine.programs import PREFILL, Kind, Program, first_programs
 from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.round_costs import NO_COSTS
-from jetspec_jax.engine.round_kinds import Kind
+from jetspec_jax.engine.round_costs import NO_COSTS, Measurement, RoundCosts
 from jetspec_jax.engine.runner import Decode, Runner
 from jetspec_jax.engine.scheduler import Scheduler
 from pallas_kernels.dispatch import gpu_problem
@@ -48,13 +49,23 @@ class Engine:
     is then `broken`, and refuses all further calls.
     """
 
-    def __init__(self, plan: EnginePlan, weights: DecodeWeights, pipeline: Pipeline | None = None):
+    def __init__(
+        self,
+        plan: EnginePlan,
+        weights: DecodeWeights,
+        pipeline: Pipeline | None = None,
+        *,
+        background: bool = False,
+    ):
         """Allocates the stores, after a check of the device memory.
 
         Args:
             plan: The engine plan.
             weights: The parameters.
             pipeline: Batches in flight and rounds per program; None chooses them for the devices.
+            background: Whether a persistent engine compiles here only the programs that can serve any
+                request, and all others in the background, and measures their round times later: see
+                `measure`. Processes that share devices compile everything here.
 
         Raises:
             DeviceMemoryError: The device cannot hold the stores and a round's workspace.
@@ -72,6 +83,9 @@ class Engine:
         self.plan, self.weights = plan, weights
         self.runner = Runner(plan, weights)
         self.broken = False
+        self._background = background and plan.persistent and not spans(plan.decoder.mesh)
+        self._measurement: Measurement | None = None
+        self._costs = NO_COSTS
         #: Record of the last batch.
         self.record: DispatchRecord | None = None
         try:
@@ -83,10 +97,10 @@ class Engine:
             if pipeline.rounds is not None:
                 self.runner.fix_rounds(pipeline.rounds)
             most_tokens = 1 + max(decoder.depth for decoder in plan.decoders)
-            self.scheduler = Scheduler(plan.size, self._policy(), most_tokens, **pipeline._asdict())
-            if plan.size.live and not plan.persistent:
-                self.scheduler.lives = ()  # `prepare` adds those that calls need
-            self._measure()
+            self.scheduler = Scheduler(
+                plan.size, self._policy(), most_tokens, self.compiler, **pipeline._asdict()
+            )
+            self._compile_first()
         except BaseException:
             self.runner.free()  # the traceback may keep references to the stores
             raise
@@ -127,17 +141,31 @@ class Engine:
             self.runner.extend(joined.bad_words)
         self.plan = extended
 
-    def prepare(self, count: int) -> None:
-        """Prepares rounds of ``count`` slots; no request may wait or run.
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Compiles the programs of requests that begin together, and measures their rounds.
+
+        So later ends of some requests compile nothing: more live slots than needed are used. Persistent
+        engines compile ahead instead. No request may wait or run, and nothing may be in flight.
 
         Raises:
-            Exception: Costs of such rounds could not be measured; the engine is broken.
+            DeviceMemoryError: The device cannot hold the arrays that they need.
+            Exception: An error of the compiler or the device; the engine is broken.
         """
-        lives = self.scheduler.lives
-        self.scheduler.live_for(count, exact=True)
-        if self.scheduler.lives != lives:
-            with self._all_or_broken():
-                self._measure()
+        if self.plan.persistent or not requests:
+            return
+        requests = requests[: self.plan.size.slots]
+        self.extend(Extras.of(requests))
+        kind = Kind(*map(any, zip(*(Kind.of(request.params) for request in requests), strict=True)))
+        lives = [self.plan.size.live_for(len(requests))]
+        chunks = [Program(PREFILL, *shape) for shape in self.scheduler.prompt_shapes(requests)]
+        measures = self._uses_costs and not self._costs.buckets(lives[0])
+        kinds = [Kind(), kind] if measures and kind != Kind() else [kind]
+        rounds = [program for each in kinds for program in self.runner.rounds_of(each, lives)]
+        with self._all_or_broken():
+            self.compiler.compile([*chunks, *rounds])
+        if measures:
+            with self._measures_now():
+                self._use(self.runner.round_costs(lives))
 
     def launch(self, most_rounds: int | None = None, decode: Decode | None = None) -> bool:
         """Launches the next batch: admissions, prefill, and rounds.
@@ -202,29 +230,63 @@ class Engine:
             pass
         return self.collect()
 
-    def compile(self, kinds: Sequence[Kind], *, scores: bool = False) -> None:
+    @property
+    def compiler(self) -> Compiler:
+        """Compiles its programs."""
+        return self.runner.compiler
+
+    def compile(self, kinds: Sequence[Kind], *, scores: bool = False, wait: bool = True) -> None:
         """Compiles prefill forwards and the rounds of some kinds, in all shapes; nothing may be in flight.
 
         Args:
             kinds: The kinds of rounds.
             scores: Whether to compile log-probabilities of prompts.
+            wait: Whether to wait until they are compiled; else an engine compiles them in the background, if
+                it does so.
 
         Raises:
             DeviceMemoryError: The device cannot hold the arrays that such requests need.
+            Exception: An error of the compiler.
         """
         adjusts, logprobs = (any(getattr(kind, name) for kind in kinds) for name in ("adjusts", "logprobs"))
         self.extend(Extras(adjusts, USUAL_BAD_WORDS if adjusts else (0, 0), logprobs, scores))
         if self._broadcasts:
             send("compile", kinds, scores)
-        self.runner.compile_chunks()
-        for kind in kinds:
-            self.runner.compile_rounds(kind)
-        if scores:
-            self.runner.compile_scores()
+        self.compiler.add(programs := self.runner.programs(kinds, scores=scores))
+        if wait or not self._background:
+            self.compiler.wait(programs)
+
+    @property
+    def measures(self) -> bool:
+        """Whether all programs are there, and round times are to be measured."""
+        return self._measurement is not None and not self.compiler.left
+
+    def measure(self) -> None:
+        """Times one more dispatch, after the last of which the policy gets the times.
+
+        Nothing may be in flight, and no request may have a slot.
+
+        Requests may run between two calls. Only pages without content are overwritten, or one cached page if
+        there is no other.
+        """
+        if (measurement := self._measurement) is None:
+            return
+        with self._measures_now():
+            try:
+                next(measurement)
+            except StopIteration as end:
+                self._measurement = None
+                self._use(end.value)
+
+    def stop_background(self) -> None:
+        """Ends what it does in the background: programs are compiled when they are needed."""
+        self._measurement = None
+        self.compiler.stop()
 
     def close(self) -> None:
         """Deletes the stores, even if other references to the engine exist; its requests fail."""
         self.broken = True
+        self.stop_background()
         for request in self.scheduler.requests:
             request.fail(RuntimeError(LOST))
         self.runner.free()
@@ -249,21 +311,54 @@ class Engine:
     def _policy(self) -> BudgetPolicy:
         auto, slices = self.plan.auto, self.plan.slices
         if auto is None:
-            costs = NO_COSTS if slices and not self.pipeline.rounds else None
+            costs = NO_COSTS if self._uses_costs else None
             policy = FixedBudget(self.plan.decoder.bucket, costs, slices, plain=len(self.runner.decoders) > 1)
         else:
-            buckets = tuple(self.runner.decoders)
-            policy = AutoBudget(buckets, NO_COSTS, auto.probing, slices, **self.pipeline._asdict())
+            shape = functools.partial(self.compiler.shape, str(Kind()))
+            buckets, pipeline = tuple(self.runner.decoders), self.pipeline._asdict()
+            policy = AutoBudget(buckets, NO_COSTS, auto.probing, slices, shape, **pipeline)
         return LatePolicy(policy) if self._step else policy
 
-    def _measure(self) -> None:
-        """Measures the rounds for all numbers of live slots so far, if the policy uses their times."""
-        lives, rounds = self.scheduler.lives, self.pipeline.rounds
-        if lives and (self.plan.auto or (self.plan.slices and not rounds)):
-            costs = self.runner.round_costs(lives)
-            self.scheduler.policy.use(costs.overlapped() if rounds else costs)
-        elif self.plan.slices:
-            self.runner.compile_rounds(Kind())
+    @property
+    def _uses_costs(self) -> bool:
+        """Whether the policy uses round times."""
+        return self.plan.auto is not None or (self.plan.slices is not None and self.pipeline.rounds is None)
+
+    def _use(self, costs: RoundCosts) -> None:
+        self._costs = costs
+        self.scheduler.policy.use(costs if self.pipeline.rounds is None else costs.overlapped())
+
+    def _compile_first(self) -> None:
+        """Compiles what must exist before any request, and measures it; the rest comes later.
+
+        An engine with several numbers of live slots that is not persistent compiles nothing: see `prepare`.
+        """
+        runner, compiler = self.runner, self.compiler
+        if self._background:
+            compiler.ahead = True
+            compiler.compile(first_programs(self.plan.size, tuple(runner.decoders)))
+            if self._uses_costs:
+                self._use(costs := runner.first_costs())
+                if costs.guessed:
+                    self._measurement = runner.measurement(self._lives)
+            compiler.add(runner.programs([Kind()]))
+        elif self.plan.persistent or not self.plan.size.live:
+            if self._uses_costs:
+                self._use(runner.round_costs(self._lives))
+            elif self.plan.persistent:
+                compiler.compile(runner.rounds_of(Kind()))
+
+    @property
+    def _lives(self) -> tuple[int, ...]:
+        return *self.plan.size.live, self.plan.size.slots
+
+    @contextlib.contextmanager
+    def _measures_now(self) -> Iterator[None]:
+        """Lends unused pages to a measurement; nothing may be in flight, and no request may have a slot."""
+        assert not self.runner.in_flight, "measurements change the state"
+        self.scheduler.drop_closed()
+        with self._all_or_broken(), self.scheduler.pool.lent() as self.runner.scratch:
+            yield
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from jetspec_jax.device.processes import spans
 from jetspec_jax.device.thread_config import configured, thread_config
 from jetspec_jax.engine.broadcast import send
 from jetspec_jax.engine.budget_policy import ROUNDS_TO_AN_END
+from jetspec_jax.engine.compiler import end_all as end_compilers
 from jetspec_jax.engine.engine import LOST, Engine
 from jetspec_jax.engine.memory import with_slots_that_fit
 from jetspec_jax.engine.planning import EnginePlan
@@ -43,6 +44,7 @@ _CALLERS_STEP = threading.RLock()
 
 def _end_all() -> None:
     _PROGRAM_ENDED.set()
+    end_compilers()
     for loop in tuple(_RUNNING):
         if (thread := loop._thread) is not None:
             thread.join()
@@ -208,9 +210,15 @@ class EngineLoop:
             for request in call.queue:
                 request.arrival = request.arrival or now
             self._waiting.append(call)
-        if self._thread is None and not call.in_callers_thread:
-            # If two threads start at once, one ends. An interrupt may occur here: the next call starts a
-            # thread.
+        if not call.in_callers_thread:
+            self._start()
+
+    def _start(self) -> None:
+        """Starts the thread, if there is none; without work it ends at once.
+
+        If two threads start at once, one ends. An interrupt may occur here: the next call starts a thread.
+        """
+        if self._thread is None:
             threading.Thread(target=self._run, name="jetspec-engine", daemon=True).start()
 
     def run(
@@ -250,7 +258,12 @@ class EngineLoop:
         if self.engine is not None and self.engine.broken:
             self._fail(RuntimeError(LOST))
         while self.engine is None or self.engine.has_room:
-            if self._begin() or self.engine is None or not self._served:
+            if self._begin() or self.engine is None:
+                return
+            if not self._served:
+                if self._measures and not self._in_flight:
+                    with configured(self._config):
+                        self.engine.measure()
                 return
             self._wait_for_readers(self.engine)
             self._admit(self.engine)
@@ -280,6 +293,12 @@ class EngineLoop:
         """Frees the engine, unless it has requests."""
         self.run(self._drop_idle)
 
+    @property
+    def warms_up(self) -> bool:
+        """Whether programs are still compiled or round times measured in the background."""
+        engine = self.engine
+        return engine is not None and (engine.compiler.left > 0 or engine.measures)
+
     def stats(self, num_pages: int) -> EngineStats:
         """Statistics so far; from any thread, without waiting for a dispatch.
 
@@ -289,7 +308,8 @@ class EngineLoop:
         engine = self.engine
         with self._mutex:
             pool = engine.scheduler.pool if engine is not None and engine.plan.persistent else None
-            return self.tally.stats(self._counted(), num_pages, pool)
+            left = 0 if engine is None else engine.compiler.left
+            return self.tally.stats(self._counted(), num_pages, pool) + EngineStats(programs_left=left)
 
     def settle(self) -> None:
         """Waits until the thread has ended, unless it has requests."""
@@ -320,7 +340,7 @@ class EngineLoop:
             self._fail(RuntimeError("the program has ended"), everyone=True)
         with self._mutex:
             self._forget()
-            if not (self._waiting or self._served or self._in_flight):
+            if not (self._waiting or self._served or self._in_flight or self._measures):
                 self._end_thread()
             return self._thread is threading.current_thread()
 
@@ -365,7 +385,7 @@ class EngineLoop:
                         self._make_engine(call)
                     if self.engine is not None and call.count and alone:
                         with configured(self._config):
-                            self.engine.prepare(call.count)
+                            self.engine.prepare(call.requests[: call.count])
                 except Exception as error:
                     # An engine that is too large for one caller is not a failure of a server.
                     self.failed = self.failed or (call.plan is not None and call.plan.persistent)
@@ -395,7 +415,14 @@ class EngineLoop:
             call = server
         with configured(self._config):
             plan = call.plan if call.plan.persistent else with_slots_that_fit(call.plan, [self.mesh])
-            self.engine, self._planned = Engine(plan, call.weights), call.plan
+            self.engine = Engine(plan, call.weights, background=True)
+        self._planned, loop = call.plan, weakref.ref(self)
+
+        def on_end() -> None:
+            if (ready := loop()) is not None and not _PROGRAM_ENDED.is_set():
+                ready._start()  # measures the round times, if nobody calls
+
+        self.engine.compiler.on_end = on_end
 
     def _run_work(self, call: Call, work: Callable[[], Any]) -> None:
         try:
@@ -479,6 +506,10 @@ class EngineLoop:
     @property
     def _in_flight(self) -> bool:
         return self.engine is not None and bool(self.engine.runner.in_flight)
+
+    @property
+    def _measures(self) -> bool:
+        return self.engine is not None and self.engine.measures
 
     @property
     def _calls(self) -> list[Call]:

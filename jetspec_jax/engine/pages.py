@@ -1,8 +1,9 @@
 """The page pool on the host: reference counts, the prefix cache, and free pages."""
 
+import contextlib
 import hashlib
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Int32
@@ -127,6 +128,19 @@ class PagePool:
                 self._cached[page] = None
             else:
                 self._free.append(page)
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[list[int]]:
+        """Pages to overwrite meanwhile: all free ones, or if there are none, one that is cached.
+
+        At least one page must be unused.
+        """
+        pages = self.allocate(max(len(self._free), 1))
+        assert pages is not None, "requests use all pages"
+        try:
+            yield pages
+        finally:
+            self.free(pages)
 
     def register(self, pages: Sequence[int], keys: Sequence[bytes]) -> None:
         """Puts full pages into the prefix cache; a key that another page has stays with that page."""

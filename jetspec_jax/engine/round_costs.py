@@ -5,12 +5,10 @@ A pair is a number of live slots and a bucket: the shape of a round's program.
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tqdm import tqdm
-
-from jetspec_jax.progress import unseen
+from jetspec_jax.progress import waiting
 
 #: The shape of a round: live slots, and nodes of a tree with its root.
 Pair = tuple[int, int]
@@ -56,6 +54,7 @@ class RoundCosts:
     def overlapped(self) -> "RoundCosts":
         """Costs of rounds that run while the host launches and fetches others: nothing beside the rounds."""
         return replace(self, dispatches=dict.fromkeys(self.dispatches, 0.0))
+
     def __or__(self, other: "RoundCosts") -> "RoundCosts":
         """The costs of the shapes of both, which were timed at the same contexts."""
         seconds, dispatches = {**self.seconds, **other.seconds}, {**self.dispatches, **other.dispatches}
@@ -68,6 +67,8 @@ class RoundCosts:
 
 #: Costs of no shape.
 NO_COSTS = RoundCosts((0, 1), {}, {})
+#: Measures round times step by step, and returns them.
+Measurement = Generator[None, None, RoundCosts]
 
 
 def measure_round_costs(
@@ -75,8 +76,8 @@ def measure_round_costs(
     pairs: Sequence[Pair],
     contexts: tuple[int, int],
     rounds: int,
-) -> RoundCosts:
-    """Times dispatches at a short and a long context, interleaved over the shapes.
+) -> Measurement:
+    """Times dispatches at a short and a long context, interleaved over the shapes; pauses after each.
 
     All shapes run, so that all are compiled; of many, not all are timed.
 
@@ -88,28 +89,41 @@ def measure_round_costs(
         rounds: Most rounds of a timed dispatch; at least 2.
     """
     timed = timed_pairs(pairs)
-    for pair in tqdm(pairs, desc="compiling", delay=2, disable=unseen(), leave=False):
+    for pair in pairs:
         time_dispatch(pair, contexts[0], 1)
+        yield
     turns, turn_seconds = {}, 0.0
     for pair in timed:
         one = time_dispatch(pair, contexts[0], 1)
+        yield
         turns[pair] = min(rounds, max(4, math.ceil(DISPATCH_SECONDS / one)))
         turn_seconds += len(contexts) * (1 + turns[pair]) * one
     times: dict[tuple[Pair, int], list[float]] = {(pair, at): [] for pair in timed for at in contexts}
     overheads: dict[Pair, list[float]] = {pair: [] for pair in timed}
     affordable = max(int(SHAPE_SECONDS * len(timed) / turn_seconds), LEAST_REPEATS)
     repeats = min(REPEATS, ALL_REPEATS // len(timed), affordable)
-    for _ in tqdm(range(repeats), desc="round costs", delay=2, disable=unseen(), leave=False):
+    for _ in range(repeats):
         for (pair, context), seconds in times.items():
             # The difference of two dispatches is the time of rounds alone.
             one = time_dispatch(pair, context, 1)
             more = time_dispatch(pair, context, turns[pair])
             seconds.append((more - one) / (turns[pair] - 1))
             overheads[pair].append(one - seconds[-1])
+            yield
     medians = {at: max(statistics.median(seconds), 1e-9) for at, seconds in times.items()}
     rounds_alone = {pair: (medians[pair, contexts[0]], medians[pair, contexts[1]]) for pair in timed}
     dispatches = {pair: max(statistics.median(seconds), 0.0) for pair, seconds in overheads.items()}
     return complete_costs(contexts, rounds_alone, dispatches, pairs)
+
+
+def measured_at_once(measurement: Measurement) -> RoundCosts:
+    """The costs of a measurement that nothing interrupts."""
+    with waiting("measuring round times"):
+        while True:
+            try:
+                next(measurement)
+            except StopIteration as end:
+                return end.value
 
 
 def timed_pairs(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
@@ -154,6 +168,32 @@ def complete_costs(
         {pair: (_guess(low, pair), _guess(high, pair)) for pair in every},
         {pair: _guess(dispatches, pair) for pair in every},
         frozenset(every) - frozenset(seconds),
+    )
+
+
+def complete_by_rows(first: RoundCosts, pairs: Iterable[Pair]) -> RoundCosts:
+    """Costs of all shapes, from those of plain rounds and of the largest trees, both with all slots live.
+
+    The model: plain rounds cost the same with fewer slots, as they mostly read the weights. Trees cost as
+    much, and more in proportion to their rows beyond those of the plain round.
+    """
+    (slots, _), most = min(first.seconds), max(first.seconds)
+    plain, tree = (slots, 1), (slots, most[1])
+
+    def between(values: Mapping[Pair, float], pair: Pair) -> float:
+        live, bucket = pair
+        if bucket == 1 or tree == plain:
+            return values[plain]
+        share = max(live * bucket - slots, 0) / (slots * tree[1] - slots)
+        return max(values[plain] + share * (values[tree] - values[plain]), values[plain])
+
+    every = sorted(set(pairs))
+    low, high = ({pair: both[at] for pair, both in first.seconds.items()} for at in (0, 1))
+    return RoundCosts(
+        first.contexts,
+        {pair: first.seconds.get(pair, (between(low, pair), between(high, pair))) for pair in every},
+        {pair: between(first.dispatches, pair) for pair in every},
+        frozenset(every) - frozenset(first.seconds),
     )
 
 

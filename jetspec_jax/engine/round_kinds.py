@@ -1,8 +1,6 @@
-"""Kinds of rounds: with adjusted logits, log-probabilities or grammars; and log-probabilities of prompts."""
+"""Optional parts of rounds: adjusted logits and log-probabilities; and log-probabilities of prompts."""
 
-import itertools
 from dataclasses import replace
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +9,11 @@ import numpy as np
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.logprobs import Logprobs
 from jetspec_jax.decode.models import Models
-from jetspec_jax.decode.scoring import compile_scoring, score_prompt
+from jetspec_jax.decode.scoring import score_prompt
 from jetspec_jax.decode.state import DecodeState
 from jetspec_jax.engine.records import Admission, Batch
 from jetspec_jax.models import Weights
 from jetspec_jax.sampling.adjust import Adjustments
-from jetspec_jax.sampling.params import SamplingParams
 
 #: Most rounds of a dispatch with log-probabilities: its records are large, and fetched whole.
 LOGPROBS_ROUNDS = 32
@@ -28,35 +25,6 @@ def decoder_for(decoder: TreeDecoder, *, adjusts: bool, logprobs: bool) -> TreeD
         return decoder
     most = min(decoder.max_rounds, LOGPROBS_ROUNDS) if logprobs else decoder.max_rounds
     return replace(decoder, adjusts=adjusts, logprobs=logprobs, max_rounds=most)
-
-
-class Kind(NamedTuple):
-    """Optional parts of rounds: each kind has its own programs.
-
-    Attributes:
-        adjusts: The logits are adjusted.
-        logprobs: Log-probabilities are returned.
-        masked: The host makes token masks in each round.
-    """
-
-    adjusts: bool = False
-    logprobs: bool = False
-    masked: bool = False
-
-    def __str__(self) -> str:
-        """The kind in words."""
-        parts = [name for name in ("adjusts", "logprobs") if getattr(self, name)]
-        return " ".join([*(["masked"] if self.masked else []), "rounds", *parts])
-
-    @property
-    def parts(self) -> "list[Kind]":
-        """All kinds with a subset of the parts, itself included: a dispatch has only its requests' parts."""
-        return [Kind(*flags) for flags in itertools.product(*(sorted({False, part}) for part in self))]
-
-    @classmethod
-    def of(cls, params: SamplingParams) -> "Kind":
-        """The kind of rounds that a request needs."""
-        return cls(params.adjusts, params.logprobs is not None, params.structured_outputs is not None)
 
 
 def set_adjustments(decoder: TreeDecoder, state: DecodeState, admission: Admission) -> DecodeState:
@@ -91,11 +59,6 @@ class PromptScores:
         """Log-probabilities of a batch's admissions that want them, by slot: in parts, and on the device."""
         scored = ((admission.slot, admission.scored) for admission in batch.admissions)
         return [(slot, self._of(prompt)) for slot, prompt in scored if prompt is not None]
-
-    def compile(self, length: int) -> None:
-        """Compiles the programs for prompts of up to ``length`` tokens."""
-        models, weights, dtype = self._arguments
-        compile_scoring(models, weights, length, dtype)
 
     def _of(self, prompt: np.ndarray) -> list[Logprobs]:
         if self._last[0] != prompt.tobytes():

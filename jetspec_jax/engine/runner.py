@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,25 +12,44 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from jetspec_jax.cache.pages import NO_PAGE
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.logprobs import Logprobs
+from jetspec_jax.decode.scoring import scored_pages
 from jetspec_jax.decode.snapshots import keep, restore
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, SlotSettings
 from jetspec_jax.device.mesh import on_all_devices
 from jetspec_jax.device.processes import agreed, spans, together
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
+from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.constrained import ConstrainedRounds
 from jetspec_jax.engine.known_costs import known_costs, learn_costs
+from jetspec_jax.engine.lowering import Lowering
 from jetspec_jax.engine.memory import empty_snapshots, empty_state
 from jetspec_jax.engine.pipeline import LaunchTimes
 from jetspec_jax.engine.planning import EnginePlan
+from jetspec_jax.engine.programs import (
+    KINDS,
+    PREFILL,
+    SCORES,
+    Kind,
+    Program,
+    first_rounds,
+    in_order,
+)
 from jetspec_jax.engine.records import Batch, Chunk, DispatchRecord, Growth, SlotCopy
-from jetspec_jax.engine.round_costs import Pair, RoundCosts, measure_round_costs, timed_contexts
-from jetspec_jax.engine.round_kinds import Kind, PromptScores, concatenated, decoder_for, set_adjustments
-from jetspec_jax.progress import unseen, waiting
+from jetspec_jax.engine.round_costs import (
+    Measurement,
+    Pair,
+    RoundCosts,
+    complete_by_rows,
+    measure_round_costs,
+    measured_at_once,
+    timed_contexts,
+)
+from jetspec_jax.engine.round_kinds import PromptScores, concatenated, decoder_for, set_adjustments
+from jetspec_jax.progress import waiting
 from jetspec_jax.sampling.grammar import Matcher
 
 #: Runs rounds, as `TreeDecoder.decode` does: weights, state (donated), most rounds, and the live slots unless
@@ -87,11 +107,17 @@ class Runner:
         if plan.size.snapshots:
             self._copy([SlotCopy(0, 0, 0, restores=False), SlotCopy(0, 0, 0, restores=True)])  # likewise
         self._scores = PromptScores(self.decoder.alone, weights.target, plan.dtype)
+        #: Pages that `time_dispatch` may overwrite.
+        self.scratch: Sequence[int] = range(plan.size.num_pages)
         #: The batches in flight, in order.
         self.in_flight: deque[Flight] = deque()
         self._collected = 0.0  # when the last batch was, by `time.perf_counter`
-        # Programs that have been called: kind and shape.
-        self._compiled: set[tuple[str, int, int]] = set()
+        # Programs that have been called.
+        self._called: set[Program] = set()
+        self._lowering = Lowering(self.decoders, weights, self.state, plan.dtype)
+        # Processes that share devices compile alike, so all programs in one order.
+        self.compiler = Compiler(self._lowering.compile, 0 if spans(plan.decoder.mesh) else None)
+        weakref.finalize(self, self.compiler.stop).atexit = False
 
     def launch(
         self,
@@ -110,7 +136,7 @@ class Runner:
         bucket = batch.bucket if batch.rounds else self.decoder.bucket
         decoder = self.decoder_for(bucket, adjusts=batch.adjusts, logprobs=batch.logprobs)
         kind = Kind(batch.adjusts, batch.logprobs, bool(matchers))
-        rounds = str(kind), len(batch.live), batch.bucket
+        rounds = Program(str(kind), len(batch.live), batch.bucket)
         for slot in batch.releases:
             self.state = decoder.release(self.state, np.int32(slot))
         for admission in batch.admissions:
@@ -136,7 +162,7 @@ class Runner:
         self._copy(copy for copy in batch.copies if copy.after == len(batch.chunks))
         # Rounds that wait for a prompt, for the compiler or for the host are not timed.
         alone = not (batch.chunks or batch.copies or scored or matchers)
-        started = time.perf_counter() if alone and rounds in self._compiled else None
+        started = time.perf_counter() if alone and rounds in self._called else None
         records = None
         if batch.rounds:
             live = self._live(batch.live)
@@ -156,6 +182,8 @@ class Runner:
 
         Grammars' rounds, and those of a caller's ``decode``, stay as they are.
         """
+        if rounds == self.rounds:
+            return
         if self.rounds is None and self.decoder.mesh is None and self.decoder.proposer is not None:
             # Loops do this once for all their rounds.
             self.weights = self.weights._replace(
@@ -163,9 +191,9 @@ class Runner:
             )
         jnp.copy(self.state.active)  # compiles the program
         self.rounds = rounds
-        self._compiled = {program for program in self._compiled if program[0] == "prompts"}
         fixed = {"max_rounds": rounds, "fixed": True}
         self.decoders = {bucket: replace(decoder, **fixed) for bucket, decoder in self.decoders.items()}
+        self._forget(KINDS)
 
     def decoder_for(self, bucket: int, *, adjusts: bool = False, logprobs: bool = False) -> TreeDecoder:
         """The decoder of a bucket and these optional parts of rounds."""
@@ -179,6 +207,13 @@ class Runner:
         """
         adjust = self.decoder.adjustments(self.size.slots, bad_words, self.state.adjust)
         self.state = replace(self.state, adjust=adjust)
+        self._forget([name for name, kind in KINDS.items() if kind.adjusts])
+
+    def _forget(self, kinds: Collection[str]) -> None:
+        """Forgets programs of some kinds, whose decoders or arguments have changed."""
+        self._lowering.update(self.decoders, self.weights, self.state)
+        self.compiler.forget(kinds)
+        self._called = {program for program in self._called if program.kind not in kinds}
 
     def _grow(self, growths: Sequence[Growth]) -> None:
         """Sets all new block tables in one call, which costs the host less than one call each."""
@@ -204,36 +239,23 @@ class Runner:
         return () if all_live else (np.array(slots, np.int32),)
 
     def _prefill(self, chunk: Chunk) -> None:
-        with self._compiling(("prompts", *chunk.tokens.shape)):
+        with self._compiling(Program(PREFILL, *chunk.tokens.shape)):
             self.state = self.decoder.prefill(self.weights, self.state, *chunk)
 
     def compile_chunks(self) -> None:
-        """Compiles the prefill forwards of all shapes, by running them without tokens."""
-        for prompts, rows in self.size.chunks:
-            slots, counts = np.arange(prompts, dtype=np.int32), np.zeros(prompts, np.int32)
-            self._prefill(Chunk(slots, np.zeros((prompts, rows), np.int32), counts, counts > 0))
+        """Compiles the prefill forwards of all shapes."""
+        self.compiler.compile([Program(PREFILL, *chunk) for chunk in self.size.chunks])
 
-    def compile_rounds(self, kind: Kind, shapes: Sequence[Pair] | None = None) -> None:
-        """Compiles the rounds of a kind in some shapes, or in all, by running them with no active slot.
+    def rounds_of(self, kind: Kind, lives: Collection[int] | None = None) -> list[Program]:
+        """Rounds of a kind, of some numbers of live slots or of all."""
+        shapes = self.size.rounds(tuple(self.decoders))
+        return [Program(str(kind), *shape) for shape in shapes if lives is None or shape[0] in lives]
 
-        The slots' state does not change; nothing may be in flight.
-        """
-        active = self.state.active
-        shapes = self.size.rounds(tuple(self.decoders)) if shapes is None else shapes
-        none_active = np.zeros(self.size.slots, bool)
-        for live, bucket in tqdm(shapes, desc=f"compiling {kind}", delay=2, disable=unseen(), leave=False):
-            decoder = self.decoder_for(bucket, adjusts=kind.adjusts, logprobs=kind.logprobs)
-            run = ConstrainedRounds(decoder, {}) if kind.masked else decoder.decode
-            with self._compiling((str(kind), live, bucket)):
-                state = replace(self.state, active=on_all_devices(self.decoder.mesh, none_active))
-                state, records = run(self.weights, state, np.int32(1), *self._live(range(live)))
-                self.state = replace(state, active=active)
-                with together(self.decoder.mesh):
-                    jax.block_until_ready(records)
-
-    def compile_scores(self) -> None:
-        """Compiles the log-probabilities of prompts of all lengths."""
-        self._scores.compile(self.size.capacity)
+    def programs(self, kinds: Sequence[Kind], *, scores: bool = False) -> list[Program]:
+        """Prefill forwards, and rounds of some kinds, in the order of compiling; also of prompts' scores."""
+        pages = [1 << power for power in range(scored_pages(self.size.capacity).bit_length())]
+        scoring = [Program(SCORES, 1, count) for count in pages if scores]
+        return [*in_order(self.size, tuple(self.decoders), kinds), *scoring]
 
     def collect(self) -> DispatchRecord:
         """Waits for the oldest batch in flight; may be repeated until the engine removes it.
@@ -282,24 +304,47 @@ class Runner:
 
         All slots must be free. Compiles these programs, so that a change of the bucket compiles nothing.
         """
+        self.compiler.compile(self.rounds_of(Kind(), lives))
+        return measured_at_once(self.measurement(lives))
+
+    def first_costs(self) -> RoundCosts:
+        """Round times of all shapes, of which only `first_rounds` are measured, unless all are known.
+
+        All slots must be free, and `first_rounds` compiled. Nothing may be compiled meanwhile: on a CPU that
+        would double the times.
+        """
+        buckets = tuple(self.decoders)
+        shapes, first = self.size.rounds(buckets), first_rounds(self.size, buckets)
+        costs = known_costs(self._cost_key)
+        if costs is not None and costs.seconds.keys() >= set(shapes):
+            return costs
+        return complete_by_rows(measured_at_once(self._timed(first)), shapes)
+
+    def measurement(self, lives: Collection[int]) -> Measurement:
+        """A measurement of the rounds of some numbers of live slots, which are compiled; it is kept.
+
+        Shapes whose times are known are not measured.
+        """
         costs = known_costs(self._cost_key)
         known = {} if costs is None else costs.seconds
         shapes = [shape for shape in self.size.rounds(tuple(self.decoders)) if shape[0] in lives]
-        self.compile_rounds(Kind(), [shape for shape in shapes if shape in known])
         if missing := [shape for shape in shapes if shape not in known]:
-            deepest, each = 1 + max(decoder.depth for decoder in self.decoders.values()), self.rounds or 1
-            low, high, rounds = timed_contexts(self.size.capacity, USUAL_ROUNDS // each, deepest * each)
-            measured = measure_round_costs(self.time_dispatch, missing, (low, high), rounds)
-            measured = measured if self.rounds is None else measured.of_programs(self.rounds)
+            measured = yield from self._timed(missing)
             costs = measured if costs is None else costs | measured
             learn_costs(self._cost_key, costs)
         assert costs is not None, "every number of live slots has shapes"
         return costs
 
+    def _timed(self, shapes: Sequence[Pair]) -> Measurement:
+        deepest, each = 1 + max(decoder.depth for decoder in self.decoders.values()), self.rounds or 1
+        low, high, rounds = timed_contexts(self.size.capacity, USUAL_ROUNDS // each, deepest * each)
+        costs = yield from measure_round_costs(self.time_dispatch, shapes, (low, high), rounds)
+        return costs if self.rounds is None else costs.of_programs(self.rounds)
+
     def time_dispatch(self, shape: Pair, context: int, rounds: int) -> float:
         """Seconds of a dispatch of greedy rounds after ``context`` tokens in every slot.
 
-        All slots must be free. The contents of the pages are lost.
+        All slots must be free. The contents of the `scratch` pages are lost.
 
         Args:
             shape: Number of live slots, and nodes of a tree, root included.
@@ -324,13 +369,13 @@ class Runner:
         live, bucket = shape
         decoder, free = self.decoders[bucket], replace(self.state, adjust=None)
         batch, pages = free.slots.block_tables.shape
-        # If the pool is smaller than all block tables, several slots use one page.
-        tables = np.arange(batch * pages, dtype=np.int32).reshape(batch, pages)
+        # If there are fewer pages than in all block tables, several slots use one page.
+        tables = np.resize(np.array(self.scratch, np.int32), (batch, pages))
         put = functools.partial(on_all_devices, decoder.mesh)
         state = replace(
             free,
             slots=free.slots._replace(
-                block_tables=put(tables % self.size.num_pages),
+                block_tables=put(tables),
                 lengths=put(np.full(batch, context, np.int32)),
             ),
             room=put(np.full(batch, 2 * _ENDLESS - 1, np.int32)),
@@ -345,7 +390,7 @@ class Runner:
         state = jax.block_until_ready(state)
         slots, records = self._live(range(live)), None
         started = time.perf_counter()
-        with self._compiling(("rounds", live, bucket)):
+        with self._compiling(Program(str(Kind()), live, bucket)):
             for _ in range(rounds if decoder.fixed else 1):
                 state, records = decoder.decode(self.weights, state, np.int32(rounds), *slots)
         launched = time.perf_counter()
@@ -356,18 +401,20 @@ class Runner:
         return launched - started, ended - started
 
     @contextlib.contextmanager
-    def _compiling(self, program: tuple[str, int, int]) -> Iterator[None]:
-        """Shows a progress line the first time a program is called, because it is compiled then."""
-        if program in self._compiled:
+    def _compiling(self, program: Program) -> Iterator[None]:
+        """Shows a progress line the first time a program is called, because it may be compiled then."""
+        if program in self._called:
             yield
             return
-        kind, count, size = program
-        if kind == "prompts":
-            title = f"the forward of {size} rows of {'a prompt' if count == 1 else f'{count} prompts'}"
-        else:
-            title = "the plain step" if size == 1 else f"the round of {size} nodes"
-            title = f"the parts of {title}" if kind.startswith("masked") else title
-            title += "" if count == self.size.slots else f" for {count} of {self.size.slots} slots"
-        with waiting(f"compiling {title}"):
+        with waiting(f"compiling {self._title(program)}"):
+            self.compiler.claim(program)
             yield
-        self._compiled.add(program)
+        self._called.add(program)
+
+    def _title(self, program: Program) -> str:
+        kind, count, size = program
+        if kind == PREFILL:
+            return f"the forward of {size} rows of {'a prompt' if count == 1 else f'{count} prompts'}"
+        title = "the plain step" if size == 1 else f"the round of {size} nodes"
+        title = f"the parts of {title}" if kind.startswith("masked") else title
+        return title + ("" if count == self.size.slots else f" for {count} of {self.size.slots} slots")

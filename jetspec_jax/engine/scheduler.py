@@ -9,9 +9,11 @@ from typing import NamedTuple
 from jetspec_jax.cache.pages import PAGE_SIZE
 from jetspec_jax.engine.budget_policy import BudgetPolicy, Dispatch, LiveSlot
 from jetspec_jax.engine.chunks import cut_prompts
+from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.logprobs import by_round
 from jetspec_jax.engine.page_allocator import PageAllocator
 from jetspec_jax.engine.pages import PagePool
+from jetspec_jax.engine.programs import Kind
 from jetspec_jax.engine.records import Admission, Batch, Chunk, DispatchRecord, Growth, SlotCopy
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.size import EngineSize
@@ -71,6 +73,7 @@ class Scheduler:
         size: EngineSize,
         policy: BudgetPolicy,
         round_tokens: int,
+        compiler: Compiler | None = None,
         *,
         depth: int = 1,
         rounds: int | None = None,
@@ -81,12 +84,12 @@ class Scheduler:
             size: The engine's size.
             policy: Chooses each dispatch.
             round_tokens: Most tokens that a round commits to a slot.
+            compiler: Knows which shapes have programs; None if any has one.
             depth: Most batches in flight.
             rounds: Rounds of every batch; None leaves them to the policy.
         """
         self.size, self.policy = size, policy
-        #: Numbers of live slots that rounds are compiled for, so far, in rising order.
-        self.lives: tuple[int, ...] = (*size.live, size.slots)
+        self._compiler = Compiler(lambda program: None) if compiler is None else compiler
         self._round_tokens, self._depth, self._rounds = round_tokens, depth, rounds
         self._allocator = PageAllocator(size, round_tokens)
         self._requests: list[Request] = []
@@ -123,26 +126,18 @@ class Scheduler:
         taken = {request.slot for request in self.requests}
         return [slot for slot in range(self.size.slots) if slot not in taken]
 
-    def live_for(self, count: int, *, exact: bool = False) -> int:
-        """Live slots of the program for ``count`` decoding slots.
-
-        A larger program that exists is used before a smaller one is compiled.
-
-        Args:
-            count: Number of decoding slots.
-            exact: Whether the smallest sufficient program is compiled nevertheless.
-        """
-        live = next((live for live in self.lives if live >= count), None)
-        if exact or live is None:
-            live = self.size.live_for(count)
-            self.lives = tuple(sorted({*self.lives, live}))
-        return live
-
     @property
     def matchers(self) -> dict[int, Matcher]:
         """Grammar matchers of the newest batch's decoding requests, by slot."""
         decoding = self._flights[-1].decoding if self._flights else ()
         return {request.slot: request.matcher for request in decoding if request.matcher is not None}
+
+    def prompt_shapes(self, requests: Sequence[Request]) -> list[tuple[int, int]]:
+        """Shapes of the prefill forwards of requests that are admitted together and share no prefix."""
+        prompts = {slot: request.span(0, request.length - 1) for slot, request in enumerate(requests)}
+        prompts = {slot: tokens for slot, tokens in prompts.items() if len(tokens)}
+        chunks = cut_prompts(prompts, self.size.chunks, self.size.slots)
+        return sorted({chunk.tokens.shape for chunk in chunks})
 
     def add(self, request: Request, now: float | None = None) -> None:
         """Queues a request that arrives now, by `time.monotonic`.
@@ -191,7 +186,12 @@ class Scheduler:
             decoding = []
         if self._flights and not (decoding or chunks):
             return None
-        choice = self._choose(decoding, waiting, most_rounds)
+        kind = Kind(
+            any(request.params.adjusts for request in decoding),
+            any(request.params.logprobs is not None for request in decoding),
+            any(request.matcher is not None for request in decoding),
+        )
+        choice, live = self._choose(decoding, kind, waiting, most_rounds)
         tokens = self._most_tokens(choice)
         for request in decoding:
             request.flying_rounds += choice.rounds
@@ -204,11 +204,11 @@ class Scheduler:
             tuple(self._admission(request, length) for request, length in admitted.items()),
             tuple(Growth(request.slot, table(request)) for request in running if request in changed),
             tuple(chunks),
-            self._live(decoding),
+            self._live(decoding, live),
             choice.bucket,
             choice.rounds,
-            any(request.params.adjusts for request in decoding),
-            any(request.params.logprobs is not None for request in decoding),
+            kind.adjusts,
+            kind.logprobs,
             tuple(copies),
             tuple(sorted(self.matchers)),
         )
@@ -317,7 +317,8 @@ class Scheduler:
             slot: [PAGE_SIZE * end - request.committed for end in request.cuts]
             for slot, request in prefilling.items()
         }
-        chunks = cut_prompts(remaining, self.size.chunks, self.size.slots, most, cuts)
+        shapes = self._compiler.chunks(self.size.chunks)
+        chunks = cut_prompts(remaining, shapes, self.size.slots, most, cuts)
         copies = []
         for number, chunk in enumerate(chunks, 1):
             for slot, count in zip(chunk.slots.tolist(), chunk.counts.tolist(), strict=True):
@@ -330,35 +331,41 @@ class Scheduler:
                     copies.append(SlotCopy(number, slot, place, restores=False))
         return chunks, copies
 
-    def _choose(self, decoding: Sequence[Request], waiting: int, most_rounds: int | None) -> Dispatch:
-        """The policy's choice, with pages for all its rounds as far as possible.
+    def _choose(
+        self, decoding: Sequence[Request], kind: Kind, waiting: int, most_rounds: int | None
+    ) -> tuple[Dispatch, int]:
+        """The policy's choice, or a larger shape that is compiled, with pages for all rounds if possible.
 
         A slot that reaches the end of its pages pauses for the rest of the dispatch.
+
+        Returns:
+            The dispatch, and the number of its live slots.
         """
         if not decoding:
-            return Dispatch(1, 0)
+            return Dispatch(1, 0), 0
         bucket, rounds = self.policy.choose([_live_slot(request) for request in decoding], waiting)
+        live = self.size.live_for(len(decoding))
+        live, bucket = self._compiler.shape(str(kind), live, bucket)
         rounds = rounds if most_rounds is None else min(rounds, most_rounds)
-        if any(request.matcher is not None for request in decoding):
+        if kind.masked:
             rounds = min(rounds, MASKED_ROUNDS)
         choice = Dispatch(bucket, rounds if self._rounds is None else self._rounds)
         tokens = self._most_tokens(choice)
         for request in decoding:
             self._allocator.grow(request, tokens)
-        return choice
+        return choice, live
 
     def _most_tokens(self, choice: Dispatch) -> int:
         """Most tokens that a dispatch commits to a slot."""
         return choice.rounds * (1 if choice.bucket == 1 else self._round_tokens)
 
-    def _live(self, decoding: Sequence[Request]) -> tuple[int, ...]:
-        """The decoding slots, padded with idle slots to a number that has a program."""
+    def _live(self, decoding: Sequence[Request], live: int) -> tuple[int, ...]:
+        """The decoding slots, padded with idle slots to ``live`` slots."""
         if not decoding:
             return ()
         slots = {request.slot for request in decoding}
         idle = [slot for slot in range(self.size.slots) if slot not in slots]
-        padding = self.live_for(len(slots)) - len(slots)
-        return tuple(sorted([*slots, *idle[:padding]]))
+        return tuple(sorted([*slots, *idle[: live - len(slots)]]))
 
     def _admission(self, request: Request, length: int) -> Admission:
         return Admission(

@@ -34,6 +34,7 @@ class EngineStats:
         bucket: Nodes of the trees of the last dispatch; the largest of several engines.
         live_slots: Slots of the last dispatch.
         compilations: Programs that the process has compiled since the last warm-up, or since the start.
+        programs_left: Programs that are still compiled in the background.
     """
 
     running: int = 0
@@ -53,6 +54,7 @@ class EngineStats:
     bucket: int = 0
     live_slots: int = 0
     compilations: int = 0
+    programs_left: int = 0
 
     def __add__(self, other: "EngineStats") -> "EngineStats":
         """Statistics of both engines together."""

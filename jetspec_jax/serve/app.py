@@ -1,7 +1,7 @@
 """The ASGI app with all routes for one `AsyncLLM`."""
 
+import asyncio
 import platform
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.routing import Route
 
 from jetspec_jax.async_llm import AsyncLLM
+from jetspec_jax.progress import LINE_SECONDS
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.structured import StructuredOutputsParams
 from jetspec_jax.serve.chat import chat_routes
@@ -109,16 +110,26 @@ def make_app(
 
 
 async def warm_up(llm: AsyncLLM, settings: ServeSettings) -> None:
-    """Compiles the programs of ``settings.warm_up``."""
+    """Compiles the programs of ``settings.warm_up``; the log says how many are left, and for how long."""
     if settings.warm_up == "none":
         return
     started = time.monotonic()
-    print("jetspec-jax: compiling", file=sys.stderr, flush=True)
-    await llm.warm_up()
-    if settings.warm_up == "all":
-        target = llm.llm.target
-        await llm.warm_up(MORE if target.tokenizer else replace(MORE, structured_outputs=None))
+    lines = asyncio.create_task(_log_progress(llm))
+    try:
+        await llm.warm_up()
+        if settings.warm_up == "all":
+            target = llm.llm.target
+            await llm.warm_up(MORE if target.tokenizer else replace(MORE, structured_outputs=None))
+    finally:
+        lines.cancel()
     log("compiled", seconds=round(time.monotonic() - started, 2))
+
+
+async def _log_progress(llm: AsyncLLM) -> None:
+    while True:
+        await asyncio.sleep(LINE_SECONDS)
+        left, seconds = llm.stats().programs_left, llm.seconds_left
+        log("compiling", programs_left=left, seconds_left=None if seconds is None else round(seconds))
 
 
 def _plain_routes(service: Service) -> APIRouter:
@@ -154,7 +165,8 @@ def _plain_routes(service: Service) -> APIRouter:
             return error.response()
         if service.draining:
             return ApiError(503, "the server is shutting down", code="draining").response()
-        return JSONResponse({"status": "ok"})
+        left = service.llm.stats().programs_left
+        return JSONResponse({"status": "ok", "warm": service.llm.warm, "programs_left": left})
 
     @router.get("/version")
     async def version(_: Request) -> dict[str, str]:

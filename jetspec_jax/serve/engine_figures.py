@@ -20,6 +20,10 @@ _GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "kv_cache_pages_cached": ("Pages that are kept for requests to come.", lambda stats: stats.pages_cached),
     "bucket": ("Nodes of the trees of the last dispatch.", lambda stats: stats.bucket),
     "live_slots": ("Slots that the last dispatch was for.", lambda stats: stats.live_slots),
+    "programs_left": (
+        "Programs that are still compiled in the background.",
+        lambda stats: stats.programs_left,
+    ),
 }
 _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prefix_cache_queries": ("Tokens of prompts that were looked up.", lambda stats: stats.prefix_queries),

@@ -132,7 +132,12 @@ async def serve_at(
     """
     if llm.llm.draft_head is not None and llm.llm.settings.budget == 1:
         print(f"jetspec-jax: {PLAIN_NOTICE}", file=sys.stderr)
-    await warm_up(llm, settings)
+    if settings.warm_up != "none":
+        print("jetspec-jax: compiling", file=sys.stderr, flush=True)
+        if llm.has_workers:
+            await warm_up(llm, settings)  # all processes compile the same, and no requests come meanwhile
+        else:
+            await llm.warm_up(background=True)
     app = make_app(llm, settings, name=name, capacity=capacity)
     service = app.state.service
     config = uvicorn.Config(
@@ -162,7 +167,9 @@ async def serve_at(
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     log("listening", url=url, model=service.names[0])
     print(f"jetspec-jax: {service.names[0]} is served at {url}/v1", file=sys.stderr, flush=True)
+    warming = asyncio.create_task(_warm_up_beside(llm, settings))
     await asyncio.wait((serving, stop), return_when=asyncio.FIRST_COMPLETED)
+    warming.cancel()
     if not serving.done():
         service.draining = True
         log("draining", requests=service.running, seconds=settings.drain_seconds)
@@ -177,6 +184,16 @@ async def serve_at(
     stop.cancel()
     await serving
     log("ended")
+
+
+async def _warm_up_beside(llm: AsyncLLM, settings: ServeSettings) -> None:
+    """Compiles the other programs while requests are served; after an error, each when it is needed."""
+    if llm.has_workers:
+        return
+    try:
+        await warm_up(llm, settings)
+    except Exception as error:
+        log("programs were not compiled ahead", logging.ERROR, error=error)
 
 
 def draining_notice(requests: int, seconds: float) -> str:

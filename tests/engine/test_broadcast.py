@@ -8,8 +8,8 @@ import pytest
 from jetspec_jax import SamplingParams
 from jetspec_jax.engine.broadcast import pack, unpack
 from jetspec_jax.engine.extras import Extras
+from jetspec_jax.engine.programs import Kind
 from jetspec_jax.engine.records import Adjusting, Admission, Batch, Chunk, Growth
-from jetspec_jax.engine.round_kinds import Kind
 
 
 def test_all_comes_back_as_it_was():

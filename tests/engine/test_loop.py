@@ -349,7 +349,7 @@ def test_a_broken_engine_of_the_callers_is_refused(models):
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_an_engine_that_does_not_fit_is_a_failure_of_a_server_alone(models, monkeypatch, persistent):
-    def refuse(plan, weights):
+    def refuse(plan, weights, *, background):
         raise DeviceMemoryError("too large")
 
     monkeypatch.setattr("jetspec_jax.engine.loop.Engine", refuse)

@@ -63,8 +63,9 @@ def batches_of(monkeypatch):
     seen, launch = [], Engine.launch
 
     def noted(engine, *arguments, **settings):
-        launch(engine, *arguments, **settings)
-        seen.append(engine.runner.in_flight.batch)
+        launched = launch(engine, *arguments, **settings)
+        seen.extend([engine.runner.in_flight[-1].batch] if launched else [])
+        return launched
 
     monkeypatch.setattr(Engine, "launch", noted)
     return seen

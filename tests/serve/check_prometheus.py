@@ -145,6 +145,7 @@ def look(prometheus: Prometheus, server: str) -> None:
     """Checks all that the module says."""
     # A rate needs a scrape from before.
     prometheus.until("up", 1)
+    prometheus.until("jetspec:programs_left", 0)
     time.sleep(2 * _INTERVAL)
     # The engine's own counters have begun with the requests that warm it up.
     begun = {query: prometheus.value(query) for query in (*ENGINE, BY_DEPTH)}

@@ -21,8 +21,8 @@ class Scripted(Kept):
         self.reason = "stop"
         self.asked, self.open, self.warmed = [], 0, []
 
-    async def warm_up(self, sampling_params=None):
-        self.warmed.append(sampling_params)
+    async def warm_up(self, sampling_params=None, *, background=False):
+        self.warmed.append((sampling_params, background))
 
     async def generate(self, checked, **settings):
         ids = checked.prompt.ids.tolist()

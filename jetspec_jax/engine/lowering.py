@@ -1,0 +1,94 @@
+"""Compiles an engine's programs for shapes and placements alone, without its arrays.
+
+JAX keeps what it compiles so, and a later call with arrays of these shapes and placements uses it.
+"""
+
+import atexit
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jetspec_jax.decode.decoder import TreeDecoder
+from jetspec_jax.decode.prefill import prefill
+from jetspec_jax.decode.scoring import lower_scoring
+from jetspec_jax.decode.state import DecodeState, DecodeWeights
+from jetspec_jax.decode.three_programs import compile_all
+from jetspec_jax.device.mesh import abstract
+from jetspec_jax.device.thread_config import configured, thread_config
+from jetspec_jax.engine.compiler import end_all
+from jetspec_jax.engine.programs import KINDS, PREFILL, SCORES, Program
+from jetspec_jax.engine.round_kinds import decoder_for
+
+# Held while a program is traced and lowered. Both hold the interpreter: more threads would be no faster, and
+# the engine's thread would wait for each of them.
+_TRACING = threading.Lock()
+# JAX is already imported, so its own exit functions run after this one.
+atexit.register(end_all)
+
+
+class Lowering:
+    """The shapes and placements of an engine's arrays, and how its programs are compiled for them.
+
+    It has no arrays, so that a thread that compiles keeps no stores and no weights alive.
+    """
+
+    def __init__(
+        self,
+        decoders: Mapping[int, TreeDecoder],
+        weights: DecodeWeights,
+        state: DecodeState,
+        dtype: jnp.dtype,
+    ):
+        """Keeps shapes, and JAX's settings of this thread.
+
+        Args:
+            decoders: The decoders by bucket.
+            weights: The parameters.
+            state: The state of all slots.
+            dtype: Type of the stores.
+        """
+        self._dtype, self._config = dtype, thread_config()
+        self.update(decoders, weights, state)
+
+    def update(self, decoders: Mapping[int, TreeDecoder], weights: DecodeWeights, state: DecodeState) -> None:
+        """Replaces decoders and shapes, for programs that are compiled from now on."""
+        self._decoders, self._models = dict(decoders), next(iter(decoders.values())).models
+        self._weights: DecodeWeights = jax.tree.map(abstract, weights)
+        self._state: DecodeState = jax.tree.map(abstract, state)
+
+    def compile(self, program: Program) -> None:
+        """Compiles a program; may be called in several threads at once.
+
+        Raises:
+            Exception: An error of the compiler.
+        """
+        with configured(self._config):
+            kind = KINDS.get(program.kind)
+            if kind is None:
+                with _TRACING:
+                    lowered = self._scores(program.size) if program.kind == SCORES else self._prefill(program)
+                lowered.compile()
+                return
+            decoder = decoder_for(self._decoders[program.size], adjusts=kind.adjusts, logprobs=kind.logprobs)
+            all_live = program.slots == self._state.active.shape[0]
+            live = () if all_live else (jax.ShapeDtypeStruct((program.slots,), jnp.int32),)
+            if kind.masked:
+                compile_all(decoder, self._weights, self._state, *live, tracing=_TRACING)
+                return
+            with _TRACING:
+                lowered = decoder.lower(self._weights, self._state, *live)
+            lowered.compile()
+
+    def _prefill(self, program: Program) -> jax.stages.Lowered:
+        assert program.kind == PREFILL
+        rows, (prompts, size) = jax.ShapeDtypeStruct, program[1:]
+        each, state = rows((prompts,), jnp.int32), replace(self._state, adjust=None)
+        chunk = each, rows((prompts, size), jnp.int32), each, rows((prompts,), jnp.bool_)
+        return prefill.lower(self._models, self._weights, state, *chunk)
+
+    def _scores(self, pages: int) -> Any:
+        return lower_scoring(self._models.alone, self._weights.target, pages, self._dtype)

@@ -1,0 +1,326 @@
+"""An engine serves as soon as it can serve any request; the other programs are compiled beside."""
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from jetspec_jax import AsyncLLM, SamplingParams, generate
+from jetspec_jax.engine import known_costs, round_costs
+from jetspec_jax.engine.compiler import Compiler
+from jetspec_jax.engine.loop import loop_for
+from jetspec_jax.engine.lowering import Lowering
+from jetspec_jax.engine.pages import PagePool
+from jetspec_jax.engine.programs import Kind, Program, first_programs, in_order
+from jetspec_jax.engine.size import EngineSize
+from tests.decode.compilations import compilations
+from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
+from tests.engine.test_persistent import batches_of, whole
+from tests.events import PATIENCE, until
+from tests.serve.servers import served
+
+CONFIG = with_windows(TINY, None)
+PROMPT, PARAMS = [3, 1, 4, 1, 5], SamplingParams(max_tokens=12, ignore_eos=True)
+SLOTS, BUDGET = 4, 16
+# The programs of an engine with these settings on a CPU that can serve any request, and the others.
+FIRST = {("prompts", 1, 128), ("rounds", SLOTS, 1), ("rounds", SLOTS, BUDGET)}
+REST = [("rounds", 1, BUDGET), ("rounds", 1, 1)]
+SIZE = EngineSize(8, 1024, 128, ((1, 128), (1, 1024), (8, 128)), live=(1, 2, 4), most_rows=64)
+BUCKETS = (1, 2, 4, 8, 16)
+
+
+@pytest.fixture(scope="module")
+def models():
+    return random_target(CONFIG, 0, tokenizer=word_tokenizer(CONFIG.vocab_size)), random_head(CONFIG, 0)
+
+
+@pytest.fixture(scope="module")
+def expected(models):
+    return generate(models[0], [PROMPT], PARAMS)[0].token_ids
+
+
+@pytest.fixture(autouse=True)
+def quickly_timed(monkeypatch):
+    monkeypatch.setattr(known_costs, "_known", {})
+    monkeypatch.setattr(known_costs, "_path", None)
+    monkeypatch.setattr(round_costs, "REPEATS", 1)
+    monkeypatch.setattr(round_costs, "DISPATCH_SECONDS", 0.0)
+
+
+@pytest.fixture(params=["top_nodes", "auto"])
+def llm(models, request):
+    yield (made := AsyncLLM(*models, budget=BUDGET, width=3, algorithm=request.param, max_slots=SLOTS))
+    made.shutdown()
+    until(lambda: not compiling())
+    loop_for(models[0]).free()
+
+
+def compiling():
+    return [thread for thread in threading.enumerate() if thread.name == "jetspec-compiler"]
+
+
+@contextlib.contextmanager
+def held(error=None):
+    """Other programs than the first ones are not compiled until the event that this gives is set."""
+    compile, left = Lowering.compile, threading.Event()
+
+    def late(lowering, program):
+        if program not in FIRST:
+            assert left.wait(PATIENCE)
+            if error is not None:
+                raise error
+        compile(lowering, program)
+
+    Lowering.compile = late
+    try:
+        yield left
+    finally:
+        left.set()
+        until(lambda: not compiling())
+        Lowering.compile = compile
+
+
+def test_a_larger_shape_serves_until_the_right_one_is_there(llm, models, expected, monkeypatch):
+    batches = batches_of(monkeypatch)
+
+    async def run():
+        with held() as left:
+            await llm.warm_up(background=True)
+            assert (llm.warm, llm.stats().programs_left, llm.seconds_left) == (False, len(REST), None)
+            assert (await whole(llm, PROMPT, PARAMS)).token_ids == expected
+            assert {len(batch.live) for batch in batches if batch.rounds} == {SLOTS}
+            assert {batch.bucket for batch in batches if batch.rounds} <= {1, BUDGET}
+            left.set()
+            await llm.warm_up()
+        assert (llm.warm, llm.stats().programs_left, llm.seconds_left) == (True, 0, 0.0)
+        batches.clear()
+        with compilations() as seen:
+            assert (await whole(llm, PROMPT, PARAMS)).token_ids == expected
+            assert {len(batch.live) for batch in batches if batch.rounds} == {1}
+            crowd = await asyncio.gather(*[whole(llm, PROMPT, PARAMS) for _ in range(SLOTS)])
+        assert {tuple(each.token_ids) for each in crowd} == {tuple(expected)}
+        assert seen == []
+
+    asyncio.run(run())
+
+
+def test_all_round_times_are_measured_while_nobody_decodes(llm, models, expected):
+    async def run():
+        prompt = [7] * 130
+        with held() as left:
+            await llm.warm_up(background=True)
+            await whole(llm, prompt, PARAMS)
+            engine = loop_for(models[0]).engine
+            costs = engine.scheduler.policy._pace.costs
+            assert costs.guessed == {(1, 1), (1, BUDGET)}
+            assert not engine.measures
+            left.set()
+            await llm.warm_up()
+        assert not engine.scheduler.policy._pace.costs.guessed
+        again = await whole(llm, prompt, PARAMS)
+        assert again.token_ids == generate(models[0], [prompt], PARAMS)[0].token_ids
+        assert again.metrics.prefix_tokens == 128, "the pages of the prompt were not overwritten"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("by", ["close", "drop"])
+def test_closing_ends_what_is_compiled(models, by, monkeypatch):
+    compiled, waits = AsyncLLM._compiled, asyncio.Event()
+
+    async def noted(llm):
+        waits.set()
+        await compiled(llm)
+
+    async def run():
+        llm = AsyncLLM(*models, budget=BUDGET, width=3, algorithm="top_nodes", max_slots=SLOTS)
+        with held() as left:
+            await llm.warm_up(background=True)
+            compiler = loop_for(models[0]).engine.compiler
+            until(lambda: len(compiler._running) == len(compiling()))
+            monkeypatch.setattr(AsyncLLM, "_compiled", noted)
+            waiting = asyncio.create_task(llm.warm_up())
+            await waits.wait()
+            if by == "close":
+                await llm.close()
+            else:
+                await asyncio.to_thread(loop_for(models[0]).free)
+            left.set()
+            until(lambda: not compiling())
+            assert compiler.left == 0
+            if by == "close":
+                with pytest.raises(RuntimeError, match="is closed"):
+                    await waiting
+            else:
+                await waiting
+                assert loop_for(models[0]).engine.compiler is not compiler
+
+    asyncio.run(run())
+    loop_for(models[0]).free()
+
+
+def test_what_cannot_be_compiled_ahead_is_compiled_when_it_is_needed(llm, expected, caplog, monkeypatch):
+    batches = batches_of(monkeypatch)
+
+    async def run():
+        with held(ValueError("no room for the compiler")) as left:
+            await llm.warm_up(background=True)
+            left.set()
+            with pytest.raises(ValueError, match="no room for the compiler"):
+                await llm.warm_up()
+            batches.clear()
+            assert (await whole(llm, PROMPT, PARAMS)).token_ids == expected
+            assert {len(batch.live) for batch in batches if batch.rounds} == {1}
+
+    asyncio.run(run())
+    assert caplog.text.count("was not compiled ahead: no room for the compiler") >= 1
+
+
+def test_a_server_says_whether_it_is_warm(llm):
+    def left(http):
+        [family] = [
+            family
+            for family in text_string_to_metric_families(http.get("/metrics").text)
+            if family.name == "jetspec:programs_left"
+        ]
+        return family.samples[0].value
+
+    with held() as event, served(llm, warm_up="usual") as own, own.client() as http:
+        state = {"status": "ok", "warm": False, "programs_left": len(REST)}
+        assert http.get("/health").json() == state
+        assert left(http) == len(REST)
+        answer = http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 4})
+        assert answer.status_code == httpx.codes.OK
+        event.set()
+        until(lambda: http.get("/health").json() == {**state, "warm": True, "programs_left": 0})
+        assert left(http) == 0
+
+
+def test_a_program_ends_while_others_are_compiled():
+    command = [sys.executable, "-W", "ignore", "-m", "tests.engine.ready_program"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert (ran.stdout, ran.returncode) == ("compiling\n", 3), ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+class TestOrder:
+    def test_all_programs_are_compiled_once(self):
+        shapes = {("rounds", *shape) for shape in SIZE.rounds(BUCKETS)}
+        programs = in_order(SIZE, BUCKETS, [Kind()])
+        assert len(programs) == len(set(programs))
+        assert set(programs) == shapes | {("prompts", *chunk) for chunk in SIZE.chunks}
+
+    def test_first_come_programs_for_any_request_of_every_kind(self):
+        kinds = [Kind(logprobs=True), Kind()]
+        programs = in_order(SIZE, BUCKETS, kinds)
+        first = [("prompts", 1, 1024), ("rounds", 8, 1), ("rounds", 8, 8)]
+        assert first_programs(SIZE, BUCKETS) == first
+        assert programs[:5] == [*first, ("rounds logprobs", 8, 1), ("rounds logprobs", 8, 8)]
+        assert {program.kind for program in programs[5:7]} == {"prompts"}
+
+    def test_few_slots_and_large_trees_come_before_others(self):
+        programs = in_order(SIZE, BUCKETS, [Kind()])
+        rest = [program[1:] for program in programs[5:]]
+        assert rest[:5] == [(1, 16), (1, 1), (1, 8), (1, 4), (1, 2)]
+        assert [live for live, _ in rest] == sorted(live for live, _ in rest)
+
+
+class TestCompiler:
+    def compiler(self, *, threads=2):
+        gates = {program: threading.Event() for program in in_order(SIZE, BUCKETS, [Kind()])}
+        compiler = Compiler(lambda program: gates[program].wait(PATIENCE), threads)
+        compiler.add(gates)
+        return compiler, gates
+
+    def test_a_shape_is_replaced_by_the_smallest_larger_one(self):
+        compiler, gates = self.compiler()
+
+        def compiled(*shapes):
+            for shape in shapes:
+                gates[Program("rounds", *shape)].set()
+                until(lambda shape=shape: Program("rounds", *shape) in compiler._compiled)
+
+        gates[Program("prompts", 1, 1024)].set()
+        compiled((8, 1), (8, 8))
+        assert compiler.shape("rounds", 8, 8) == compiler.shape("rounds", 1, 4) == (8, 8)
+        assert compiler.shape("rounds", 4, 16) == (8, 8), "no tree is as large"
+        assert compiler.shape("rounds", 2, 1) == (8, 1)
+        assert compiler.chunks(SIZE.chunks) == [(1, 1024)]
+        for program in gates:
+            if program.kind == "prompts":
+                gates[program].set()
+        compiled((1, 16), (1, 1))
+        assert compiler.shape("rounds", 1, 4) == (1, 16)
+        assert compiler.shape("rounds", 2, 4) == (8, 8)
+        assert compiler.shape("rounds", 1, 1) == (1, 1)
+        # Nobody compiles these ahead.
+        assert compiler.shape("rounds logprobs", 2, 4) == (2, 4)
+        for gate in gates.values():
+            gate.set()
+        compiler.wait()
+        assert compiler.left == 0
+        assert compiler.shape("rounds", 2, 4) == (2, 4)
+        assert compiler.chunks(SIZE.chunks) == SIZE.chunks
+
+    def test_a_kind_without_any_program_begins_with_its_largest(self):
+        compiler = Compiler(lambda program: None, 0)
+        compiler.add(in_order(SIZE, BUCKETS, [Kind(adjusts=True)]))
+        assert compiler.shape("rounds adjusts", 1, 1) == (8, 1)
+        assert compiler.shape("rounds adjusts", 1, 4) == (8, 8)
+
+    def test_a_program_that_is_needed_is_not_compiled_twice(self):
+        compiler, gates = self.compiler(threads=1)
+        first, *_, last = gates
+        until(lambda: first in compiler._running)
+        before = compiler.left
+        compiler.claim(last)
+        assert compiler.left == before - 1
+        thread = threading.Thread(target=compiler.claim, args=(first,))
+        thread.start()
+        for gate in gates.values():
+            gate.set()
+        thread.join(PATIENCE)
+        compiler.wait()
+        assert compiler._compiled == {*gates}
+
+    def test_without_threads_the_caller_compiles_in_order(self):
+        seen = []
+        compiler = Compiler(seen.append, 0)
+        programs = in_order(SIZE, BUCKETS, [Kind()])
+        compiler.add(programs)
+        compiler.add(programs[:3])
+        assert seen == []
+        compiler.wait()
+        assert seen == programs
+
+    def test_the_end_is_told_once_nothing_is_left(self):
+        ended = threading.Event()
+        compiler, gates = self.compiler()
+        compiler.on_end = ended.set
+        for gate in gates.values():
+            assert not ended.is_set()
+            gate.set()
+        assert ended.wait(PATIENCE)
+        assert compiler.left == 0
+
+
+def test_pages_that_are_lent_are_the_free_ones():
+    pool = PagePool(3)
+    pages = pool.allocate(2)
+    pool.register(pages, [b"a", b"b"])
+    pool.free(pages)
+    with pool.lent() as lent:
+        assert lent == [2]
+    pool.check([])
+    assert pool.find([b"a", b"b"]) == pages
+    kept = pool.allocate(1)
+    with pool.lent() as lent:
+        assert lent == [1], "the page that would be evicted next"
+    pool.free(kept)
+    pool.check([])
+    assert pool.find([b"a", b"b"]) == [0]
