@@ -42,9 +42,10 @@ from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.memory import check_engine_memory
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.planning import EnginePlan, plan_calls
+from jetspec_jax.engine.programs import Kind
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, encode_chat, naming, read_prompt, templated
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.serving import BAR, compile_chunks, groups_of, least_busy, serve
+from jetspec_jax.engine.serving import BAR, compile_ahead, groups_of, least_busy, serve
 from jetspec_jax.engine.size import DEFAULT_CAPACITY, MAX_SLOTS, powers
 from jetspec_jax.engine.small_trees import SMALL_TREES, SmallTrees, can_pay
 from jetspec_jax.engine.stream import STREAM_ROUNDS, Stream
@@ -387,10 +388,11 @@ class LLM:
         if self._small_trees is not None and greedy and counts[-1] == 1:
             self._small_trees.begin()
             kinds += [replace(params, temperature=1.0) for params in kinds]  # these are decoded plainly
-        for count in BAR(counts, desc="compiling", unit=" batch sizes"):
+        for done, count in enumerate(BAR(counts, desc="compiling", unit=" batch sizes")):
             for params in kinds:
                 self.generate([prompt] * (count * copies), params, use_tqdm=False)
-            compile_chunks(self.target)
+            # The first call has made the engine: the programs of all other calls are compiled together.
+            compile_ahead(self.target, [Kind.of(params) for params in kinds], counts[done:])
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, with the tokenizer's special tokens around a text.

@@ -133,7 +133,7 @@ class ReplayedEngine(Engine):
     def prepare(self, requests: Sequence[Request]) -> None:
         """Does nothing: there are no programs."""
 
-    def compile(self, kinds: Sequence[Any], *, scores: bool = False, wait: bool = True) -> None:
+    def compile(self, kinds: Sequence[Any], **options: Any) -> None:
         """Does nothing: there are no programs."""
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from jetspec_jax.decode.state import DecodeWeights
@@ -235,11 +235,19 @@ class Engine:
         """Compiles its programs."""
         return self.runner.compiler
 
-    def compile(self, kinds: Sequence[Kind], *, scores: bool = False, wait: bool = True) -> None:
-        """Compiles prefill forwards and the rounds of some kinds, in all shapes; nothing may be in flight.
+    def compile(
+        self,
+        kinds: Sequence[Kind],
+        *,
+        counts: Iterable[int] | None = None,
+        scores: bool = False,
+        wait: bool = True,
+    ) -> None:
+        """Compiles all prefill forwards, and the rounds of some kinds; nothing may be in flight.
 
         Args:
             kinds: The kinds of rounds.
+            counts: Numbers of decoding requests; None is any number.
             scores: Whether to compile log-probabilities of prompts.
             wait: Whether to wait until they are compiled; else an engine compiles them in the background, if
                 it does so.
@@ -249,10 +257,12 @@ class Engine:
             Exception: An error of the compiler.
         """
         adjusts, logprobs = (any(getattr(kind, name) for kind in kinds) for name in ("adjusts", "logprobs"))
-        self.extend(Extras(adjusts, USUAL_BAD_WORDS if adjusts else (0, 0), logprobs, scores))
+        bad_words = USUAL_BAD_WORDS if adjusts and self.plan.persistent else (0, 0)
+        self.extend(Extras(adjusts, bad_words, logprobs, scores))
         if self._broadcasts:
             send("compile", kinds, scores)
-        self.compiler.add(programs := self.runner.programs(kinds, scores=scores))
+        lives = None if counts is None else [self.plan.size.live_for(count) for count in counts]
+        self.compiler.add(programs := self.runner.programs(kinds, lives, scores=scores))
         if wait or not self._background:
             self.compiler.wait(programs)
 

@@ -251,11 +251,21 @@ class Runner:
         shapes = self.size.rounds(tuple(self.decoders))
         return [Program(str(kind), *shape) for shape in shapes if lives is None or shape[0] in lives]
 
-    def programs(self, kinds: Sequence[Kind], *, scores: bool = False) -> list[Program]:
-        """Prefill forwards, and rounds of some kinds, in the order of compiling; also of prompts' scores."""
+    def programs(
+        self, kinds: Sequence[Kind], lives: Collection[int] | None = None, *, scores: bool = False
+    ) -> list[Program]:
+        """Prefill forwards, rounds of some kinds and prompts' scores, in the order of compiling.
+
+        Args:
+            kinds: The kinds of rounds.
+            lives: Numbers of live slots; None is all.
+            scores: Whether prompts are scored.
+        """
+        every = in_order(self.size, tuple(self.decoders), kinds)
         pages = [1 << power for power in range(scored_pages(self.size.capacity).bit_length())]
         scoring = [Program(SCORES, 1, count) for count in pages if scores]
-        return [*in_order(self.size, tuple(self.decoders), kinds), *scoring]
+        wanted = [each for each in every if lives is None or each.kind == PREFILL or each.slots in lives]
+        return [*wanted, *scoring]
 
     def collect(self) -> DispatchRecord:
         """Waits for the oldest batch in flight; may be repeated until the engine removes it.

@@ -15,6 +15,7 @@ from jetspec_jax.engine.engine import LOST, Engine
 from jetspec_jax.engine.loop import Call, EngineLoop, Flag, loop_for, wait
 from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.planning import EnginePlan
+from jetspec_jax.engine.programs import Kind
 from jetspec_jax.engine.request import Request
 from jetspec_jax.progress import unseen
 
@@ -157,7 +158,7 @@ def _read(outputs: Sequence[Output]) -> list[Output]:
     return [output for output in outputs if output.finish_reason is None]
 
 
-def compile_chunks(target: Target) -> None:
-    """Compiles the prefill forwards of a target's and its copies' engines, if these exist."""
+def compile_ahead(target: Target, kinds: Sequence[Kind], counts: Sequence[int]) -> None:
+    """Compiles the programs of a target's and its copies' engines, if these exist: see `Engine.compile`."""
     for loop in map(loop_for, (target, *target.copies)):
-        loop.run(lambda loop=loop: loop.engine and loop.engine.runner.compile_chunks())
+        loop.run(lambda loop=loop: loop.engine and loop.engine.compile(kinds, counts=counts))

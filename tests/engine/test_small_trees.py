@@ -86,7 +86,7 @@ def test_they_begin_after_some_tokens(llm, monkeypatch):
 def test_they_begin_at_once_after_a_warm_up_for_greedy_requests(llm, monkeypatch, params, bucket):
     monkeypatch.setattr(small_trees, "PLAIN_TOKENS", 30)
     monkeypatch.setattr(llm, "generate", lambda *arguments, **settings: None)
-    monkeypatch.setattr(llm_module, "compile_chunks", lambda target: None)
+    monkeypatch.setattr(llm_module, "compile_ahead", lambda *arguments: None)
     llm.warm_up(1, params)
     assert planned(llm).decoder.bucket == bucket
 
