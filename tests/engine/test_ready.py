@@ -10,12 +10,14 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jetspec_jax import AsyncLLM, SamplingParams, generate
+from jetspec_jax import LLM, AsyncLLM, SamplingParams, generate
+from jetspec_jax.engine import engine as engine_module
 from jetspec_jax.engine import known_costs, round_costs
 from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.lowering import Lowering
 from jetspec_jax.engine.pages import PagePool
+from jetspec_jax.engine.pipeline import Pipeline
 from jetspec_jax.engine.programs import Kind, Program, first_programs, in_order
 from jetspec_jax.engine.size import EngineSize
 from tests.decode.compilations import compilations
@@ -199,6 +201,86 @@ def test_a_server_says_whether_it_is_warm(llm):
         event.set()
         until(lambda: http.get("/health").json() == {**state, "warm": True, "programs_left": 0})
         assert left(http) == 0
+
+
+class TestCalls:
+    """Engines of calls, whose programs are compiled when calls need them."""
+
+    @pytest.fixture
+    def own(self, models):
+        # A width of its own, so that no other test has compiled what is needed.
+        yield (made := LLM(*models, budget=BUDGET, width=6, max_slots=SLOTS))
+        loop_for(made.target).free()
+
+    def rounds(self, llm):
+        compiler = loop_for(llm.target).engine.compiler
+        assert compiler.left == 0
+        return {program for program in compiler._compiled if program.kind != "prompts"}
+
+    def test_a_call_compiles_its_programs_and_no_others(self, own):
+        own.generate([PROMPT] * 3, PARAMS)
+        assert self.rounds(own) == {("rounds", SLOTS, BUDGET)}
+        own.generate([PROMPT], PARAMS)
+        assert self.rounds(own) == {("rounds", 1, BUDGET), ("rounds", SLOTS, BUDGET)}
+
+    def test_the_rest_of_a_call_stays_in_its_program(self, own, monkeypatch):
+        batches = batches_of(monkeypatch)
+        own.generate([PROMPT], PARAMS)
+        few, many = (SamplingParams(max_tokens=count, ignore_eos=True) for count in (2, 30))
+        own.generate([PROMPT] * SLOTS, [few] * (SLOTS - 2) + [many] * 2)
+        assert {len(batch.live) for batch in batches if batch.rounds} == {1, SLOTS}
+
+    def test_programs_of_parts_are_those_of_the_number_of_prompts(self, own):
+        wants = SamplingParams(max_tokens=4, logprobs=1)
+        own.generate([PROMPT] * SLOTS, wants)
+        own.generate([PROMPT], wants)
+        shapes = {("rounds logprobs", live, BUDGET) for live in (1, SLOTS)}
+        assert self.rounds(own) == shapes
+
+    def test_a_measurement_leaves_shared_prefixes_alone(self, models):
+        llm = LLM(*models, budget=BUDGET, width=6, algorithm="auto", max_slots=SLOTS)
+        prompt = [7] * 130
+        [before] = llm.generate([prompt], PARAMS)
+        again = llm.generate([prompt] * 2, PARAMS)
+        assert loop_for(llm.target).engine.scheduler.policy._pace.costs.buckets(2)
+        assert [each.token_ids for each in again] == [before.token_ids] * 2
+        assert again[0].metrics.prefix_tokens == 128
+        loop_for(llm.target).free()
+
+
+def test_programs_of_a_fixed_number_of_rounds_are_compiled_ahead(models, expected, monkeypatch):
+    """As on a GPU, where launches are timed before anything is lowered."""
+    pipelines = []
+
+    def choose(mesh, time_launches):
+        time_launches(1)
+        time_launches(4)
+        pipelines.append(Pipeline(2, 2))
+        return pipelines[-1]
+
+    monkeypatch.setattr(engine_module, "choose_pipeline", choose)
+    llm = AsyncLLM(*models, budget=BUDGET, width=7, algorithm="auto", max_slots=SLOTS)
+
+    async def run():
+        with held() as left:
+            await llm.warm_up(background=True)
+            assert not llm.warm
+            assert (await whole(llm, PROMPT, PARAMS)).token_ids == expected
+            left.set()
+            await llm.warm_up()
+        with compilations() as seen:
+            crowd = await asyncio.gather(*[whole(llm, PROMPT, PARAMS) for _ in range(SLOTS)])
+        assert {tuple(each.token_ids) for each in crowd} == {tuple(expected)}
+        assert seen == []
+        engine = loop_for(models[0]).engine
+        assert [engine.pipeline] == pipelines
+        costs = engine.scheduler.policy._pace.costs
+        assert not costs.guessed
+        assert set(costs.dispatches.values()) == {0.0}
+        await llm.close()
+
+    asyncio.run(run())
+    loop_for(models[0]).free()
 
 
 def test_a_program_ends_while_others_are_compiled():
