@@ -67,6 +67,8 @@ class Engine:
         if plan.decoder.proposer is None:
             weights = weights._replace(proposer=None)
         self.plan, self.weights = plan, weights
+        #: The plan with all slots that were asked for: an equal need would make the same engine again.
+        self.planned = plan
         self.runner = Runner(plan, weights)
         self.broken = False
         #: Record of the last batch.
