@@ -238,6 +238,8 @@ class Engine:
     def _measure(self) -> None:
         """Measures the rounds for all numbers of live slots so far, if the policy uses their times."""
         if self.scheduler.lives and (self.plan.auto or self.plan.slices):
+            self.scheduler.drop_closed()
+            self.scheduler.pool.forget()  # measurements overwrite all pages
             self.scheduler.policy.use(self.runner.round_costs(self.scheduler.lives))
 
 
