@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from jetspec_jax.decode.state import DecodeWeights
+from jetspec_jax.device.memory import weight_bytes
 from jetspec_jax.device.processes import agreed, is_first, spans
 from jetspec_jax.engine.agreement import check_alike_engines
 from jetspec_jax.engine.broadcast import send
@@ -70,6 +71,8 @@ class Engine:
         if plan.decoder.proposer is None:
             weights = weights._replace(proposer=None)
         self.plan, self.weights = plan, weights
+        #: The plan with all slots that were asked for: an equal need would make the same engine again.
+        self.planned = plan
         self.runner = Runner(plan, weights)
         self.broken = False
         #: Record of the last batch.
@@ -78,7 +81,9 @@ class Engine:
             if plan.extras.adjusts:
                 self.runner.extend(plan.extras.bad_words)
             if pipeline is None:
-                pipeline = choose_pipeline(plan.decoder.mesh, self.runner.time_launches)
+                mesh = plan.decoder.mesh
+                read = weight_bytes(plan.decoder.target, plan.dtype, mesh)
+                pipeline = choose_pipeline(mesh, read, self.runner.time_launches)
             self.pipeline = pipeline
             if pipeline.rounds is not None:
                 self.runner.fix_rounds(pipeline.rounds)
@@ -260,6 +265,8 @@ class Engine:
         """Measures the rounds for all numbers of live slots so far, if the policy uses their times."""
         lives, rounds = self.scheduler.lives, self.pipeline.rounds
         if lives and (self.plan.auto or (self.plan.slices and not rounds)):
+            self.scheduler.drop_closed()
+            self.scheduler.pool.forget()  # measurements overwrite all pages
             costs = self.runner.round_costs(lives)
             self.scheduler.policy.use(costs.overlapped() if rounds else costs)
         elif self.plan.slices:

@@ -136,6 +136,11 @@ class PagePool:
             if page not in self._keys and key not in self._pages:
                 self._keys[page], self._pages[key] = key, page
 
+    def forget(self) -> None:
+        """Evicts all unused pages from the prefix cache."""
+        while self._cached:
+            self._free.append(self._evict())
+
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Raises AssertionError unless every page is in one state, with exactly these block tables."""
         counts = Counter(page for pages in tables for page in pages)

@@ -56,6 +56,7 @@ class RoundCosts:
     def overlapped(self) -> "RoundCosts":
         """Costs of rounds that run while the host launches and fetches others: nothing beside the rounds."""
         return replace(self, dispatches=dict.fromkeys(self.dispatches, 0.0))
+
     def __or__(self, other: "RoundCosts") -> "RoundCosts":
         """The costs of the shapes of both, which were timed at the same contexts."""
         seconds, dispatches = {**self.seconds, **other.seconds}, {**self.dispatches, **other.dispatches}
