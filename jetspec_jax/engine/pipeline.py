@@ -54,8 +54,8 @@ def choose_pipeline(
 ) -> Pipeline:
     """The pipeline for an engine's devices.
 
-    On a GPU rounds are launched one by one, two in flight: so requests come and go, and callers get tokens, with
-    every round. Models whose rounds are shorter than `LAUNCH_SHARE` launches keep the loop: the device would
+    On a GPU rounds are launched one by one, two in flight: so requests come and go, and callers get tokens,
+    with every round. Models whose rounds are shorter than `LAUNCH_SHARE` launches keep the loop: the device would
     wait for the host. Programs of several rounds are no way out: with 16 rounds of a small model a request's
     last rounds were mostly idle, and serving took twice as long. On a CPU a round takes much longer than its
     launch, which may even compute, so nothing would overlap. Several processes exchange a message per batch,
