@@ -107,7 +107,7 @@ class ReplayedEngine(Engine):
             ids: The emitted tokens.
             chains: Whether the trees are chains.
         """
-        self.plan, self.weights = plan, weights
+        self.plan, self.planned, self.weights = plan, plan, weights
         self.broken, self.record, self.pipeline = False, None, LOOP
         compiler = Compiler(lambda program: None)
         self.runner = cast(Runner, SimpleNamespace(in_flight=deque(), compiler=compiler))

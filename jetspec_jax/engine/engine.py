@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from jetspec_jax.decode.state import DecodeWeights
+from jetspec_jax.device.memory import weight_bytes
 from jetspec_jax.device.processes import agreed, is_first, spans
 from jetspec_jax.engine.agreement import check_alike_engines
 from jetspec_jax.engine.broadcast import send
@@ -81,6 +82,8 @@ class Engine:
         if plan.decoder.proposer is None:
             weights = weights._replace(proposer=None)
         self.plan, self.weights = plan, weights
+        #: The plan with all slots that were asked for: an equal need would make the same engine again.
+        self.planned = plan
         self.runner = Runner(plan, weights)
         self.broken = False
         self._background = background and plan.persistent and not spans(plan.decoder.mesh)
@@ -92,7 +95,9 @@ class Engine:
             if plan.extras.adjusts:
                 self.runner.extend(plan.extras.bad_words)
             if pipeline is None:
-                pipeline = choose_pipeline(plan.decoder.mesh, self.runner.time_launches)
+                mesh = plan.decoder.mesh
+                read = weight_bytes(plan.decoder.target, plan.dtype, mesh)
+                pipeline = choose_pipeline(mesh, read, self.runner.time_launches)
             self.pipeline = pipeline
             if pipeline.rounds is not None:
                 self.runner.fix_rounds(pipeline.rounds)

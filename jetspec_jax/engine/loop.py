@@ -179,8 +179,6 @@ class EngineLoop:
         self.server: Callable[[], Call | None] = lambda: None
         self.has_workers, self.tally = False, Tally()
         self._config = thread_config()
-        # The plan before slots were left out that do not fit: an equal need would make the same engine again.
-        self._planned: EnginePlan | None = None
         # Protects the attributes below; held briefly.
         self._mutex = threading.Lock()
         self._waiting: deque[Call] = deque()
@@ -406,7 +404,7 @@ class EngineLoop:
         if call.plan is None or engine is None or call.config != self._config:
             return call.plan is None
         joining = bool(self._served) or (engine.plan.persistent and self.server() is not None)
-        return call.is_served_by(self._planned or engine.plan, engine.weights, joining=joining)
+        return call.is_served_by(engine.planned, engine.weights, joining=joining)
 
     def _make_engine(self, call: Call) -> None:
         self._drop_idle()  # frees its stores before new ones are allocated
@@ -416,7 +414,7 @@ class EngineLoop:
         with configured(self._config):
             plan = call.plan if call.plan.persistent else with_slots_that_fit(call.plan, [self.mesh])
             self.engine = Engine(plan, call.weights, background=True)
-        self._planned, loop = call.plan, weakref.ref(self)
+        self.engine.planned, loop = call.plan, weakref.ref(self)
 
         def on_end() -> None:
             if (ready := loop()) is not None and not _PROGRAM_ENDED.is_set():

@@ -121,7 +121,8 @@ def with_slots_that_fit(plan: EnginePlan, meshes: Sequence[Mesh | None]) -> Engi
     If one slot does not fit either, the engine's error says how much memory is missing.
     """
     most = plan.size.slots
-    while not all(fits(engine_bytes(plan.on(mesh)), mesh) for mesh in meshes) and (most := most // 2):
+    while most > 1 and not all(fits(engine_bytes(plan.on(mesh)), mesh) for mesh in meshes):
+        most //= 2
         plan = replace(plan, size=plan.size.with_slots(most))
     return plan
 

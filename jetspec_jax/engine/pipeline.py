@@ -13,11 +13,12 @@ from jax.sharding import Mesh
 
 from jetspec_jax.device.processes import spans
 
-#: How many times as long as its launch a program must run, so that the device never waits for the host:
-#: beside the launch, the host also schedules, fetches results and hands out tokens.
+#: How many times as long as its launch a round must run, so that the device never waits for the host: beside
+#: the launch, the host also schedules, fetches results and hands out tokens.
 LAUNCH_SHARE = 2.0
-#: Most rounds of a program with a fixed number.
-MOST_ROUNDS = 16
+#: Bytes of a target whose rounds are shorter than their launch on every GPU, so that none is timed: at 4 TB/s
+#: they are read in half a millisecond, and a launch of all kernels of a round takes longer.
+SMALL_TARGET = 2 << 30
 
 
 class Pipeline(NamedTuple):
@@ -48,35 +49,25 @@ class LaunchTimes(NamedTuple):
     device: float
 
 
-def choose_pipeline(mesh: Mesh | None, time_launches: Callable[[int], LaunchTimes]) -> Pipeline:
+def choose_pipeline(
+    mesh: Mesh | None, target_bytes: int, time_launches: Callable[[], LaunchTimes]
+) -> Pipeline:
     """The pipeline for an engine's devices.
 
-    On a GPU two batches are in flight, usually of one round: so requests come and go, and callers get tokens,
-    with every round. If a model's rounds are shorter than their launch, a program has several: the smallest
-    power of two whose rounds take `LAUNCH_SHARE` times as long as a launch beside them. On a CPU a round
-    takes much longer than its launch, which may even compute, so nothing would overlap. Several processes
-    exchange a message per batch, which long loops make cheap.
+    On a GPU rounds are launched one by one, two in flight: so requests come and go, and callers get tokens,
+    with every round. Models whose rounds are shorter than `LAUNCH_SHARE` launches keep the loop, or the
+    device would wait for the host. Programs of several rounds are no way out: with 16 rounds of a small model
+    most of a request's last rounds were idle, and serving took twice as long. On a CPU a round takes longer
+    than its launch, which may even compute, so nothing would overlap. Several processes exchange a message
+    per batch, which long loops make cheap.
 
     Args:
         mesh: The engine's devices; None is the default device.
-        time_launches: Times programs of a fixed number of rounds.
+        target_bytes: Bytes of the target's parameters on one device.
+        time_launches: Times programs of one round.
     """
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    if platform not in ("gpu", "cuda", "rocm") or spans(mesh):
+    if platform not in ("gpu", "cuda", "rocm") or spans(mesh) or target_bytes < SMALL_TARGET:
         return LOOP
-    return Pipeline(2, rounds_per_program(time_launches))
-
-
-def rounds_per_program(time_launches: Callable[[int], LaunchTimes]) -> int:
-    """Rounds of a program: 1, unless rounds are shorter than their launch; see `choose_pipeline`."""
-    one = time_launches(1)
-    if one.device >= LAUNCH_SHARE * one.host:
-        return 1
-    most = time_launches(MOST_ROUNDS)
-    # The host also spends time on each round, for its kernels: only the rest is the launch's own.
-    launch = one.host - max(most.host - one.host, 0.0) / (MOST_ROUNDS - 1)
-    each = most.device / MOST_ROUNDS
-    rounds = 1
-    while rounds < MOST_ROUNDS and rounds * each < LAUNCH_SHARE * launch:
-        rounds *= 2
-    return rounds
+    times = time_launches()
+    return Pipeline(2, 1) if times.device >= LAUNCH_SHARE * times.host else LOOP

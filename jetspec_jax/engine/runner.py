@@ -366,12 +366,18 @@ class Runner:
             seconds = agreed(seconds, "the seconds of a dispatch")
         return seconds
 
-    def time_launches(self, rounds: int) -> LaunchTimes:
-        """Times programs of ``rounds`` rounds of the smallest shape; see `time_dispatch`."""
-        self.fix_rounds(rounds)
-        shape, context = (self.size.live_for(1), min(self.decoders)), min(64, self.size.capacity // 4)
-        self._time(shape, context, 1)  # may compile
-        launched, seconds = self._time(shape, context, _TIMED_LAUNCHES)
+    def time_launches(self) -> LaunchTimes:
+        """Times programs of one round of the smallest shape; see `time_dispatch`."""
+        loops = self.decoders, self.weights
+        self.fix_rounds(1)
+        try:
+            shape, context = (self.size.live_for(1), min(self.decoders)), min(64, self.size.capacity // 4)
+            self._time(shape, context, 1)  # may compile
+            launched, seconds = self._time(shape, context, _TIMED_LAUNCHES)
+        finally:
+            self.rounds = None
+            self.decoders, self.weights = loops
+            self._forget(KINDS)
         return LaunchTimes(launched / _TIMED_LAUNCHES, seconds / _TIMED_LAUNCHES)
 
     def _time(self, shape: Pair, context: int, rounds: int) -> tuple[float, float]:

@@ -58,8 +58,8 @@ def expert_mlp(
         activation: between the two products.
         gate_up_bias: of any floating type, or none.
         down_bias: of any floating type, or none.
-        implementation: one of `implementations()`; None picks the best for the case, of quantised experts
-            "xla": the kernel reads them too, but was not measured with them.
+        implementation: one of `implementations()`; None picks the best for the case, of experts in FP8 "xla":
+            the kernel reads them too, but was not measured with them.
 
     Raises:
         ValueError: an argument is misshapen or of the wrong dtype (all of them are listed), or there is no

@@ -147,6 +147,24 @@ def test_the_others_keep_every_bit(case):
     assert (after[0].lengths[[1, 2]] > held[0].lengths[[1, 2]]).all()
 
 
+@pytest.mark.parametrize("rounds", [wide(1), 4])
+def test_a_fixed_number_of_rounds_is_the_loop(case, rounds):
+    """Round for round; and rounds after all ends keep everything."""
+    fixed = dataclasses.replace(case.decoder, max_rounds=rounds, fixed=True)
+    expected, seen = case.decoder.decode(case.weights, case.begin(), np.int32(32))
+    state, found = case.begin(), [[] for _ in range(SLOTS)]
+    for _ in range(32 // rounds):
+        state, records = fixed.decode(case.weights, state, np.int32(0))
+        assert records.tokens.shape[0] == rounds
+        for slot, ran in zip(found, rounds_of(records), strict=True):
+            slot += ran
+    assert not state.active.any()
+    assert not records.counts.any()
+    assert (records.tokens == -1).all()
+    assert found == rounds_of(seen)
+    jax.tree.map(np.testing.assert_array_equal, kept(state), kept(expected))
+
+
 def test_each_number_of_live_slots_is_one_program(case):
     state = case.begin()
     for live in ((1, 0), (2,)):

@@ -162,8 +162,9 @@ def unlike(mesh):
 
 
 def out_of_step(mesh):
-    """The same request, in different ways."""
-    return (decoded if is_first() else traced)(*pair(mesh), GREEDY)
+    """The same request with engines of one size, in different ways."""
+    models = pair(mesh)
+    return decoded(*models, GREEDY, max_slots=1) if is_first() else traced(*models, GREEDY)
 
 
 def traced(target, head, params):

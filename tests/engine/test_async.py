@@ -442,13 +442,17 @@ def test_abort(llm):
         (PROMPT, {"timeout": -1.0}, "timeout must be at least 0 seconds, not -1.0"),
         (PROMPT, {"timeout": float("nan")}, "timeout must be at least 0 seconds, not nan"),
         (PROMPT, {"request_id": 3}, "request_id"),
-        (PROMPT, {"routing": 3}, "routing"),
     ],
 )
 def test_bad_input_reaches_no_engine(llm, monkeypatch, prompt, settings, says):
     monkeypatch.setattr(EngineLoop, "submit", lambda *_: pytest.fail("was submitted"))
     with pytest.raises((TypeError, ValueError), match=says):
         asyncio.run(read(llm, prompt, **settings))
+
+
+def test_hints_are_checked_and_deprecated(llm):
+    with pytest.raises(TypeError, match="routing"), pytest.warns(DeprecationWarning, match="routing"):
+        asyncio.run(read(llm, PROMPT, routing=3))
 
 
 def test_what_was_checked_is_not_checked_again(llm, expected, monkeypatch):

@@ -11,7 +11,7 @@ from jetspec_jax import SamplingParams, generate
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.engine.loop import Call, EngineLoop, wait
-from jetspec_jax.engine.pipeline import LOOP, LaunchTimes, Pipeline, choose_pipeline, rounds_per_program
+from jetspec_jax.engine.pipeline import LOOP, LaunchTimes, Pipeline, choose_pipeline
 from jetspec_jax.engine.runner import Runner
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, TinyEngine, finish, random_head, random_target, with_windows
@@ -37,47 +37,30 @@ def expected(target):
     return generate(target, [PROMPT], PARAMS)[0].token_ids
 
 
-def times_of(launch, kernels, device):
-    """Launches of so many seconds, of which each round adds its kernels'; and rounds on the device."""
-
-    def time_launches(rounds):
-        host = launch + rounds * kernels
-        return LaunchTimes(host, max(host, rounds * device))
-
-    return time_launches
-
-
 class TestChoice:
     @pytest.mark.parametrize(
-        ("launch", "kernels", "device", "rounds"),
+        ("backend", "gib", "times", "pipeline"),
         [
-            (0.5, 1.0, 6.0, 1),  # a large model
-            (0.5, 0.2, 1.4, 1),
-            (0.5, 0.05, 0.5, 2),
-            (0.5, 0.0, 0.25, 4),
-            (0.5, 0.01, 0.1, 16),
-            (0.5, 0.0, 0.01, 16),
+            ("cpu", 16, None, LOOP),
+            ("gpu", 16, LaunchTimes(1.4, 6.0), TWO),
+            ("gpu", 16, LaunchTimes(1.4, 2.8), TWO),
+            ("gpu", 3, LaunchTimes(1.0, 1.5), LOOP),
+            ("gpu", 1, None, LOOP),  # too small to be worth timing
         ],
     )
-    def test_short_rounds_share_a_launch(self, launch, kernels, device, rounds):
-        assert rounds_per_program(times_of(launch, kernels, device)) == rounds
+    def test_by_device_and_times(self, monkeypatch, backend, gib, times, pipeline):
+        monkeypatch.setattr(jax, "default_backend", lambda: backend)
 
-    def test_a_large_model_compiles_one_program(self):
-        asked = []
-        times = times_of(0.5, 1.0, 6.0)
-        rounds_per_program(lambda rounds: asked.append(rounds) or times(rounds))
-        assert asked == [1]
+        def time_launches():
+            assert times is not None, "launches are timed in vain"
+            return times
 
-    def test_by_device(self, monkeypatch):
-        monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-        assert choose_pipeline(None, None) == LOOP
-        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        assert choose_pipeline(None, times_of(0.5, 0.1, 6.0)) == TWO
+        assert choose_pipeline(None, gib << 30, time_launches) == pipeline
 
     def test_launches_are_timed_without_a_trace(self, target, head):
         engine = TinyEngine(target, head, TREE, slots=2)
         before = jax.device_get((engine.runner.state.slots, engine.runner.state.settings))
-        times = engine.runner.time_launches(2)
+        times = engine.runner.time_launches()
         assert 0 < times.host <= times.device
         after = jax.device_get((engine.runner.state.slots, engine.runner.state.settings))
         np.testing.assert_equal(after, before)
