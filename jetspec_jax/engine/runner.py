@@ -182,8 +182,6 @@ class Runner:
 
         Grammars' rounds, and those of a caller's ``decode``, stay as they are.
         """
-        if rounds == self.rounds:
-            return
         if self.rounds is None and self.decoder.mesh is None and self.decoder.proposer is not None:
             # Loops do this once for all their rounds.
             self.weights = self.weights._replace(
