@@ -133,7 +133,8 @@ class LLM:
             dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on a GPU, float32 on a CPU. Loaded
                 models keep theirs.
             capacity: Tokens of prompt and output per slot; None is 1024, or more if a request needs more.
-                A later, larger need compiles again.
+                A later, larger need compiles again. If it is given, each of ``max_slots`` slots has room for
+                so many: for one long prompt at a time set ``max_slots=1``.
             max_model_len: vLLM's name for the capacity.
             max_slots: Most prompts that decode at the same time, per copy of the models, if the device memory
                 allows as many; None is 8.

@@ -222,7 +222,7 @@ def _split_off(state: DecodeState) -> tuple[tuple[Stores, Adjustments | None], D
 
 
 def _rejoin(kept: tuple[Stores, Adjustments | None], state: DecodeState) -> DecodeState:
-    """The inverse of `_apart`."""
+    """The inverse of `_split_off`."""
     return replace(join(kept[0], state), adjust=kept[1])
 
 

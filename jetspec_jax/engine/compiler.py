@@ -74,6 +74,8 @@ class Compiler:
         self._running: set[Program] = set()
         self._compiled: set[Program] = set()
         self._errors: dict[Program, Exception] = {}
+        # Running programs whose arguments got other shapes meanwhile.
+        self._outdated: set[Program] = set()
         self._threads: set[threading.Thread] = set()
         # Seconds with programs left, and programs compiled in them.
         self._since, self._seconds, self._count = 0.0, 0.0, 0
@@ -82,6 +84,11 @@ class Compiler:
     def left(self) -> int:
         """Number of programs that are not compiled yet."""
         return len(self._queue) + len(self._running)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a program could not be compiled ahead."""
+        return bool(self._errors)
 
     @property
     def seconds_left(self) -> float | None:
@@ -117,9 +124,16 @@ class Compiler:
             self.wait(programs)
 
     def forget(self, kinds: Collection[str]) -> None:
-        """Forgets compiled programs of some kinds, whose arguments have other shapes from now on."""
+        """Forgets programs of some kinds, whose arguments have other shapes from now on.
+
+        With `ahead` they are compiled again.
+        """
         with self._changed:
-            self._compiled = {program for program in self._compiled if program.kind not in kinds}
+            forgotten = [program for program in self._compiled if program.kind in kinds]
+            self._compiled.difference_update(forgotten)
+            self._outdated.update(program for program in self._running if program.kind in kinds)
+            if self.ahead:
+                self.add(forgotten)
 
     def wait(self, programs: Sequence[Program] | None = None) -> None:
         """Waits until programs are compiled, with a progress bar on a terminal.
@@ -175,7 +189,7 @@ class Compiler:
 
         If the wanted one is queued, larger trees or even smaller ones serve until it is compiled. Else only
         a program of more live slots with trees of the same size replaces it. A program that could not be
-        compiled ahead is compiled when it is needed.
+        compiled ahead is compiled when it is needed, unless a larger one exists.
 
         Args:
             kind: The kind of rounds, as in `Program`.
@@ -189,11 +203,14 @@ class Compiler:
             others.
         """
         wanted = Program(kind, live, bucket)
-        if wanted in self._compiled or wanted in self._errors:
+        if wanted in self._compiled:
             return live, bucket
         with self._changed:
             there = [each[1:] for each in self._compiled if each.kind == kind and each.slots >= live]
             queued = [each[1:] for each in (*self._running, *self._queue) if each.kind == kind]
+        if wanted in self._errors:
+            larger = [shape for shape in there if shape[1] >= bucket]
+            return min(larger, key=lambda shape: (shape[0] * shape[1], shape), default=(live, bucket))
         if wanted[1:] not in queued:
             larger = min((shape for shape in there if shape[1] == bucket), default=None)
             if larger is not None and self.ahead:
@@ -241,12 +258,20 @@ class Compiler:
         except Exception as raised:
             _log.warning("%s was not compiled ahead: %s", program, raised)
             error = raised.with_traceback(None)  # its frames keep arrays alive
+        except BaseException:  # an interrupt of a caller that compiles
+            with self._changed:
+                self._running.discard(program)
+                self._changed.notify_all()
+            raise
         with self._changed:
             self._running.discard(program)
             self._count += 1
-            if error is None:
-                self._compiled.add(program)
-            else:
+            if error is not None:
                 self._errors[program] = error
+            elif program in self._outdated:
+                self._queue.append(program)
+            else:
+                self._compiled.add(program)
+            self._outdated.discard(program)
             self._changed.notify_all()
         return True

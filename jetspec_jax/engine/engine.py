@@ -273,8 +273,9 @@ class Engine:
 
     @property
     def measures(self) -> bool:
-        """Whether all programs are there, and round times are to be measured."""
-        return self._measurement is not None and not self.compiler.left
+        """Whether all programs are there, and round times are to be measured; never if a program failed."""
+        compiler = self.compiler
+        return self._measurement is not None and not compiler.left and not compiler.failed
 
     def measure(self) -> None:
         """Times one more dispatch, after the last of which the policy gets the times.

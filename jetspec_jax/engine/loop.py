@@ -381,9 +381,8 @@ class EngineLoop:
                 try:
                     if not served:
                         self._make_engine(call)
-                    if self.engine is not None and call.count and alone:
-                        with configured(self._config):
-                            self.engine.prepare(call.requests[: call.count])
+                    if alone:
+                        self._prepare(call)
                 except Exception as error:
                     # An engine that is too large for one caller is not a failure of a server.
                     self.failed = self.failed or (call.plan is not None and call.plan.persistent)
@@ -418,9 +417,26 @@ class EngineLoop:
 
         def on_end() -> None:
             if (ready := loop()) is not None and not _PROGRAM_ENDED.is_set():
-                ready._start()  # measures the round times, if nobody calls
+                with ready._mutex:  # the thread may be about to end
+                    ready._start()  # measures the round times, if nobody calls
 
         self.engine.compiler.on_end = on_end
+
+    def _prepare(self, call: Call) -> None:
+        """Compiles what a call needs; an engine without memory for its features is made anew, smaller."""
+        requests = call.requests[: call.count]
+        if self.engine is None or not requests:
+            return
+        try:
+            with configured(self._config):
+                self.engine.prepare(requests)
+        except DeviceMemoryError:
+            has = self.engine.plan.extras
+            if self.engine.broken or has | call.plan.extras == has:
+                raise
+            self._make_engine(call)
+            with configured(self._config):
+                self.engine.prepare(requests)
 
     def _run_work(self, call: Call, work: Callable[[], Any]) -> None:
         try:

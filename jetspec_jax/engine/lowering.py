@@ -23,9 +23,9 @@ from jetspec_jax.engine.compiler import end_all
 from jetspec_jax.engine.programs import KINDS, PREFILL, SCORES, Program
 from jetspec_jax.engine.round_kinds import decoder_for
 
-# Held while a program is traced and lowered. Both hold the interpreter: more threads would be no faster, and
-# the engine's thread would wait for each of them.
-_TRACING = threading.Lock()
+#: Held while a program is traced and lowered. Both hold the interpreter: more threads would be no faster, and
+#: the engine's thread would wait for each of them.
+TRACING = threading.Lock()
 # JAX is already imported, so its own exit functions run after this one.
 atexit.register(end_all)
 
@@ -69,7 +69,7 @@ class Lowering:
         with configured(self._config):
             kind = KINDS.get(program.kind)
             if kind is None:
-                with _TRACING:
+                with TRACING:
                     lowered = self._scores(program.size) if program.kind == SCORES else self._prefill(program)
                 lowered.compile()
                 return
@@ -77,9 +77,9 @@ class Lowering:
             all_live = program.slots == self._state.active.shape[0]
             live = () if all_live else (jax.ShapeDtypeStruct((program.slots,), jnp.int32),)
             if kind.masked:
-                compile_all(decoder, self._weights, self._state, *live, tracing=_TRACING)
+                compile_all(decoder, self._weights, self._state, *live, tracing=TRACING)
                 return
-            with _TRACING:
+            with TRACING:
                 lowered = decoder.lower(self._weights, self._state, *live)
             lowered.compile()
 

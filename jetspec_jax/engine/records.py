@@ -117,7 +117,7 @@ class Batch(NamedTuple):
         admissions: Slots that requests get.
         growths: Slots that get more pages.
         chunks: Prefill forwards.
-        live: Slots of the rounds, each once: all, in order, or a power of two of them in any order.
+        live: Slots of the rounds, each once, in rising order; their number has a program.
         bucket: Nodes of the trees, root included; 1 is plain decoding.
         rounds: Most rounds; 0 is none.
         adjusts: Whether a decoding slot has logit adjustments.

@@ -82,8 +82,8 @@ class Request:
         slot: Its slot, also after its end; -1 while it waits.
         pages: Its pages.
         committed: Its tokens in the stores, except those of rounds in flight.
-        flying_rounds: Rounds in flight that it takes part in.
-        flying_tokens: Most tokens that these rounds commit.
+        in_flight_rounds: Rounds in flight that it takes part in.
+        in_flight_tokens: Most tokens that these rounds commit.
         keys: Keys of its first full pages: see `page_keys`.
         cached_pages: Number of its pages in the prefix cache.
         cuts: Page counts, in rising order, at which a prefill forward must end, for a snapshot.
@@ -130,8 +130,8 @@ class Request:
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     committed: int = 0
-    flying_rounds: int = 0
-    flying_tokens: int = 0
+    in_flight_rounds: int = 0
+    in_flight_tokens: int = 0
     keys: list[bytes] = field(default_factory=list)
     cached_pages: int = 0
     cuts: list[int] = field(default_factory=list)
@@ -208,11 +208,11 @@ class Request:
     @property
     def ends_in_flight(self) -> bool:
         """Whether its rounds in flight end it for certain: each commits a token or more."""
-        return self.remaining <= self.flying_rounds
+        return self.remaining <= self.in_flight_rounds
 
     def pages_ahead(self, tokens: int) -> int:
         """Pages for ``tokens`` more tokens after its rounds in flight, at most `num_pages`."""
-        return min(pages_for(self.length - 1 + self.flying_tokens + tokens), self.num_pages)
+        return min(pages_for(self.length - 1 + self.in_flight_tokens + tokens), self.num_pages)
 
     def span(self, start: int, stop: int) -> Int32[np.ndarray, "S"]:
         """Tokens ``start`` to ``stop`` (exclusive) of prompt and output together."""

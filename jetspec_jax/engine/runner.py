@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import time
 import weakref
 from collections import deque
@@ -25,7 +26,7 @@ from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.constrained import ConstrainedRounds
 from jetspec_jax.engine.known_costs import known_costs, learn_costs
-from jetspec_jax.engine.lowering import Lowering
+from jetspec_jax.engine.lowering import TRACING, Lowering
 from jetspec_jax.engine.memory import empty_snapshots, empty_state
 from jetspec_jax.engine.pipeline import LaunchTimes
 from jetspec_jax.engine.planning import EnginePlan
@@ -59,6 +60,7 @@ Decode = Callable[..., tuple[DecodeState, RoundRecord]]
 _ENDLESS = 2**30
 # Programs that are launched one after another to time their launches: few enough that no queue is full.
 _TIMED_LAUNCHES = 8
+_log = logging.getLogger("jetspec_jax")
 
 
 class Flight(NamedTuple):
@@ -371,12 +373,17 @@ class Runner:
         try:
             shape, context = (self.size.live_for(1), min(self.decoders)), min(64, self.size.capacity // 4)
             self._time(shape, context, 1)  # may compile
-            launched, seconds = self._time(shape, context, _TIMED_LAUNCHES)
+            with TRACING:  # another engine's would hold the interpreter
+                launched, seconds = self._time(shape, context, _TIMED_LAUNCHES)
         finally:
             self.rounds = None
             self.decoders, self.weights = loops
             self._forget(KINDS)
-        return LaunchTimes(launched / _TIMED_LAUNCHES, seconds / _TIMED_LAUNCHES)
+        times = LaunchTimes(launched / _TIMED_LAUNCHES, seconds / _TIMED_LAUNCHES)
+        _log.info(
+            "a launch of a round takes %.2f ms, the round %.2f ms", 1e3 * times.host, 1e3 * times.device
+        )
+        return times
 
     def _time(self, shape: Pair, context: int, rounds: int) -> tuple[float, float]:
         """Seconds until a dispatch is launched, and until it is over."""

@@ -194,8 +194,8 @@ class Scheduler:
         choice, live = self._choose(decoding, kind, waiting, most_rounds)
         tokens = self._most_tokens(choice)
         for request in decoding:
-            request.flying_rounds += choice.rounds
-            request.flying_tokens += tokens
+            request.in_flight_rounds += choice.rounds
+            request.in_flight_tokens += tokens
         self._flights.append(_Flight(running, decoding, choice.rounds, tokens))
         before, self._occupied = self._occupied, {request.slot for request in running}
         table, changed = self._allocator.table, self._allocator.changed() - admitted.keys()
@@ -223,10 +223,11 @@ class Scheduler:
         flight = self._flights.popleft()
         columns = {slot: column for column, slot in enumerate(record.live)}
         served = [request for request in flight.decoding if request.open]
-        self.idle_rounds = flight.rounds * (len(flight.decoding) - len(served))
+        ended = len(flight.decoding) - len(served)
+        self.idle_rounds = flight.rounds * ended if self._depth > 1 else 0
         for request in flight.decoding:
-            request.flying_rounds -= flight.rounds
-            request.flying_tokens -= flight.tokens
+            request.in_flight_rounds -= flight.rounds
+            request.in_flight_tokens -= flight.tokens
         for request in served:
             _check_choices(request, record, columns[request.slot])
         for request in served:

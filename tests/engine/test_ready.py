@@ -166,7 +166,7 @@ def test_closing_ends_what_is_compiled(models, by, monkeypatch):
     loop_for(models[0]).free()
 
 
-def test_what_cannot_be_compiled_ahead_is_compiled_when_it_is_needed(llm, expected, caplog, monkeypatch):
+def test_what_cannot_be_compiled_ahead_is_replaced_by_a_larger_program(llm, expected, caplog, monkeypatch):
     batches = batches_of(monkeypatch)
 
     async def run():
@@ -177,7 +177,8 @@ def test_what_cannot_be_compiled_ahead_is_compiled_when_it_is_needed(llm, expect
                 await llm.warm_up()
             batches.clear()
             assert (await whole(llm, PROMPT, PARAMS)).token_ids == expected
-            assert {len(batch.live) for batch in batches if batch.rounds} == {1}
+            assert {len(batch.live) for batch in batches if batch.rounds} == {SLOTS}
+            assert llm.warm, "the round times are not measured with a program that fails"
 
     asyncio.run(run())
     assert caplog.text.count("was not compiled ahead: no room for the compiler") >= 1
@@ -368,6 +369,51 @@ class TestCompiler:
         assert seen == []
         compiler.wait()
         assert seen == programs
+
+    def test_a_program_that_failed_is_replaced_if_a_larger_one_exists(self):
+        def compile(program):
+            if program.size == 4:
+                raise ValueError("too large")
+
+        compiler = Compiler(compile, 0)
+        compiler.add([Program("rounds", 1, 4), Program("rounds", 2, 4)])
+        with pytest.raises(ValueError, match="too large"):
+            compiler.wait()
+        assert compiler.failed
+        assert compiler.shape("rounds", 1, 4) == (1, 4), "it is compiled when it is needed"
+        compiler.compile([Program("rounds", 4, 8)])
+        assert compiler.shape("rounds", 1, 4) == compiler.shape("rounds", 2, 4) == (4, 8)
+
+    def test_an_interrupt_of_a_caller_that_compiles_leaves_nothing_running(self):
+        def compile(program):
+            if program not in compiled:
+                compiled.append(program)
+                raise KeyboardInterrupt
+
+        compiled: list[Program] = []
+        compiler, program = Compiler(compile, 0), Program("rounds", 1, 4)
+        with pytest.raises(KeyboardInterrupt):
+            compiler.compile([program])
+        assert compiler.left == 0
+        compiler.compile([program])
+        assert compiler.shape("rounds", 1, 4) == (1, 4)
+
+    def test_a_program_that_is_forgotten_while_it_is_compiled_is_compiled_again(self):
+        compiler, gates = self.compiler(threads=1)
+        first, second, *_ = gates
+        gates[first].set()
+        until(lambda: second in compiler._running)
+        compiler.forget([first.kind, second.kind])
+        assert compiler._compiled == set()
+        before = compiler.left
+        gates[second].set()
+        until(lambda: second not in compiler._running)
+        assert second in compiler._queue
+        assert compiler.left == before, "the first one is not compiled ahead"
+        for gate in gates.values():
+            gate.set()
+        compiler.wait()
+        assert compiler._compiled == {*gates} - {first}
 
     def test_the_end_is_told_once_nothing_is_left(self):
         ended = threading.Event()
