@@ -146,6 +146,7 @@ def test_counts_equal_a_plain_loop_over_plain_decoding(texts, rounds):
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", ["depth_rank_histogram", "class_histogram"])
+@pytest.mark.filterwarnings("ignore:routing is deprecated")
 def test_a_profile_is_what_the_algorithms_read(pair, work, texts, rounds, name):
     made = json.loads(json.dumps(tables(rounds, least_share=0.3)))
     classes = classes_of(rounds)

@@ -38,6 +38,7 @@ def drafts(pair, work):
 @pytest.mark.parametrize(
     ("name", "candidates", "budget"), [("top_nodes", 3, 16), ("top_nodes", 3, 9), ("task_router", 5, 12)]
 )
+@pytest.mark.filterwarnings("ignore:routing is deprecated")
 def test_the_rounds_are_those_of_decoding(pair, work, drafts, monkeypatch, name, candidates, budget):
     monkeypatch.setattr(replay, "GROWN", 16)  # less than all anchors, and no divisor of their number
     accepted = accepted_along(drafts, algorithm_of(name), candidates, (budget, 16))

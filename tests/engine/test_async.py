@@ -394,7 +394,7 @@ def test_closed_with_running_requests(models):
                 await asyncio.sleep(0.001)
             await llm.close()
         await llm.close()
-        assert threads() == []
+        until(lambda: threads() == [])  # programs that are being compiled are not interrupted
         with pytest.raises(RuntimeError, match="closed"):
             [delta async for delta in stream]
         for end in await asyncio.gather(*others, return_exceptions=True):
