@@ -97,7 +97,9 @@ class Engine:
             if pipeline is None:
                 mesh = plan.decoder.mesh
                 read = weight_bytes(plan.decoder.target, plan.dtype, mesh)
-                pipeline = choose_pipeline(mesh, read, self.runner.time_launches)
+                # With a program that a server needs first, or a call of one prompt.
+                live = plan.size.slots if plan.persistent else plan.size.live_for(1)
+                pipeline = choose_pipeline(mesh, read, lambda: self.runner.time_launches(live))
             self.pipeline = pipeline
             if pipeline.rounds is not None:
                 self.runner.fix_rounds(pipeline.rounds)

@@ -56,10 +56,10 @@ def choose_pipeline(
 
     On a GPU rounds are launched one by one, two in flight: so requests come and go, and callers get tokens,
     with every round. Models whose rounds are shorter than `LAUNCH_SHARE` launches keep the loop, or the
-    device would wait for the host. Programs of several rounds are no way out: with 16 rounds of a small model
-    most of a request's last rounds were idle, and serving took twice as long. On a CPU a round takes longer
-    than its launch, which may even compute, so nothing would overlap. Several processes exchange a message
-    per batch, which long loops make cheap.
+    device would wait for the host. Programs of several rounds would not wait, but of those in which a request
+    ends, and of the next one, the other rounds are idle. On a CPU a round takes longer than its launch, which
+    may even compute, so nothing would overlap. Several processes exchange a message per batch, which long
+    loops make cheap.
 
     Args:
         mesh: The engine's devices; None is the default device.

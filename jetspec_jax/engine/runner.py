@@ -366,12 +366,12 @@ class Runner:
             seconds = agreed(seconds, "the seconds of a dispatch")
         return seconds
 
-    def time_launches(self) -> LaunchTimes:
-        """Times programs of one round of the smallest shape; see `time_dispatch`."""
+    def time_launches(self, live: int) -> LaunchTimes:
+        """Times programs of one round of so many live slots, with the smallest trees; see `time_dispatch`."""
         loops = self.decoders, self.weights
         self.fix_rounds(1)
         try:
-            shape, context = (self.size.live_for(1), min(self.decoders)), min(64, self.size.capacity // 4)
+            shape, context = (live, min(self.decoders)), min(64, self.size.capacity // 4)
             self._time(shape, context, 1)  # may compile
             with TRACING:  # another engine's would hold the interpreter
                 launched, seconds = self._time(shape, context, _TIMED_LAUNCHES)

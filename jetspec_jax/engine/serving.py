@@ -11,8 +11,9 @@ from tqdm import tqdm
 
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.state import DecodeWeights
+from jetspec_jax.engine.call import Call, Flag
 from jetspec_jax.engine.engine import LOST, Engine
-from jetspec_jax.engine.loop import Call, EngineLoop, Flag, loop_for, wait
+from jetspec_jax.engine.loop import EngineLoop, loop_for, wait
 from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.programs import Kind

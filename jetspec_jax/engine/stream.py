@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from jetspec_jax.device.processes import OutOfStep
-from jetspec_jax.engine.loop import Call, wait
+from jetspec_jax.engine.call import Call
+from jetspec_jax.engine.loop import wait
 from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.request import Request
 

@@ -18,8 +18,9 @@ from jetspec_jax.decode.settings import PLAIN
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.engine.admission import plan_requests
+from jetspec_jax.engine.call import Call, Flag
 from jetspec_jax.engine.engine import LOST, Engine
-from jetspec_jax.engine.loop import Call, EngineLoop, Flag, loop_for, wait
+from jetspec_jax.engine.loop import EngineLoop, loop_for, wait
 from jetspec_jax.engine.request import EngineFailed
 from jetspec_jax.engine.serving import Group, complete
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer

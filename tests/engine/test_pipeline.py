@@ -10,7 +10,8 @@ import pytest
 from jetspec_jax import SamplingParams, generate
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.decode.state import DecodeWeights
-from jetspec_jax.engine.loop import Call, EngineLoop, wait
+from jetspec_jax.engine.call import Call
+from jetspec_jax.engine.loop import EngineLoop, wait
 from jetspec_jax.engine.pipeline import LOOP, LaunchTimes, Pipeline, choose_pipeline
 from jetspec_jax.engine.runner import Runner
 from tests.decode.compilations import compilations
@@ -60,7 +61,7 @@ class TestChoice:
     def test_launches_are_timed_without_a_trace(self, target, head):
         engine = TinyEngine(target, head, TREE, slots=2)
         before = jax.device_get((engine.runner.state.slots, engine.runner.state.settings))
-        times = engine.runner.time_launches()
+        times = engine.runner.time_launches(1)
         assert 0 < times.host <= times.device
         after = jax.device_get((engine.runner.state.slots, engine.runner.state.settings))
         np.testing.assert_equal(after, before)

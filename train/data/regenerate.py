@@ -12,7 +12,8 @@ import numpy as np
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.engine.admission import plan_requests
-from jetspec_jax.engine.loop import Call, Flag, wait
+from jetspec_jax.engine.call import Call, Flag
+from jetspec_jax.engine.loop import wait
 from jetspec_jax.engine.pages import pages_for
 from jetspec_jax.engine.prompts import TokenIds
 from jetspec_jax.engine.request import Request
