@@ -110,7 +110,7 @@ class CaseRuns:
 
     Attributes:
         seconds: Seconds of each timed dispatch.
-        single_seconds: Seconds of as many rounds, each in a program of its own.
+        single_seconds: Seconds of as many rounds, each launched as one program.
         tokens_per_round: Mean committed tokens over slots and rounds.
         phase_seconds: Seconds of each phase.
         compile_seconds: Seconds to trace and compile each program.

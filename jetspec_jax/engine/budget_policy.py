@@ -149,11 +149,11 @@ class FixedBudget:
 
 
 class _Choice(NamedTuple):
-    """What a dispatch was chosen by.
+    """The basis on which a dispatch was chosen.
 
     Attributes:
-        acceptance: The acceptance of requests like its own.
-        context: Their mean context.
+        acceptance: The acceptance estimate.
+        context: Mean context of the requests.
         rounds: Its rounds.
         earned: Seconds that each of them adds to the account for probes; negative for a probe.
         most: Most seconds in the account after it.
