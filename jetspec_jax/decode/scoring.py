@@ -74,9 +74,8 @@ def lower_scoring(models: Models, weights: Weights, pages: int, dtype: jnp.dtype
         pages: A number that `scored_pages` returns.
         dtype: Type of the stores.
     """
-    empty = functools.partial(empty_scoring_state, models, pages * PAGE_SIZE, dtype)
-    # On a mesh placements are those of arrays, of which each device has a part.
-    state = jax.eval_shape(empty) if models.mesh is None else jax.tree.map(abstract, empty())
+    # Arrays, not only their shapes: so the programs that make them are compiled too.
+    state = jax.tree.map(abstract, empty_scoring_state(models, pages * PAGE_SIZE, dtype))
     tokens = jax.ShapeDtypeStruct((SCORED_CHUNK,), jnp.int32)
     count = jax.ShapeDtypeStruct((), jnp.int32)
     return score_chunk.lower(models, DecodeWeights(weights), state, tokens, tokens, count)

@@ -240,6 +240,9 @@ def test_what_requests_want_beside_is_counted_where_they_do(device, part):
     device(more)
     with pytest.raises(DeviceMemoryError, match=part):
         generate(target, prompts, WANTS[part], max_slots=1)
+    # The engine was freed, in case a smaller one had fitted: the next call makes one.
+    device(total(decoder, size))
+    assert len(generate(target, prompts, SHORT, max_slots=1)) == 2
     device(more + workspace_bytes(EnginePlan(decoder, size, FLOAT32)))
     kept = loop_for(target).engine
     assert len(generate(target, prompts, WANTS[part], max_slots=1)) == 2

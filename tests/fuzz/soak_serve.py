@@ -90,6 +90,15 @@ class Soak:
         self.errors: list[str] = []
         self.figures: dict[str, float] = {}
 
+    async def wait_until_warm(self) -> None:
+        """Until nothing compiles in the background any more, which takes memory and threads."""
+        end = time.monotonic() + PATIENCE
+        async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE) as client:
+            while not (health := (await client.get("/health")).json())["warm"]:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"the server still compiles: {health}")
+                await asyncio.sleep(0.1)
+
     async def spell(self, seconds: float, streams: int) -> None:
         """So many clients for a while; once they have read what they asked for, the server must be idle."""
         end = time.monotonic() + seconds
@@ -180,6 +189,7 @@ def state_of(process: int) -> State:
 
 async def run(command: Command, soak: Soak, seconds: float, streams: int) -> list[tuple[float, State]]:
     """Spells with a pause after each; when each ended, and how the server was then."""
+    await soak.wait_until_warm()
     started, states = time.monotonic(), []
     with tqdm(total=round(seconds), unit=" s", disable=None) as bar:
         while (gone := time.monotonic() - started) < seconds and not soak.errors:
