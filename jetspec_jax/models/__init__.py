@@ -159,6 +159,13 @@ def bind(config: ModelConfig, weights: Weights) -> Transformer: ...
 def bind(config: DraftHeadConfig, weights: Weights) -> DraftHead: ...
 def bind(config, weights):
     """The module of a config with the given parameters; call it while tracing, where it costs nothing."""
-    graph, state = nnx.split(abstract(config))
+    graph, shapes = _split(config)
+    state = jax.tree.map(lambda shape: shape, shapes)  # a copy, whose entries are replaced
     nnx.replace_by_pure_dict(state, weights)
     return nnx.merge(graph, state)
+
+
+@functools.cache
+def _split(config: ModelConfig | DraftHeadConfig) -> tuple[Any, Any]:
+    """A module's structure and its parameters' shapes: the same for all programs of a config."""
+    return nnx.split(abstract(config))

@@ -30,6 +30,7 @@ def unsupported(logits: Array, *_: object) -> str | None:
     return None
 
 
+@functools.partial(jax.jit, static_argnames=("routing", "interpret"))
 def expert_choice(
     logits: Float32[Array, "T E"],
     bias: Float[Array, "E"] | None,

@@ -61,6 +61,7 @@ def problem_of(gate_up: Array | Narrow, down: Array | Narrow) -> str | None:
     return None
 
 
+@functools.partial(jax.jit, static_argnames=("activation", "config", "interpret"))
 def expert_mlp(
     x: Float[Array, "T M"],
     gate_up: Float[Array, "E M 2 I"] | Narrow,

@@ -22,6 +22,7 @@ def unsupported(gate_up: Array) -> str | None:
     return None if gate_up.size else "gate_up has no elements"
 
 
+@functools.partial(jax.jit, static_argnames=("activation", "interpret"))
 def gated_activation(
     gate_up: Float[Array, "*rows 2 F"], *, activation: Activation, interpret: bool = False
 ) -> Float[Array, "*rows F"]:

@@ -13,6 +13,7 @@ FP8, that is a weight of 114,688.
 Shapes: M rows, K terms, N columns.
 """
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -95,6 +96,7 @@ def default_config(rows: int, depth: int, columns: int) -> MosaicConfig:
     return min((MosaicConfig(*own) for own in itertools.product(_groups_of(columns), splits)), key=cost)
 
 
+@functools.partial(jax.jit, static_argnames=("spec", "wide", "config"))
 def matmul(
     x: Float[Array, "*rows"],
     w: Quantized,

@@ -30,6 +30,7 @@ from pallas_kernels.weight_words import words_of
 from pallas_kernels.weights import Narrow
 
 
+@functools.partial(jax.jit, static_argnames=("spec", "wide", "config", "interpret"))
 def matmul(
     x: Float[Array, "*rows"],
     w: Float[Array, "*weights"] | Narrow,

@@ -45,6 +45,7 @@ def _tile(heads: int, size: int) -> int:
     return pl.next_power_of_2(max(heads - 2, 1)) * size // 2
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "weight_offset", "norm_values", "interpret"))
 def qkv_rotary(
     qkv: Float[Array, "B N G heads E"],
     q_weight: Float[Array, "E"] | None,

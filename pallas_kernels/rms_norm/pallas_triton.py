@@ -30,6 +30,7 @@ def unsupported(x: Array, *_: object) -> str | None:
     return None
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "weight_offset", "weight_scale", "interpret"))
 def rms_norm(
     x: Float[Array, "*rows M"],
     weight: Float[Array, "M"],

@@ -51,6 +51,7 @@ def unsupported(
     return None
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "window", "config", "interpret"))
 def tree_attention(
     q: Float[Array, "B N H E"],
     k: Float[Array, "B N G E"],
