@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jetspec_jax.cache.stores import empty_stores
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.models import abstract, bind, weights_of
 from pallas_kernels import dispatch
-from tests.kernels.lowering import lower_for_gpu
+from tests.kernels.lowering import launches, lower_for_gpu
 from tests.loading.test_gpt_oss import GPT_OSS_20B
 from tests.loading.test_step import HUB_TEXT
 from tests.marks import wide
@@ -72,9 +71,8 @@ def test_kernels(monkeypatch, raw, layers, block):
         return model.logits(model(tokens, positions, attend_over(stores, slots, block)).hidden)
 
     program = lower_for_gpu(forward, weights, stores, slots, jax.ShapeDtypeStruct(block, jnp.int32))
-    launches = Counter(re.findall(r'name = "(\w+)"', program))
-    expected = LAUNCHES[config.model_type]
-    assert {name: launches[name] for name in expected} == expected
+    found, expected = launches(program), LAUNCHES[config.model_type]
+    assert {name: found[name] for name in expected} == expected
     widened = {int(size) for size in re.findall(r"convert .*\(tensor<(\d+)xbf16>\) -> .*xf32>", program)}
     assert widened.isdisjoint(norm_sizes(weights))
 

@@ -1,6 +1,8 @@
 """What a kernel is lowered to for a GPU, on a machine without one too."""
 
 import contextlib
+import re
+from collections import Counter
 
 import jax
 
@@ -14,6 +16,29 @@ def lower_for_gpu(function, *args, mesh=None):
     """The program of a call as text. Arguments may be mere shapes; a mesh is one that the program is for."""
     with _gpu_to_lower_for(mesh):
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def launches(program):
+    """Launches of Triton kernels by name in a program's text, whose functions are called many times."""
+    bodies, name = {}, None
+    for line in program.splitlines():
+        if found := re.match(r"\s*func\.func \w+ @([\w.]+)\(", line):
+            [name] = found.groups()
+            bodies[name] = Counter(), Counter()
+        elif name is not None:
+            calls, kernels = bodies[name]
+            calls.update(re.findall(r"\bcall @([\w.]+)\(", line))
+            kernels.update(re.findall(rf'{re.escape(KERNEL)}.*?name = "(\w+)"', line))
+
+    def count(name):
+        calls, kernels = bodies[name]
+        total = Counter(kernels)
+        for called, times in calls.items():
+            for kernel, each in count(called).items():
+                total[kernel] += times * each
+        return total
+
+    return count("main")
 
 
 def gpu_mesh(expert, tensor):

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import re
-from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +35,7 @@ from pallas_kernels.tree_attention import reference as attention_reference
 from pallas_kernels.tree_growth import pallas_triton as growth_kernel
 from pallas_kernels.tree_growth import reference as growth_reference
 from tests.kernels import test_paged_write, test_tree_attention, test_tree_growth
-from tests.kernels.lowering import KERNEL, gpu_mesh, lower_for_gpu
+from tests.kernels.lowering import gpu_mesh, launches, lower_for_gpu
 from tests.loading.test_gpt_oss import GPT_OSS_20B
 from tests.mesh.tiny import head_config
 from tests.meshes import mesh_of
@@ -169,13 +167,13 @@ def test_the_loop_lowers_for_cuda(monkeypatch):
     layer = dataclasses.replace(tiny.layers.layers[0], num_heads=8, num_kv_heads=4, head_dim=64, mlp_size=256)
     layers = dataclasses.replace(tiny.layers, hidden_size=config.hidden_size, layers=(layer,))
     head = dataclasses.replace(tiny, layers=layers)
-    whole, parts = (launches(config, head, mesh) for mesh in (None, gpu_mesh(2, 2)))
+    whole, parts = (launches_of(config, head, mesh) for mesh in (None, gpu_mesh(2, 2)))
     assert whole.pop("token_filter") == 1
     assert parts == whole
     assert set(whole) >= {"tree_attention", "expert_mlp_output", "gated_activation", "tree_growth"}
 
 
-def launches(config, head, mesh):
+def launches_of(config, head, mesh):
     """Kernels of a dispatch in bfloat16, by name, but for the merge of keys that attention has split."""
     decoder = TreeDecoder(config, DraftHeadProposer(head), bucket=64, width=4, mesh=mesh)
     shapes = [weights_of(abstract(spread(own, mesh), jnp.dtype(jnp.bfloat16))) for own in (config, head)]
@@ -183,6 +181,6 @@ def launches(config, head, mesh):
     state = jax.eval_shape(lambda: decoder.empty_state(2, **size))
     rounds = jax.ShapeDtypeStruct((), jnp.int32)
     text = lower_for_gpu(decoder.decode, DecodeWeights(*shapes), state, rounds, mesh=mesh)
-    names = Counter(re.findall(rf'{re.escape(KERNEL)}.*?name = "(\w+)"', text))
+    names = launches(text)
     del names["tree_attention_merge"]  # fewer heads are split into more parts
     return names
