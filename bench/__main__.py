@@ -36,6 +36,7 @@ COMMANDS = {
     ),
     "load": Command("bench.load.command", "an engine under load: latency, prefill, rounds of many slots"),
     "loading": Command("bench.loading.command", "seconds and memory to load a checkpoint"),
+    "startup": Command("bench.startup", "seconds until a server's engine answers, and until it is warm"),
     "serve": Command(
         "bench.serve.command", "a server under load, measured by clients over HTTP", "bench,serve"
     ),

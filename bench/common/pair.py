@@ -4,9 +4,14 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from bench.common.methods import check_fixed_budgets, fixed_budget_names
 from bench.common.options import add_breadth_arguments, add_switch, check_least
 from bench.common.prompts import Prompt, load_prompts
+from bench.common.scene import random_weights
+from bench.common.shapes import find_pair_shape
 from bench.common.workload import TASK_OF_SET, Workload
 from jetspec_jax import Head, SamplingParams, Target
 from jetspec_jax.checkpoint.loading import read_draft_head, read_target
@@ -221,6 +226,17 @@ def load_pair(
     for tree in settings:
         tree.for_selected(head.config.selected).check(target.config, head.config.depth)
     return Pair(target, head)
+
+
+def random_pair(name: str, dtype: jnp.dtype) -> Pair:
+    """Random weights of a shape on the device, without a tokenizer or stop tokens."""
+    shape = find_pair_shape(name)
+    pair = Pair(
+        Target(shape.target, random_weights(shape.target, dtype, 0)),
+        Head(shape.head, random_weights(shape.head, dtype, 1)),
+    )
+    jax.block_until_ready([model.weights for model in pair])
+    return pair
 
 
 def describe_pair(pair: Pair, works: Iterable[Workload]) -> dict[str, Any]:

@@ -29,10 +29,9 @@ import numpy as np
 from bench.common.floors import measure_ceilings
 from bench.common.methods import AUTO, PLAIN_METHOD, Method
 from bench.common.options import check_known, check_least
-from bench.common.pair import Pair, shapes_of
+from bench.common.pair import Pair, random_pair, shapes_of
 from bench.common.prompts import encode_prompts, load_prompts
 from bench.common.report import add_report_arguments, check_report, measured_on, opening_of, publish
-from bench.common.scene import random_weights
 from bench.common.shapes import SHAPES, find_pair_shape
 from bench.load import traffic, waits
 from bench.load.arrivals import Lengths, random_prompts
@@ -40,9 +39,7 @@ from bench.load.driving import Load
 from bench.load.report import TITLES, notes_of, tables_of
 from bench.load.rounds import TASKS, costs_of, measure_rounds, pipeline_of, project
 from jetspec_jax import (
-    Head,
     SamplingParams,
-    Target,
     enable_compilation_cache,
     load_draft_head,
     load_target,
@@ -247,15 +244,6 @@ def _begin(arguments: argparse.Namespace) -> dict[str, Any]:
     report["tokens_checked"] = kept.get("tokens_checked")
     report["notes"] = notes_of(report["parts"])
     return report
-
-
-def random_pair(name: str, dtype: Any) -> Pair:
-    """Random weights of a shape, without a tokenizer or stop tokens."""
-    shape = find_pair_shape(name)
-    return Pair(
-        Target(shape.target, random_weights(shape.target, dtype, 0)),
-        Head(shape.head, random_weights(shape.head, dtype, 1)),
-    )
 
 
 def check(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,137 @@
+"""``python -m bench startup``: seconds until an engine answers its first request, and until it is warm.
+
+Time counts from when the models are on the device. The engine is a server's: it first compiles the programs
+that can serve any request, and the others in the background. The first request arrives as soon as it can be
+served.
+"""
+
+import argparse
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from bench.common.options import check_known, check_least
+from bench.common.pair import random_pair
+from bench.common.report import add_report_arguments, check_report, measured_on, opening_of, publish
+from bench.common.shapes import SHAPES
+from jetspec_jax import AsyncLLM, SamplingParams, enable_compilation_cache
+from jetspec_jax.checkpoint.source import resolve_dtype
+from jetspec_jax.cli.options import MODELS
+from jetspec_jax.demo import DEMO
+from jetspec_jax.progress import Progress
+
+# Stages of compiling, which JAX reports by these events.
+_STAGES = {
+    "traced s": "/jax/core/compile/jaxpr_trace_duration",
+    "lowered s": "/jax/core/compile/jaxpr_to_mlir_module_duration",
+    "compiled s": "/jax/core/compile/backend_compile_duration",
+}
+# Between two looks at the number of programs that are left.
+_LOOKS_EVERY = 0.05
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    add = parser.add_argument
+    usual = (
+        f'"{DEMO}", the embedded pair, or a shape of random weights: {", ".join(SHAPES)} (default: {DEMO})'
+    )
+    add("--shape", default=DEMO, help=usual)
+    add("--budget", type=int, default=32, help="most nodes of a tree, root included (default: 32)")
+    add("--algorithm", help='tree algorithm (default: a server\'s, "auto" on a GPU)')
+    add("--max-slots", type=int, default=16, help="slots (default: 16)")
+    add("--capacity", type=int, help="tokens of a slot (default: a server's)")
+    add("--prompt-tokens", type=int, default=200, help="tokens of the first prompt (default: 200)")
+    add("--max-tokens", type=int, default=64, help="tokens of the first answer (default: 64)")
+    MODELS.add(parser, ["dtype"], dtype="auto")
+    add("--compilation-cache", default="off", help='folder, "auto" or "off" (default: off, to compile cold)')
+    add_report_arguments(parser, "startup", picture=False)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints the table, and writes the JSON.
+
+    Raises:
+        ValueError: A setting is invalid.
+    """
+    if arguments.shape != DEMO:
+        check_known("shape", [arguments.shape], SHAPES)
+    check_least(arguments, 1, "max_slots", "prompt_tokens", "max_tokens")
+    check_report(arguments)
+    enable_compilation_cache(arguments.compilation_cache)
+    stages = dict.fromkeys(_STAGES, 0.0)
+
+    def add_up(event: str, duration_secs: float, **_: Any) -> None:
+        for name, own in _STAGES.items():
+            stages[name] += duration_secs if event == own else 0.0
+
+    llm = _llm(arguments)
+    jax.monitoring.register_event_duration_secs_listener(add_up)
+    try:
+        times = asyncio.run(_measure(llm, arguments))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(add_up)
+    report = {
+        **opening_of("startup", arguments),
+        "processors": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "dtype": str(llm.llm.target.dtype),
+        "algorithm": str(llm.llm.settings.algorithm),
+        "seconds": times,
+        "seconds_of_stages": stages,
+    }
+    publish(arguments, report, [(f"{arguments.shape}, {measured_on(report)}", [_row(report)])], _NOTES)
+    return 0
+
+
+_NOTES = [
+    "Seconds since the models were loaded: until any request can be served, until the first answer is whole, "
+    "until all programs are compiled, and until round times are measured too.",
+    "The stages are sums over all programs; tracing and lowering hold the interpreter, compiling does not.",
+]
+
+
+def _llm(arguments: argparse.Namespace) -> AsyncLLM:
+    """The engine's owner, with its models on the device."""
+    given = {"budget": arguments.budget, "max_slots": arguments.max_slots, "capacity": arguments.capacity}
+    given |= {"algorithm": arguments.algorithm, "compilation_cache": arguments.compilation_cache}
+    if arguments.shape == DEMO:
+        return AsyncLLM(DEMO, dtype=arguments.dtype, **given)
+    return AsyncLLM(*random_pair(arguments.shape, resolve_dtype(arguments.dtype)), **given)
+
+
+async def _measure(llm: AsyncLLM, arguments: argparse.Namespace) -> dict[str, float]:
+    """Seconds until each event of a start."""
+    started, times = time.perf_counter(), {}
+
+    def reached(event: str) -> None:
+        times[event] = time.perf_counter() - started
+
+    async with llm:
+        await llm.warm_up(background=True)
+        reached("opens")
+        params = SamplingParams(max_tokens=arguments.max_tokens, ignore_eos=True)
+        async for _ in llm.generate([7] * arguments.prompt_tokens, params):
+            times.setdefault("first token", time.perf_counter() - started)
+        reached("first answer")
+        most = llm.stats().programs_left
+        with Progress(total=most, desc="compile", unit="program") as bar:
+            while left := llm.stats().programs_left:
+                bar.update(most - left - bar.n)
+                await asyncio.sleep(_LOOKS_EVERY)
+            bar.update(most - bar.n)
+        reached("all programs")
+        await llm.warm_up()
+        reached("warm")
+    return times
+
+
+def _row(report: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **{f"{name} s": value for name, value in report["seconds"].items()},
+        **report["seconds_of_stages"],
+    }

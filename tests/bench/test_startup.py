@@ -1,0 +1,33 @@
+"""``python -m bench startup``: the order of a start's events, and what is refused."""
+
+import json
+
+import pytest
+
+from bench.__main__ import main
+from jetspec_jax.engine import round_costs
+
+
+@pytest.fixture(autouse=True)
+def quickly_timed(monkeypatch):
+    monkeypatch.setattr(round_costs, "REPEATS", 1)
+    monkeypatch.setattr(round_costs, "DISPATCH_SECONDS", 0.0)
+
+
+def test_a_start(tmp_path, capsys):
+    path = tmp_path / "startup.json"
+    words = "--shape tiny --budget 4 --max-slots 2 --prompt-tokens 5 --max-tokens 3 --dtype float32"
+    assert main(["startup", *words.split(), "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    times = report["seconds"]
+    events = ["opens", "first token", "first answer", "all programs", "warm"]
+    assert list(times) == events
+    assert [times[event] for event in events] == sorted(times.values())
+    assert min(report["seconds_of_stages"].values()) > 0
+    assert (report["dtype"], report["algorithm"]) == ("float32", "top_nodes")
+    assert "first answer s" in capsys.readouterr().out
+
+
+def test_refusals(refusal):
+    assert "--shape must be one of tiny" in refusal("startup", "--shape", "qwen9")
+    assert "--max-slots must be at least 1" in refusal("startup", "--max-slots", "0")
