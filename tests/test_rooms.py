@@ -47,6 +47,7 @@ ROOMS = {
             "loading",
             "matmul",
             "round",
+            "startup",
             "train_step",
         ),
         ("kernel", "load"),
