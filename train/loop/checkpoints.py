@@ -13,6 +13,7 @@ import gc
 import logging
 import os
 import re
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -213,10 +214,14 @@ class _Manager(ocp.CheckpointManager):
 
     def __init__(self, folder: Path, read_only: bool):
         self._writes = 0  # the number that is being written
+        if not read_only and jax.process_index() == 0:
+            # Orbax does this in a thread, which fails if an interrupted writer still removes the same folder.
+            for left in folder.glob(f"*{_UNFINISHED}*"):
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.rmtree(left)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=2,
             create=not read_only,
-            cleanup_tmp_directories=not read_only,
             read_only=read_only,
             # Called only in the first process, once the files of all are there, and before the folder gets
             # its name.
