@@ -25,7 +25,6 @@ from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.persistent import plan_persistent
-from jetspec_jax.engine.pipeline import LOOP
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.records import Batch, DispatchRecord
 from jetspec_jax.engine.request import Request, State
@@ -108,9 +107,9 @@ class ReplayedEngine(Engine):
             chains: Whether the trees are chains.
         """
         self.plan, self.planned, self.weights = plan, plan, weights
-        self.broken, self.record, self.pipeline = False, None, LOOP
+        self.broken, self.record = False, None
         compiler = Compiler(lambda program: None)
-        self.runner = cast(Runner, SimpleNamespace(in_flight=deque(), compiler=compiler))
+        self.runner = cast(Runner, SimpleNamespace(in_flight=deque(), compiler=compiler, overlapped=False))
         self._measurement = None
         many = plan.for_many()
         buckets = tuple(decoder.bucket for decoder in many.decoders)

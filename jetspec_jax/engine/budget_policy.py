@@ -177,8 +177,7 @@ class AutoBudget:
         slices: Slices | None = None,
         shape: Callable[[int, int], Pair] = lambda live, bucket: (live, bucket),
         *,
-        rounds: int | None = None,
-        depth: int = 1,
+        overlapped: bool = False,
     ):
         """A policy that starts with guessed acceptance rates.
 
@@ -188,18 +187,18 @@ class AutoBudget:
             probing: Share of the time that probes may lose.
             slices: Length of dispatches; None suits single calls.
             shape: The shape that rounds of a number of live slots and a bucket would run in.
-            rounds: Rounds of every dispatch; None chooses them.
-            depth: Most dispatches that are chosen before the first of them is observed.
+            overlapped: Whether dispatches have one round, and each is chosen before the one before is
+                observed.
         """
         self._buckets, self._pace, self._probing = tuple(buckets), Pace(costs), probing
-        self._slices, self._shape, self._fixed = slices, shape, rounds
+        self._slices, self._shape, self._overlapped = slices, shape, overlapped
         # Greedy and sampled requests have different acceptance rates.
         self._acceptances = {sampled: AcceptanceEstimate(buckets[1:]) for sampled in (False, True)}
         # Seconds that probes may lose; at most enough for one probe.
         self._account = 0.0
         # The last observed dispatch, and those that were chosen after it.
         self._choice = _Choice(self._acceptances[False], 0.0, 0, 0.0, 0.0)
-        self._choices: deque[_Choice] = deque(maxlen=depth)
+        self._choices: deque[_Choice] = deque(maxlen=2 if overlapped else 1)
 
     def choose(self, live: Sequence[LiveSlot], waiting: int) -> Dispatch:
         """The bucket that looks best, or a larger bucket if the account can pay for a probe."""
@@ -256,16 +255,14 @@ class AutoBudget:
         self._pace = Pace(costs)
 
     def _rounds(self, bucket: int, live: Sequence[LiveSlot], waiting: int) -> int:
-        if self._fixed is not None:
-            return self._fixed
+        if self._overlapped:
+            return 1
         if self._slices is not None:
             return sliced_rounds(self._slices, self._pace, bucket, live, waiting)
         return min(rounds_for(live, waiting), _LOOK_ROUNDS)
 
     def _at_most(self, rounds: int, pair: tuple[int, int], context: float, most: int) -> int:
         """Limits rounds to ``most``, but not below the shortest slice."""
-        if self._fixed is not None:
-            return rounds
         if self._slices is not None:
             most = max(most, self._slices.least(self._pace, pair, context))
         return min(rounds, most)

@@ -17,7 +17,7 @@ from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudg
 from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.extras import USUAL_BAD_WORDS, Extras
 from jetspec_jax.engine.memory import check_engine_memory, check_extra_memory
-from jetspec_jax.engine.pipeline import Pipeline, choose_pipeline
+from jetspec_jax.engine.overlap import choose_overlap
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.programs import PREFILL, Kind, Program, first_programs
 from jetspec_jax.engine.records import DispatchRecord
@@ -39,7 +39,7 @@ class Engine:
     """A fixed number of slots over one page pool.
 
     Callers repeat `admit`, `launch` and `collect`; only `collect` waits for the device. On a GPU a batch may
-    be launched while the one before is in flight: see `Pipeline` and `Scheduler`. Text is handled in
+    be launched while the one before is in flight: see `choose_overlap` and `Scheduler`. Text is handled in
     `jetspec_jax.engine.output`. An engine is not thread-safe.
 
     On a mesh of several processes, all processes make the same calls. Before every launch, process 0 sends
@@ -54,7 +54,7 @@ class Engine:
         self,
         plan: EnginePlan,
         weights: DecodeWeights,
-        pipeline: Pipeline | None = None,
+        overlapped: bool | None = None,
         *,
         background: bool = False,
     ):
@@ -63,7 +63,8 @@ class Engine:
         Args:
             plan: The engine plan.
             weights: The parameters.
-            pipeline: Batches in flight and rounds per program; None chooses them for the devices.
+            overlapped: Whether to launch single rounds, with two batches in flight, instead of loops; None
+                chooses for the devices.
             background: Whether a persistent engine compiles here only the programs that can serve any
                 request, and all others in the background, and measures their round times later: see
                 `measure`. Processes that share devices compile everything here.
@@ -94,18 +95,17 @@ class Engine:
         try:
             if plan.extras.adjusts:
                 self.runner.extend(plan.extras.bad_words)
-            if pipeline is None:
+            if overlapped is None:
                 mesh = plan.decoder.mesh
                 read = weight_bytes(plan.decoder.target, plan.dtype, mesh)
                 # With a program that a server needs first, or a call of one prompt.
                 live = plan.size.slots if plan.persistent else plan.size.live_for(1)
-                pipeline = choose_pipeline(mesh, read, lambda: self.runner.time_launches(live))
-            self.pipeline = pipeline
-            if pipeline.rounds is not None:
-                self.runner.fix_rounds(pipeline.rounds)
+                overlapped = choose_overlap(mesh, read, lambda: self.runner.time_launches(live))
+            if overlapped:
+                self.runner.overlap()
             most_tokens = 1 + max(decoder.depth for decoder in plan.decoders)
             self.scheduler = Scheduler(
-                plan.size, self._policy(), most_tokens, self.compiler, **pipeline._asdict()
+                plan.size, self._policy(), most_tokens, self.compiler, overlapped=overlapped
             )
             self._compile_first()
         except BaseException:
@@ -319,7 +319,12 @@ class Engine:
     @property
     def has_room(self) -> bool:
         """Whether another batch may be in flight."""
-        return len(self.runner.in_flight) < self.pipeline.depth
+        return self.scheduler.has_room
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether rounds are launched singly, with two batches in flight; else a program is a loop."""
+        return self.runner.overlapped
 
     @property
     def busy(self) -> bool:
@@ -333,18 +338,18 @@ class Engine:
             policy = FixedBudget(self.plan.decoder.bucket, costs, slices, plain=len(self.runner.decoders) > 1)
         else:
             shape = functools.partial(self.compiler.shape, str(Kind()))
-            buckets, pipeline = tuple(self.runner.decoders), self.pipeline._asdict()
-            policy = AutoBudget(buckets, NO_COSTS, auto.probing, slices, shape, **pipeline)
+            buckets = tuple(self.runner.decoders)
+            policy = AutoBudget(buckets, NO_COSTS, auto.probing, slices, shape, overlapped=self.overlapped)
         return LatePolicy(policy) if self._step else policy
 
     @property
     def _uses_costs(self) -> bool:
         """Whether the policy uses round times."""
-        return self.plan.auto is not None or (self.plan.slices is not None and self.pipeline.rounds is None)
+        return self.plan.auto is not None or (self.plan.slices is not None and not self.overlapped)
 
     def _use(self, costs: RoundCosts) -> None:
         self._costs = costs
-        self.scheduler.policy.use(costs if self.pipeline.rounds is None else costs.overlapped())
+        self.scheduler.policy.use(costs.overlapped() if self.overlapped else costs)
 
     def _compile_first(self) -> None:
         """Compiles what must exist before any request, and measures it; the rest comes later.

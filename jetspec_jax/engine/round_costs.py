@@ -46,11 +46,6 @@ class RoundCosts:
         # Noise may give a falling line, which must not reach zero far outside.
         return max(alone, 0.5 * min(first, last)) + self.dispatches[pair] / rounds
 
-    def of_programs(self, rounds: int) -> "RoundCosts":
-        """Costs of rounds, from those of programs with ``rounds`` rounds each."""
-        each = {pair: (low / rounds, high / rounds) for pair, (low, high) in self.seconds.items()}
-        return replace(self, seconds=each)
-
     def overlapped(self) -> "RoundCosts":
         """Costs of rounds that run while the host launches and fetches others: nothing beside the rounds."""
         return replace(self, dispatches=dict.fromkeys(self.dispatches, 0.0))

@@ -28,7 +28,7 @@ from jetspec_jax.engine.constrained import ConstrainedRounds
 from jetspec_jax.engine.known_costs import known_costs, learn_costs
 from jetspec_jax.engine.lowering import TRACING, Lowering
 from jetspec_jax.engine.memory import empty_snapshots, empty_state
-from jetspec_jax.engine.pipeline import LaunchTimes
+from jetspec_jax.engine.overlap import LaunchTimes
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.programs import (
     KINDS,
@@ -98,13 +98,14 @@ class Runner:
         #: Decoders by bucket.
         self.decoders = {decoder.bucket: decoder for decoder in plan.decoders}
         self.decoder = plan.decoders[-1]
-        #: Rounds of every program; None: loops.
-        self.rounds: int | None = None
+        #: Whether every program is one round, and its launch waits for nothing; else programs are loops.
+        self.overlapped = False
         self.weights, self.size, self.dtype = weights, plan.size, plan.dtype
         self._cost_key = plan.cost_key
         # Releasing a free slot changes nothing, and compiles the program before the first request ends.
         self.state = self.decoder.release(empty_state(plan), np.int32(0))
         self._grow(())  # likewise
+        jnp.copy(self.state.active)  # likewise
         self.snapshots = empty_snapshots(plan)
         if plan.size.snapshots:
             self._copy([SlotCopy(0, 0, 0, restores=False), SlotCopy(0, 0, 0, restores=True)])  # likewise
@@ -171,28 +172,25 @@ class Runner:
             run = decode or (ConstrainedRounds(decoder, matchers) if matchers else decoder.decode)
             with self._compiling(rounds):
                 self.state, records = run(self.weights, self.state, np.int32(batch.rounds), *live)
-        last = self.state.active if records is None else None
-        if self.rounds is not None:
-            last = None if last is None else jnp.copy(last)
+        last = jnp.copy(self.state.active) if records is None else None
+        if self.overlapped:
             for array in jax.tree.leaves(records):
                 if isinstance(array, jax.Array):  # rounds under grammars fetch some themselves
                     array.copy_to_host_async()
         self.in_flight.append(Flight(batch, records, scored, started, last))
 
-    def fix_rounds(self, rounds: int) -> None:
-        """From now on every program has ``rounds`` rounds, and its launch waits for nothing.
+    def overlap(self) -> None:
+        """From now on every program is one round.
 
         Grammars' rounds, and those of a caller's ``decode``, stay as they are.
         """
-        if self.rounds is None and self.decoder.mesh is None and self.decoder.proposer is not None:
+        if self.decoder.mesh is None and self.decoder.proposer is not None:
             # Loops do this once for all their rounds.
             self.weights = self.weights._replace(
                 proposer=self.decoder.proposer.prepare(self.weights.proposer)
             )
-        jnp.copy(self.state.active)  # compiles the program
-        self.rounds = rounds
-        fixed = {"max_rounds": rounds, "fixed": True}
-        self.decoders = {bucket: replace(decoder, **fixed) for bucket, decoder in self.decoders.items()}
+        self.overlapped = True
+        self.decoders = {bucket: replace(each, max_rounds=1) for bucket, each in self.decoders.items()}
         self._forget(KINDS)
 
     def decoder_for(self, bucket: int, *, adjusts: bool = False, logprobs: bool = False) -> TreeDecoder:
@@ -277,7 +275,7 @@ class Runner:
             raise RuntimeError("no batch was launched")
         batch, records, scored, started, last = self.in_flight[0]
         # A round is too short for a progress line, which has a thread of its own.
-        shown = waiting("decoding") if self.rounds is None else contextlib.nullcontext()
+        shown = contextlib.nullcontext() if self.overlapped else waiting("decoding")
         with shown, together(self.decoder.mesh):
             if last is not None:
                 jax.device_get(last)  # waits for the prefill
@@ -346,10 +344,9 @@ class Runner:
         return costs
 
     def _timed(self, shapes: Sequence[Pair]) -> Measurement:
-        deepest, each = 1 + max(decoder.depth for decoder in self.decoders.values()), self.rounds or 1
-        low, high, rounds = timed_contexts(self.size.capacity, USUAL_ROUNDS // each, deepest * each)
-        costs = yield from measure_round_costs(self.time_dispatch, shapes, (low, high), rounds)
-        return costs if self.rounds is None else costs.of_programs(self.rounds)
+        deepest = 1 + max(decoder.depth for decoder in self.decoders.values())
+        low, high, rounds = timed_contexts(self.size.capacity, USUAL_ROUNDS, deepest)
+        return measure_round_costs(self.time_dispatch, shapes, (low, high), rounds)
 
     def time_dispatch(self, shape: Pair, context: int, rounds: int) -> float:
         """Seconds of a dispatch of greedy rounds after ``context`` tokens in every slot.
@@ -359,7 +356,7 @@ class Runner:
         Args:
             shape: Number of live slots, and nodes of a tree, root included.
             context: Committed tokens of each slot.
-            rounds: Number of rounds; with fixed numbers, of programs that are launched one after another.
+            rounds: Number of rounds.
         """
         _, seconds = self._time(shape, context, rounds)
         if spans(self.decoder.mesh):
@@ -369,14 +366,14 @@ class Runner:
     def time_launches(self, live: int) -> LaunchTimes:
         """Times programs of one round of so many live slots, with the smallest trees; see `time_dispatch`."""
         loops = self.decoders, self.weights
-        self.fix_rounds(1)
+        self.overlap()
         try:
             shape, context = (live, min(self.decoders)), min(64, self.size.capacity // 4)
             self._time(shape, context, 1)  # may compile
             with TRACING:  # another engine's would hold the interpreter
                 launched, seconds = self._time(shape, context, _TIMED_LAUNCHES)
         finally:
-            self.rounds = None
+            self.overlapped = False
             self.decoders, self.weights = loops
             self._forget(KINDS)
         times = LaunchTimes(launched / _TIMED_LAUNCHES, seconds / _TIMED_LAUNCHES)
@@ -412,7 +409,7 @@ class Runner:
         slots, records = self._live(range(live)), None
         started = time.perf_counter()
         with self._compiling(Program(str(Kind()), live, bucket)):
-            for _ in range(rounds if decoder.fixed else 1):
+            for _ in range(rounds if self.overlapped else 1):
                 state, records = decoder.decode(self.weights, state, np.int32(rounds), *slots)
         launched = time.perf_counter()
         with together(decoder.mesh):

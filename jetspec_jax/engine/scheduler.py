@@ -51,8 +51,8 @@ class Scheduler:
     of their common prefix. An admitted request gets the pages of its prompt and one round, and before each
     dispatch pages for its rounds: see `PageAllocator`.
 
-    Up to ``depth`` batches are in flight, so a batch is decided before the results of the one before are
-    known. The device runs them in order, each on the state that the one before left. Hence:
+    If batches are ``overlapped``, two are in flight, so a batch is decided before the results of the one
+    before are known. The device runs them in order, each on the state that the one before left. Hence:
 
     * Prefilled tokens count from when they are scheduled. Rounds in flight are known by bounds only: at most
       their deepest paths, and at least a token each, unless the request ends or pauses. Pages are allocated
@@ -75,8 +75,7 @@ class Scheduler:
         round_tokens: int,
         compiler: Compiler | None = None,
         *,
-        depth: int = 1,
-        rounds: int | None = None,
+        overlapped: bool = False,
     ):
         """All slots and pages are free.
 
@@ -85,12 +84,12 @@ class Scheduler:
             policy: Chooses each dispatch.
             round_tokens: Most tokens that a round commits to a slot.
             compiler: Knows which shapes have programs; None if any has one.
-            depth: Most batches in flight.
-            rounds: Rounds of every batch; None leaves them to the policy.
+            overlapped: Whether two batches may be in flight, of one round each; else one batch, of as many
+                rounds as the policy chooses.
         """
         self.size, self.policy = size, policy
         self._compiler = Compiler(lambda program: None) if compiler is None else compiler
-        self._round_tokens, self._depth, self._rounds = round_tokens, depth, rounds
+        self._round_tokens, self._overlapped = round_tokens, overlapped
         self._allocator = PageAllocator(size, round_tokens)
         self._requests: list[Request] = []
         self._arrivals = 0
@@ -125,6 +124,11 @@ class Scheduler:
         """Slots that are free, or will be in the next batch."""
         taken = {request.slot for request in self.requests}
         return [slot for slot in range(self.size.slots) if slot not in taken]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another batch may be in flight."""
+        return len(self._flights) < (2 if self._overlapped else 1)
 
     @property
     def matchers(self) -> dict[int, Matcher]:
@@ -172,9 +176,7 @@ class Scheduler:
         now = time.monotonic() if now is None else now
         self._remove_ended(now)
         running = list(in_order(request for request in self._requests if request.slot >= 0))
-        if self._flights and (
-            len(self._flights) >= self._depth or any(request.matcher is not None for request in running)
-        ):
+        if not self.has_room or (self._flights and any(request.matcher is not None for request in running)):
             return None
         has_room = self._allocator.make_room(running, preempts=not self._flights)
         if has_room is None:
@@ -224,7 +226,7 @@ class Scheduler:
         columns = {slot: column for column, slot in enumerate(record.live)}
         served = [request for request in flight.decoding if request.open]
         ended = len(flight.decoding) - len(served)
-        self.idle_rounds = flight.rounds * ended if self._depth > 1 else 0
+        self.idle_rounds = flight.rounds * ended if self._overlapped else 0
         for request in flight.decoding:
             request.in_flight_rounds -= flight.rounds
             request.in_flight_tokens -= flight.tokens
@@ -350,7 +352,7 @@ class Scheduler:
         rounds = rounds if most_rounds is None else min(rounds, most_rounds)
         if kind.masked:
             rounds = min(rounds, MASKED_ROUNDS)
-        choice = Dispatch(bucket, rounds if self._rounds is None else self._rounds)
+        choice = Dispatch(bucket, 1 if self._overlapped else rounds)
         tokens = self._most_tokens(choice)
         for request in decoding:
             self._allocator.grow(request, tokens)

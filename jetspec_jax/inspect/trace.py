@@ -27,7 +27,6 @@ from jetspec_jax.engine.admission import check_single, plan_requests
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.loop import EngineLoop, loop_for
 from jetspec_jax.engine.output import Completion, Output
-from jetspec_jax.engine.pipeline import LOOP
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt
 from jetspec_jax.engine.request import Request
 from jetspec_jax.sampling.params import SamplingParams
@@ -183,7 +182,7 @@ def trace_rounds(
     idle = loop.engine
     if idle is not None and not idle.plan.persistent:
         loop.free()  # so that two sets of stores do not coexist
-    engine = loop.run(functools.partial(Engine, plan, weights, LOOP))
+    engine = loop.run(functools.partial(Engine, plan, weights, overlapped=False))
     return Trace(loop, engine, request, target.tokenizer)
 
 

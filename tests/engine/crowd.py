@@ -191,7 +191,7 @@ def quick_costs(monkeypatch):
 
 
 def engine_for_many(
-    monkeypatch, target, head, crowd, rng, *, most_rounds=6, live=(2,), truth=None, pipeline=None, **size
+    monkeypatch, target, head, crowd, rng, *, most_rounds=6, live=(2,), truth=None, overlapped=None, **size
 ):
     """An engine of an `EnginePlan.for_many` that has room for all that a crowd wants; all is compiled.
 
@@ -204,7 +204,7 @@ def engine_for_many(
         most_rounds: Of a dispatch.
         live: Numbers of live slots that have programs, beside all.
         truth: By seed, the whole sequence of each request.
-        pipeline: Batches in flight and rounds per program; None takes those of the device.
+        overlapped: Whether rounds overlap; None chooses for the device.
         **size: As of `plan_engine`.
     """
     own = {}
@@ -218,7 +218,7 @@ def engine_for_many(
             head,
             TreeSettings(16, 3, algorithm="auto"),
             many={"live": live, "prefill_tokens": 128, "least_nodes": 16},
-            pipeline=pipeline,
+            overlapped=overlapped,
             **own,
             **size,
         )
