@@ -13,7 +13,6 @@ from bench.common.timing import median
 from bench.load.published import CHAIN, SGLANG, TAU, Acceptance, expected
 from bench.round.work import round_work
 from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget, LiveSlot
-from jetspec_jax.engine.pace import Slices
 from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.engine.round_costs import Pair as Shape
 from jetspec_jax.engine.round_costs import RoundCosts, complete_costs, timed_pairs
@@ -120,11 +119,15 @@ def project(
         buckets = costs.buckets(live)
         every = tuple(sorted({bucket for _, bucket in costs.seconds}))
         acceptance = Acceptance(task, every[1:])
-        slices = Slices()
-        auto = AutoBudget(every, estimated_by_engine(costs), Auto().probing, slices, overlapped=overlapped)
+        auto = AutoBudget(
+            every,
+            estimated_by_engine(costs),
+            Auto().probing,
+            sliced=not overlapped,
+            overlapped=overlapped,
+        )
         methods: dict[str, BudgetPolicy] = {
-            "plain" if bucket == 1 else f"tree {bucket}": FixedBudget(bucket, costs, slices)
-            for bucket in buckets
+            "plain" if bucket == 1 else f"tree {bucket}": FixedBudget(bucket, costs) for bucket in buckets
         }
         rates = {
             name: simulate(

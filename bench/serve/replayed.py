@@ -115,9 +115,9 @@ class ReplayedEngine(Engine):
         buckets = tuple(decoder.bucket for decoder in many.decoders)
         size = replace(many.size, chunks=chunks_for(many.size.slots, gpu=True))
         self._costs = rounds.costs(size.rounds(buckets))
-        policy: BudgetPolicy = FixedBudget(buckets[-1], self._costs, many.slices)
+        policy: BudgetPolicy = FixedBudget(buckets[-1], self._costs)
         if many.auto is not None:
-            policy = AutoBudget(buckets, self._costs, many.auto.probing, many.slices)
+            policy = AutoBudget(buckets, self._costs, many.auto.probing, sliced=True)
         self.scheduler = Scheduler(size, policy, 1 + DEPTH)
         trees = tuple(bucket for bucket in buckets if bucket > 1)
         self._acceptance = Acceptance(task, trees, chains=chains) if trees else None

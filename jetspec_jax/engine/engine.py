@@ -332,20 +332,31 @@ class Engine:
         return self.scheduler.busy
 
     def _policy(self) -> BudgetPolicy:
-        auto, slices = self.plan.auto, self.plan.slices
+        auto, buckets = self.plan.auto, tuple(self.runner.decoders)
         if auto is None:
             costs = NO_COSTS if self._uses_costs else None
-            policy = FixedBudget(self.plan.decoder.bucket, costs, slices, plain=len(self.runner.decoders) > 1)
+            policy = FixedBudget(buckets[-1], costs, plain=len(buckets) > 1)
         else:
             shape = functools.partial(self.compiler.shape, str(Kind()))
-            buckets = tuple(self.runner.decoders)
-            policy = AutoBudget(buckets, NO_COSTS, auto.probing, slices, shape, overlapped=self.overlapped)
+            policy = AutoBudget(
+                buckets,
+                NO_COSTS,
+                auto.probing,
+                shape,
+                sliced=self._sliced,
+                overlapped=self.overlapped,
+            )
         return LatePolicy(policy) if self._step else policy
 
     @property
     def _uses_costs(self) -> bool:
         """Whether the policy uses round times."""
-        return self.plan.auto is not None or (self.plan.slices is not None and not self.overlapped)
+        return self.plan.auto is not None or self._sliced
+
+    @property
+    def _sliced(self) -> bool:
+        """Whether dispatches are slices of time: loops, while requests come and go."""
+        return self.plan.persistent and not self.overlapped
 
     def _use(self, costs: RoundCosts) -> None:
         self._costs = costs
