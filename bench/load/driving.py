@@ -120,7 +120,7 @@ class Load:
         self.engine = Engine(plan, DecodeWeights(target.weights, None if plain else head.weights))
         self.begun = time.monotonic()
         self.spent = Spent()
-        self.engine.runner.compile_chunks()
+        self.engine.compiler.compile(self.engine.runner.programs([]))
 
     @property
     def now(self) -> float:

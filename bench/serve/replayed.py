@@ -108,8 +108,8 @@ class ReplayedEngine(Engine):
         """
         self.plan, self.planned, self.weights = plan, plan, weights
         self.broken, self.record = False, None
-        compiler = Compiler(lambda program: None)
-        self.runner = cast(Runner, SimpleNamespace(in_flight=deque(), compiler=compiler, overlapped=False))
+        self.compiler = Compiler(lambda program: None)
+        self.runner = cast(Runner, SimpleNamespace(in_flight=deque(), overlapped=False))
         self._measurement = None
         many = plan.for_many()
         buckets = tuple(decoder.bucket for decoder in many.decoders)

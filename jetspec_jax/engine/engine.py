@@ -14,7 +14,6 @@ from jetspec_jax.device.processes import agreed, is_first, spans
 from jetspec_jax.engine.agreement import check_alike_engines
 from jetspec_jax.engine.broadcast import send
 from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget, LatePolicy
-from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.extras import USUAL_BAD_WORDS, Extras
 from jetspec_jax.engine.memory import check_engine_memory, check_extra_memory
 from jetspec_jax.engine.overlap import choose_overlap
@@ -86,6 +85,7 @@ class Engine:
         #: The plan with all slots that were asked for: an equal need would make the same engine again.
         self.planned = plan
         self.runner = Runner(plan, weights)
+        self.compiler = self.runner.compiler
         self.broken = False
         self._background = background and plan.persistent and not spans(plan.decoder.mesh)
         self._measurement: Measurement | None = None
@@ -162,7 +162,7 @@ class Engine:
             return
         requests = requests[: self.plan.size.slots]
         self.extend(Extras.of(requests))
-        kind = Kind(*map(any, zip(*(Kind.of(request.params) for request in requests), strict=True)))
+        kind = Kind.of_all(request.params for request in requests)
         lives = [self.plan.size.live_for(len(requests))]
         chunks = [Program(PREFILL, *shape) for shape in self.scheduler.prompt_shapes(requests)]
         measures = self._uses_costs and not self._costs.buckets(lives[0])
@@ -236,11 +236,6 @@ class Engine:
         while self.has_room and self.launch(most_rounds, decode):
             pass
         return self.collect()
-
-    @property
-    def compiler(self) -> Compiler:
-        """Compiles its programs."""
-        return self.runner.compiler
 
     def compile(
         self,
@@ -322,11 +317,6 @@ class Engine:
         return self.scheduler.has_room
 
     @property
-    def overlapped(self) -> bool:
-        """Whether rounds are launched singly, with two batches in flight; else a program is a loop."""
-        return self.runner.overlapped
-
-    @property
     def busy(self) -> bool:
         """Whether any request waits or runs."""
         return self.scheduler.busy
@@ -344,7 +334,7 @@ class Engine:
                 auto.probing,
                 shape,
                 sliced=self._sliced,
-                overlapped=self.overlapped,
+                overlapped=self.runner.overlapped,
             )
         return LatePolicy(policy) if self._step else policy
 
@@ -356,11 +346,11 @@ class Engine:
     @property
     def _sliced(self) -> bool:
         """Whether dispatches are slices of time: loops, while requests come and go."""
-        return self.plan.persistent and not self.overlapped
+        return self.plan.persistent and not self.runner.overlapped
 
     def _use(self, costs: RoundCosts) -> None:
         self._costs = costs
-        self.scheduler.policy.use(costs.overlapped() if self.overlapped else costs)
+        self.scheduler.policy.use(costs.overlapped() if self.runner.overlapped else costs)
 
     def _compile_first(self) -> None:
         """Compiles what must exist before any request, and measures it; the rest comes later.
@@ -374,17 +364,13 @@ class Engine:
             if self._uses_costs:
                 self._use(costs := runner.first_costs())
                 if costs.guessed:
-                    self._measurement = runner.measurement(self._lives)
+                    self._measurement = runner.measurement()
             compiler.add(runner.programs([Kind()]))
         elif self.plan.persistent or not self.plan.size.live:
             if self._uses_costs:
-                self._use(runner.round_costs(self._lives))
+                self._use(runner.round_costs())
             elif self.plan.persistent:
                 compiler.compile(runner.rounds_of(Kind()))
-
-    @property
-    def _lives(self) -> tuple[int, ...]:
-        return *self.plan.size.live, self.plan.size.slots
 
     @contextlib.contextmanager
     def _measures_now(self) -> Iterator[None]:

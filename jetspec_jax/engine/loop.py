@@ -358,7 +358,7 @@ class EngineLoop:
         Before its first batch a caller is waited for too: if it began to wait while that runs, it would seem
         to have read the tokens.
         """
-        for call in () if engine.overlapped else self._served:
+        for call in () if engine.runner.overlapped else self._served:
             next_batch = call.admitted or list(itertools.islice(call.queue, 1))
             if call.most_admitted and any(request.params.stop for request in next_batch if request.open):
                 call.ready.wait(_MOMENT)

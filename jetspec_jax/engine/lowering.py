@@ -73,7 +73,7 @@ class Lowering:
                     lowered = self._scores(program.size) if program.kind == SCORES else self._prefill(program)
                 lowered.compile()
                 return
-            decoder = decoder_for(self._decoders[program.size], adjusts=kind.adjusts, logprobs=kind.logprobs)
+            decoder = decoder_for(self._decoders[program.size], kind)
             all_live = program.slots == self._state.active.shape[0]
             live = () if all_live else (jax.ShapeDtypeStruct((program.slots,), jnp.int32),)
             if kind.masked:

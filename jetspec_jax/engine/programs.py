@@ -1,7 +1,7 @@
 """Programs of an engine: their names, and the order in which they are compiled ahead of time."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jetspec_jax.engine.size import EngineSize
@@ -38,6 +38,11 @@ class Kind(NamedTuple):
     def of(cls, params: SamplingParams) -> "Kind":
         """The kind of rounds that a request needs."""
         return cls(params.adjusts, params.logprobs is not None, params.structured_outputs is not None)
+
+    @classmethod
+    def of_all(cls, params: Iterable[SamplingParams]) -> "Kind":
+        """The kind of rounds that requests need together."""
+        return cls(*map(any, zip(cls(), *map(cls.of, params), strict=True)))
 
 
 #: Kinds of rounds by `Program.kind`.

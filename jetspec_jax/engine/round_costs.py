@@ -51,9 +51,9 @@ class RoundCosts:
         return replace(self, dispatches=dict.fromkeys(self.dispatches, 0.0))
 
     def __or__(self, other: "RoundCosts") -> "RoundCosts":
-        """The costs of the shapes of both, which were timed at the same contexts."""
+        """The costs of the shapes of both, which were timed at the same contexts; `NO_COSTS` at none."""
         seconds, dispatches = {**self.seconds, **other.seconds}, {**self.dispatches, **other.dispatches}
-        return RoundCosts(self.contexts, seconds, dispatches, self.guessed | other.guessed)
+        return RoundCosts(other.contexts, seconds, dispatches, self.guessed | other.guessed)
 
     def buckets(self, live: int) -> tuple[int, ...]:
         """Buckets of rounds of ``live`` live slots, in rising order."""

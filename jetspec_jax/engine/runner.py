@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetspec_jax.cache.pages import NO_PAGE
-from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.logprobs import Logprobs
 from jetspec_jax.decode.scoring import scored_pages
 from jetspec_jax.decode.snapshots import keep, restore
@@ -137,9 +136,8 @@ class Runner:
             matchers: Grammar matchers by slot; with any, this waits for all rounds but the last.
         """
         bucket = batch.bucket if batch.rounds else self.decoder.bucket
-        decoder = self.decoder_for(bucket, adjusts=batch.adjusts, logprobs=batch.logprobs)
-        kind = Kind(batch.adjusts, batch.logprobs, bool(matchers))
-        rounds = Program(str(kind), len(batch.live), batch.bucket)
+        decoder = decoder_for(self.decoders[bucket], batch.kind)
+        rounds = Program(str(batch.kind), len(batch.live), batch.bucket)
         for slot in batch.releases:
             self.state = decoder.release(self.state, np.int32(slot))
         for admission in batch.admissions:
@@ -193,10 +191,6 @@ class Runner:
         self.decoders = {bucket: replace(each, max_rounds=1) for bucket, each in self.decoders.items()}
         self._forget(KINDS)
 
-    def decoder_for(self, bucket: int, *, adjusts: bool = False, logprobs: bool = False) -> TreeDecoder:
-        """The decoder of a bucket and these optional parts of rounds."""
-        return decoder_for(self.decoders[bucket], adjusts=adjusts, logprobs=logprobs)
-
     def extend(self, bad_words: tuple[int, int]) -> None:
         """Allocates logit adjustments of slots, or larger ones; the slots' present adjustments stay.
 
@@ -239,10 +233,6 @@ class Runner:
     def _prefill(self, chunk: Chunk) -> None:
         with self._compiling(Program(PREFILL, *chunk.tokens.shape)):
             self.state = self.decoder.prefill(self.weights, self.state, *chunk)
-
-    def compile_chunks(self) -> None:
-        """Compiles the prefill forwards of all shapes."""
-        self.compiler.compile([Program(PREFILL, *chunk) for chunk in self.size.chunks])
 
     def rounds_of(self, kind: Kind, lives: Collection[int] | None = None) -> list[Program]:
         """Rounds of a kind, of some numbers of live slots or of all."""
@@ -307,8 +297,8 @@ class Runner:
         for array in jax.tree.leaves((self.state, self.snapshots)):
             array.delete()
 
-    def round_costs(self, lives: Collection[int]) -> RoundCosts:
-        """Round times for some numbers of live slots, measured once for each kind of engine.
+    def round_costs(self, lives: Collection[int] | None = None) -> RoundCosts:
+        """Round times for some numbers of live slots or for all, measured once for each kind of engine.
 
         All slots must be free. Compiles these programs, so that a change of the bucket compiles nothing.
         """
@@ -324,23 +314,20 @@ class Runner:
         buckets = tuple(self.decoders)
         shapes, first = self.size.rounds(buckets), first_rounds(self.size, buckets)
         costs = known_costs(self._cost_key)
-        if costs is not None and costs.seconds.keys() >= set(shapes):
+        if costs.seconds.keys() >= set(shapes):
             return costs
         return complete_by_rows(measured_at_once(self._timed(first)), shapes)
 
-    def measurement(self, lives: Collection[int]) -> Measurement:
-        """A measurement of the rounds of some numbers of live slots, which are compiled; it is kept.
+    def measurement(self, lives: Collection[int] | None = None) -> Measurement:
+        """A measurement of the compiled rounds of some numbers of live slots or of all; it is kept.
 
         Shapes whose times are known are not measured.
         """
         costs = known_costs(self._cost_key)
-        known = {} if costs is None else costs.seconds
-        shapes = [shape for shape in self.size.rounds(tuple(self.decoders)) if shape[0] in lives]
-        if missing := [shape for shape in shapes if shape not in known]:
-            measured = yield from self._timed(missing)
-            costs = measured if costs is None else costs | measured
+        shapes = [(program.slots, program.size) for program in self.rounds_of(Kind(), lives)]
+        if missing := [shape for shape in shapes if shape not in costs.seconds]:
+            costs |= yield from self._timed(missing)
             learn_costs(self._cost_key, costs)
-        assert costs is not None, "every number of live slots has shapes"
         return costs
 
     def _timed(self, shapes: Sequence[Pair]) -> Measurement:

@@ -26,19 +26,17 @@ from jetspec_jax.sampling.token_sets import NO_CHOICE
 MASKED_ROUNDS = 4
 
 
-class _Flight(NamedTuple):
-    """A batch that is launched and not yet fetched.
+class _ScheduledBatch(NamedTuple):
+    """The requests of a batch in flight.
 
     Attributes:
         running: Requests with a slot.
-        decoding: Those that take part in its rounds.
-        rounds: Its rounds, at most.
-        tokens: Tokens that it commits to each of these, at most.
+        decoding: Requests that take part in its rounds.
+        tokens: Most tokens that it commits to each of these.
     """
 
     running: Sequence[Request]
     decoding: Sequence[Request]
-    rounds: int
     tokens: int
 
 
@@ -95,7 +93,7 @@ class Scheduler:
         self._arrivals = 0
         # Slots that are occupied on the device after all launches.
         self._occupied: set[int] = set()
-        self._flights: deque[_Flight] = deque()
+        self._in_flight: deque[_ScheduledBatch] = deque()
         #: Rounds of the last fetched batch for requests that had ended before: one per round and request.
         self.idle_rounds = 0
 
@@ -128,12 +126,12 @@ class Scheduler:
     @property
     def has_room(self) -> bool:
         """Whether another batch may be in flight."""
-        return len(self._flights) < (2 if self._overlapped else 1)
+        return len(self._in_flight) < (2 if self._overlapped else 1)
 
     @property
     def matchers(self) -> dict[int, Matcher]:
         """Grammar matchers of the newest batch's decoding requests, by slot."""
-        decoding = self._flights[-1].decoding if self._flights else ()
+        decoding = self._in_flight[-1].decoding if self._in_flight else ()
         return {request.slot: request.matcher for request in decoding if request.matcher is not None}
 
     def prompt_shapes(self, requests: Sequence[Request]) -> list[tuple[int, int]]:
@@ -176,9 +174,9 @@ class Scheduler:
         now = time.monotonic() if now is None else now
         self._remove_ended(now)
         running = list(in_order(request for request in self._requests if request.slot >= 0))
-        if not self.has_room or (self._flights and any(request.matcher is not None for request in running)):
+        if not self.has_room or (self._in_flight and any(request.matcher is not None for request in running)):
             return None
-        has_room = self._allocator.make_room(running, preempts=not self._flights)
+        has_room = self._allocator.make_room(running, preempts=not self._in_flight)
         if has_room is None:
             return None
         admitted, chunks, copies = self._admit_and_prefill(running, now, has_room=has_room)
@@ -186,19 +184,14 @@ class Scheduler:
         waiting = len(self._requests) - len(decoding)
         if all(request.ends_in_flight for request in decoding):
             decoding = []
-        if self._flights and not (decoding or chunks):
+        if self._in_flight and not (decoding or chunks):
             return None
-        kind = Kind(
-            any(request.params.adjusts for request in decoding),
-            any(request.params.logprobs is not None for request in decoding),
-            any(request.matcher is not None for request in decoding),
-        )
+        kind = Kind.of_all(request.params for request in decoding)
         choice, live = self._choose(decoding, kind, waiting, most_rounds)
         tokens = self._most_tokens(choice)
         for request in decoding:
-            request.in_flight_rounds += choice.rounds
             request.in_flight_tokens += tokens
-        self._flights.append(_Flight(running, decoding, choice.rounds, tokens))
+        self._in_flight.append(_ScheduledBatch(running, decoding, tokens))
         before, self._occupied = self._occupied, {request.slot for request in running}
         table, changed = self._allocator.table, self._allocator.changed() - admitted.keys()
         return Batch(
@@ -209,8 +202,7 @@ class Scheduler:
             self._live(decoding, live),
             choice.bucket,
             choice.rounds,
-            kind.adjusts,
-            kind.logprobs,
+            kind,
             tuple(copies),
             tuple(sorted(self.matchers)),
         )
@@ -222,27 +214,25 @@ class Scheduler:
             ValueError: A request's logits are not numbers.
         """
         now = time.monotonic() if now is None else now
-        flight = self._flights.popleft()
+        batch = self._in_flight.popleft()
         columns = {slot: column for column, slot in enumerate(record.live)}
-        served = [request for request in flight.decoding if request.open]
-        ended = len(flight.decoding) - len(served)
-        self.idle_rounds = flight.rounds * ended if self._overlapped else 0
-        for request in flight.decoding:
-            request.in_flight_rounds -= flight.rounds
-            request.in_flight_tokens -= flight.tokens
+        served = [request for request in batch.decoding if request.open]
+        self.idle_rounds = len(batch.decoding) - len(served) if self._overlapped else 0
+        for request in batch.decoding:
+            request.in_flight_tokens -= batch.tokens
         for request in served:
             _check_choices(request, record, columns[request.slot])
         for request in served:
             _hand_out(request, record, columns[request.slot], now)
-        self._allocator.cache_full_pages(flight.running)
+        self._allocator.cache_full_pages(batch.running)
         scored = dict(record.scored)
-        for request in flight.running:
+        for request in batch.running:
             if request.slot in scored:
                 request.set_prompt_logprobs(scored[request.slot])
             if not request.open:
                 self._allocator.free(request)
             request.publish()
-        if flight.decoding:
+        if batch.decoding:
             self.policy.observe(record)
         return served
 

@@ -246,7 +246,7 @@ def _plant_at_launch(monkeypatch, truth, slots, length):
 
 def _compile_all(engine, policy, crowd):
     """Runs every program that a crowd can need."""
-    engine.runner.compile_chunks()
+    engine.compiler.compile(engine.runner.programs([]))
     adjusts = {"presence_penalty": 0.1} if any(own.params.adjusts for own in crowd) else {}
     tells = {"logprobs": 1} if any(own.params.logprobs is not None for own in crowd) else {}
     form = {"structured_outputs": StructuredOutputsParams(choice=["ab"]), "ignore_eos": False}

@@ -156,7 +156,7 @@ class TestTwoInFlight:
     def test_nothing_compiles_once_all_is_compiled(self, target, head):
         many = {"live": (1,)}
         engine = TinyEngine(target, head, TREE, slots=2, many=many, overlapped=True)
-        engine.runner.compile_chunks()
+        engine.compiler.compile(engine.runner.programs([]))
         with compilations() as seen:
             for length in (3, 40):
                 engine.submit(PROMPT * length, PARAMS)

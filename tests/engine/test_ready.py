@@ -274,7 +274,7 @@ def test_programs_of_single_rounds_are_compiled_ahead(models, expected, monkeypa
         assert {tuple(each.token_ids) for each in crowd} == {tuple(expected)}
         assert seen == []
         engine = loop_for(models[0]).engine
-        assert engine.overlapped
+        assert engine.runner.overlapped
         costs = engine.scheduler.policy._pace.costs
         assert not costs.guessed
         assert set(costs.dispatches.values()) == {0.0}

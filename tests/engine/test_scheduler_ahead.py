@@ -83,8 +83,8 @@ class AheadWorld(World):
         assert not self.overlapped or batch.rounds in (0, 1)
         self.counts["ahead"] += bool(self.in_flight)
         self.in_flight.append(self.device.run(batch))
-        flying = [len(flight.decoding) for flight in self.scheduler._flights]
-        assert sum(request.in_flight_rounds > 0 for request in self.requests) <= sum(flying)
+        flying = [len(flight.decoding) for flight in self.scheduler._in_flight]
+        assert sum(request.in_flight_tokens > 0 for request in self.requests) <= sum(flying)
 
     def fetch(self):
         record = self.in_flight.popleft()
@@ -121,7 +121,7 @@ class AheadWorld(World):
         self.check()
         assert self.scheduler.free_pages == self.scheduler.pool.num_free == self.size.num_pages
         assert self.scheduler.policy.open == 0
-        assert all(request.in_flight_rounds == request.in_flight_tokens == 0 for request in self.requests)
+        assert all(request.in_flight_tokens == 0 for request in self.requests)
 
 
 @pytest.mark.usefixtures("no_type_checks")
