@@ -139,7 +139,7 @@ class Batch(NamedTuple):
 
 
 class DispatchRecord(NamedTuple):
-    """Results of a batch.
+    """Results of a batch; by default of one without rounds.
 
     Attributes:
         bucket: Nodes of the trees, root included.
@@ -158,9 +158,9 @@ class DispatchRecord(NamedTuple):
 
     bucket: int
     live: tuple[int, ...]
-    seconds: float | None
-    tokens: Int32[np.ndarray, "R L D1"]
-    tree_sizes: Int32[np.ndarray, "R L"]
+    seconds: float | None = None
+    tokens: Int32[np.ndarray, "R L D1"] = np.zeros((0, 0, 0), np.int32)
+    tree_sizes: Int32[np.ndarray, "R L"] = np.zeros((0, 0), np.int32)
     expected: Float32[np.ndarray, "R L K"] | None = None
     accepted: Float32[np.ndarray, "R L K"] | None = None
     logprobs: Any = None

@@ -23,7 +23,7 @@ from jetspec_jax.device.mesh import on_all_devices
 from jetspec_jax.device.processes import agreed, spans, together
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.engine.compiler import Compiler
-from jetspec_jax.engine.constrained import ConstrainedRounds
+from jetspec_jax.engine.constrained import run_constrained
 from jetspec_jax.engine.known_costs import known_costs, learn_costs
 from jetspec_jax.engine.lowering import TRACING, Lowering
 from jetspec_jax.engine.memory import empty_snapshots, empty_state
@@ -167,7 +167,8 @@ class Runner:
         records = None
         if batch.rounds:
             live = self._live(batch.live)
-            run = decode or (ConstrainedRounds(decoder, matchers) if matchers else decoder.decode)
+            constrained = functools.partial(run_constrained, decoder, matchers) if matchers else None
+            run = decode or constrained or decoder.decode
             with self._compiling(rounds):
                 self.state, records = run(self.weights, self.state, np.int32(batch.rounds), *live)
         last = jnp.copy(self.state.active) if records is None else None
@@ -274,21 +275,21 @@ class Runner:
         ended, before = time.perf_counter(), self._collected
         self._collected = ended
         prompts = tuple((slot, concatenated(parts)) for slot, parts in scored)
+        record = DispatchRecord(batch.bucket, batch.live, scored=prompts)
         if records is None:
-            return self._empty_record(batch)._replace(scored=prompts)
+            return record
         seconds = None if started is None else ended - max(started, before)
         # Rounds that ran come first.
         ran = int((records.tree_sizes > 0).any(axis=1).sum())
         records = jax.tree.map(lambda leaf: leaf[:ran], records)
-        reach = () if records.reach is None else (records.reach.expected, records.reach.accepted)
-        record = DispatchRecord(batch.bucket, batch.live, seconds, records.tokens, records.tree_sizes, *reach)
-        return record._replace(logprobs=records.logprobs, scored=prompts)
-
-    def _empty_record(self, batch: Batch) -> DispatchRecord:
-        """The record of a batch without rounds."""
-        shape = 0, len(batch.live), self.decoder.depth + 1
-        return DispatchRecord(
-            batch.bucket, batch.live, None, np.zeros(shape, np.int32), np.zeros(shape[:2], np.int32)
+        expected, accepted = records.reach or (None, None)
+        return record._replace(
+            seconds=seconds,
+            tokens=records.tokens,
+            tree_sizes=records.tree_sizes,
+            expected=expected,
+            accepted=accepted,
+            logprobs=records.logprobs,
         )
 
     def free(self) -> None:

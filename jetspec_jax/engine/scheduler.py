@@ -172,7 +172,7 @@ class Scheduler:
             The batch; None if the one in flight must be fetched first, never with none in flight.
         """
         now = time.monotonic() if now is None else now
-        self._remove_ended(now)
+        self.drop_closed(now)
         running = list(in_order(request for request in self._requests if request.slot >= 0))
         if not self.has_room or (self._in_flight and any(request.matcher is not None for request in running)):
             return None
@@ -236,12 +236,9 @@ class Scheduler:
             self.policy.observe(record)
         return served
 
-    def drop_closed(self) -> None:
-        """Removes requests that have ended."""
-        self._remove_ended(time.monotonic())
-
-    def _remove_ended(self, now: float) -> None:
+    def drop_closed(self, now: float | None = None) -> None:
         """Removes requests that have ended, were cancelled, or passed their deadline."""
+        now = time.monotonic() if now is None else now
         requests, self._requests = self._requests, []
         for request in requests:
             if request.deadline is not None and request.deadline <= now and request.open:
