@@ -162,7 +162,7 @@ class Engine:
             return
         requests = requests[: self.plan.size.slots]
         self.extend(Extras.of(requests))
-        kind = Kind.of_all(request.params for request in requests)
+        kind = Kind.union(Kind.of(request.params) for request in requests)
         lives = [self.plan.size.live_for(len(requests))]
         chunks = [Program(PREFILL, *shape) for shape in self.scheduler.prompt_shapes(requests)]
         measures = self._uses_costs and not self._costs.buckets(lives[0])
@@ -258,9 +258,9 @@ class Engine:
             DeviceMemoryError: The device cannot hold the arrays that such requests need.
             Exception: An error of the compiler.
         """
-        adjusts, logprobs = (any(getattr(kind, name) for kind in kinds) for name in ("adjusts", "logprobs"))
-        bad_words = USUAL_BAD_WORDS if adjusts and self.plan.persistent else (0, 0)
-        self.extend(Extras(adjusts, bad_words, logprobs, scores))
+        kind = Kind.union(kinds)
+        bad_words = USUAL_BAD_WORDS if kind.adjusts and self.plan.persistent else (0, 0)
+        self.extend(Extras(kind.adjusts, bad_words, kind.logprobs, scores))
         if self._broadcasts:
             send("compile", kinds, scores)
         lives = None if counts is None else [self.plan.size.live_for(count) for count in counts]

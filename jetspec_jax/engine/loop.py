@@ -279,7 +279,7 @@ class EngineLoop:
                 if not served and self._served:
                     return False  # later calls wait behind it
                 alone = not self._served
-                if (alone or not served) and self._in_flight:
+                if alone and self._in_flight:
                     return True
                 try:
                     if not served:

@@ -40,9 +40,9 @@ class Kind(NamedTuple):
         return cls(params.adjusts, params.logprobs is not None, params.structured_outputs is not None)
 
     @classmethod
-    def of_all(cls, params: Iterable[SamplingParams]) -> "Kind":
-        """The kind of rounds that requests need together."""
-        return cls(*map(any, zip(cls(), *map(cls.of, params), strict=True)))
+    def union(cls, kinds: "Iterable[Kind]") -> "Kind":
+        """The kind with the parts of all these kinds."""
+        return cls(*map(any, zip(cls(), *kinds, strict=True)))
 
 
 #: Kinds of rounds by `Program.kind`.
@@ -98,11 +98,10 @@ def in_order(size: EngineSize, buckets: Sequence[int], kinds: Sequence[Kind]) ->
     """
     kinds = sorted(kinds)
     first = [program for kind in kinds for program in _named(kind, first_rounds(size, buckets))]
-    chunks = sorted(
-        (Program(PREFILL, *chunk) for chunk in size.chunks), key=first_programs(size, buckets).count
-    )
+    largest_chunk, *_ = first_programs(size, buckets)
+    chunks = [Program(PREFILL, *chunk) for chunk in size.chunks]
     rest = [program for kind in kinds for program in _named(kind, _by_likelihood(size, buckets))]
-    return list(dict.fromkeys([*chunks[-1:], *first, *chunks, *rest]))
+    return list(dict.fromkeys([largest_chunk, *first, *chunks, *rest]))
 
 
 def _by_likelihood(size: EngineSize, buckets: Sequence[int]) -> list[tuple[int, int]]:

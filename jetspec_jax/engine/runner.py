@@ -99,7 +99,7 @@ class Runner:
         self.decoder = plan.decoders[-1]
         #: Whether every program is one round, and its launch waits for nothing; else programs are loops.
         self.overlapped = False
-        self.weights, self.size, self.dtype = weights, plan.size, plan.dtype
+        self.weights, self.size = weights, plan.size
         self._cost_key = plan.cost_key
         # Releasing a free slot changes nothing, and compiles the program before the first request ends.
         self.state = self.decoder.release(empty_state(plan), np.int32(0))

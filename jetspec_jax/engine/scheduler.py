@@ -176,19 +176,18 @@ class Scheduler:
         running = list(in_order(request for request in self._requests if request.slot >= 0))
         if not self.has_room or (self._in_flight and any(request.matcher is not None for request in running)):
             return None
-        has_room = self._allocator.make_room(running, preempts=not self._in_flight)
-        if has_room is None:
+        admits = self._allocator.make_room(running, preempts=not self._in_flight)
+        if admits is None:
             return None
-        admitted, chunks, copies = self._admit_and_prefill(running, now, has_room=has_room)
+        admitted, chunks, copies = self._admit_and_prefill(running, now, admits=admits)
         decoding = [request for request in running if not request.to_prefill]
         waiting = len(self._requests) - len(decoding)
         if all(request.ends_in_flight for request in decoding):
             decoding = []
         if self._in_flight and not (decoding or chunks):
             return None
-        kind = Kind.of_all(request.params for request in decoding)
-        choice, live = self._choose(decoding, kind, waiting, most_rounds)
-        tokens = self._most_tokens(choice)
+        kind = Kind.union(Kind.of(request.params) for request in decoding)
+        choice, tokens, live = self._choose(decoding, kind, waiting, most_rounds)
         for request in decoding:
             request.in_flight_tokens += tokens
         self._in_flight.append(_ScheduledBatch(running, decoding, tokens))
@@ -199,7 +198,7 @@ class Scheduler:
             tuple(self._admission(request, length) for request, length in admitted.items()),
             tuple(Growth(request.slot, table(request)) for request in running if request in changed),
             tuple(chunks),
-            self._live(decoding, live),
+            live,
             choice.bucket,
             choice.rounds,
             kind,
@@ -250,9 +249,9 @@ class Scheduler:
                 self._allocator.free(request)
 
     def _admit_and_prefill(
-        self, running: list[Request], now: float, *, has_room: bool
+        self, running: list[Request], now: float, *, admits: bool
     ) -> tuple[dict[Request, int], list[Chunk], list[SlotCopy]]:
-        """Admits waiting requests to ``running``, if there ``has_room`` for more, and prefills.
+        """Admits waiting requests to ``running`` if ``admits``, and prefills.
 
         Returns:
             The admitted requests, with the tokens that their pages already hold; prefill forwards; and copies
@@ -263,7 +262,7 @@ class Scheduler:
         copies: list[SlotCopy] = []
         most = self.size.prefill_tokens
         while True:
-            if has_room:
+            if admits:
                 for request in self._admit(running, now):
                     admitted[request] = request.committed
                     place = self._allocator.snapshot_to_restore(request)
@@ -280,8 +279,7 @@ class Scheduler:
 
     def _admit(self, running: list[Request], now: float) -> list[Request]:
         """Gives free slots and pages to waiting requests, in order, and adds them to ``running``."""
-        taken = {request.slot for request in running}
-        slots = [slot for slot in range(self.size.slots) if slot not in taken]
+        slots = self.free_slots
         waiting = in_order(request for request in self._requests if request.slot < 0) if slots else ()
         admitted = []
         for slot, request in zip(slots, waiting, strict=False):
@@ -323,39 +321,30 @@ class Scheduler:
 
     def _choose(
         self, decoding: Sequence[Request], kind: Kind, waiting: int, most_rounds: int | None
-    ) -> tuple[Dispatch, int]:
+    ) -> tuple[Dispatch, int, tuple[int, ...]]:
         """The policy's choice, or a larger shape that is compiled, with pages for all rounds if possible.
 
         A slot that reaches the end of its pages pauses for the rest of the dispatch.
 
         Returns:
-            The dispatch, and the number of its live slots.
+            The dispatch; the most tokens that it commits to a slot; and its live slots, of which some may be
+            idle, as only some numbers of live slots have programs.
         """
         if not decoding:
-            return Dispatch(1, 0), 0
+            return Dispatch(1, 0), 0, ()
         bucket, rounds = self.policy.choose([_live_slot(request) for request in decoding], waiting)
         live = self.size.live_for(len(decoding))
         live, bucket = self._compiler.shape(str(kind), live, bucket)
         rounds = rounds if most_rounds is None else min(rounds, most_rounds)
         if kind.masked:
             rounds = min(rounds, MASKED_ROUNDS)
-        choice = Dispatch(bucket, 1 if self._overlapped else rounds)
-        tokens = self._most_tokens(choice)
+        rounds = 1 if self._overlapped else rounds
+        tokens = rounds * (1 if bucket == 1 else self._round_tokens)
         for request in decoding:
             self._allocator.grow(request, tokens)
-        return choice, live
-
-    def _most_tokens(self, choice: Dispatch) -> int:
-        """Most tokens that a dispatch commits to a slot."""
-        return choice.rounds * (1 if choice.bucket == 1 else self._round_tokens)
-
-    def _live(self, decoding: Sequence[Request], live: int) -> tuple[int, ...]:
-        """The decoding slots, padded with idle slots to ``live`` slots."""
-        if not decoding:
-            return ()
         slots = {request.slot for request in decoding}
         idle = [slot for slot in range(self.size.slots) if slot not in slots]
-        return tuple(sorted([*slots, *idle[: live - len(slots)]]))
+        return Dispatch(bucket, rounds), tokens, tuple(sorted([*slots, *idle[: live - len(slots)]]))
 
     def _admission(self, request: Request, length: int) -> Admission:
         return Admission(
