@@ -81,11 +81,12 @@ class Bench:
         most = max(len(work.ids) for work in works.values())
         self._slots = min(-(-most // len(self._groups)), batch)
         # All temperatures have the same capacity: another capacity would be another program.
-        need = max(
-            check_request(target, ids, params).tokens
+        requests = [
+            check_request(target, ids, params)
             for work in works.values()
             for ids, params in zip(work.ids, work.params, strict=True)
-        )
+        ]
+        need = max(len(each.prompt.ids) + (each.params.max_tokens or 0) for each in requests)
         self._capacity = default_capacity(target.config, need)
 
     def check(self, methods: Sequence[Method]) -> None:
@@ -191,7 +192,7 @@ class Bench:
         work = replace(work, params=params)
         engines = self._engines(method)
         for engine in engines:
-            engine.runner.compile_chunks()
+            engine.compiler.compile(engine.runner.programs([]))
         for _ in range(2):  # the second call also compiles the program that frees the first call's slot
             self._complete(engines, method, work)
         return peak_bytes()

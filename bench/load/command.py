@@ -37,7 +37,7 @@ from bench.load import traffic, waits
 from bench.load.arrivals import Lengths, random_prompts
 from bench.load.driving import Load
 from bench.load.report import TITLES, notes_of, tables_of
-from bench.load.rounds import TASKS, costs_of, measure_rounds, pipeline_of, project
+from bench.load.rounds import TASKS, costs_of, measure_rounds, project
 from jetspec_jax import (
     SamplingParams,
     enable_compilation_cache,
@@ -383,12 +383,9 @@ class Measured:
                 "--parts projected needs the part rounds before it, or --resume with such a report"
             )
         given, measured = self._given, self._parts["rounds"]["result"]
-        costs, pipeline = costs_of(measured), pipeline_of(measured)
-        return [
-            row
-            for task in given.tasks
-            for row in project(costs, task, given.concurrency, PROJECTED_SECONDS, given.seed, pipeline)
-        ]
+        costs, overlapped = costs_of(measured), measured["overlapped"]
+        setting = given.concurrency, PROJECTED_SECONDS, given.seed
+        return [row for task in given.tasks for row in project(costs, task, *setting, overlapped=overlapped)]
 
     def traffic(self, step: Callable[[str], None]) -> Any:
         """See `bench.load.traffic.measure_traffic`."""

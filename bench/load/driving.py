@@ -120,7 +120,7 @@ class Load:
         self.engine = Engine(plan, DecodeWeights(target.weights, None if plain else head.weights))
         self.begun = time.monotonic()
         self.spent = Spent()
-        self.engine.runner.compile_chunks()
+        self.engine.compiler.compile(self.engine.runner.programs([]))
 
     @property
     def now(self) -> float:
@@ -150,7 +150,7 @@ class Load:
     def step(self, most_rounds: int | None = None) -> None:
         """Launches as many dispatches as may be in flight, collects the oldest, and records their times.
 
-        Each has at most ``most_rounds`` rounds, unless the number is fixed.
+        Each has at most ``most_rounds`` rounds.
         """
         engine = self.engine
         began, worked = time.perf_counter(), time.thread_time()

@@ -13,8 +13,6 @@ from bench.common.timing import median
 from bench.load.published import CHAIN, SGLANG, TAU, Acceptance, expected
 from bench.round.work import round_work
 from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget, LiveSlot
-from jetspec_jax.engine.pace import Slices
-from jetspec_jax.engine.pipeline import LOOP, Pipeline
 from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.engine.round_costs import Pair as Shape
 from jetspec_jax.engine.round_costs import RoundCosts, complete_costs, timed_pairs
@@ -34,8 +32,8 @@ def measure_rounds(
         runner: The runner of an engine with free slots.
         pair: The models.
         contexts: Tokens of every slot: the short context gives the slope, the long one is in the table.
-        rounds: Rounds per timed dispatch, or programs of a fixed number of rounds. A dispatch of one is timed
-            too, which separates the cost of rounds from that of a dispatch.
+        rounds: Rounds per timed dispatch. A dispatch of one is timed too, which separates the cost of rounds
+            from that of a dispatch.
         repeats: Timed runs of both dispatches.
         ceilings: The device's measured rates.
     """
@@ -47,9 +45,8 @@ def measure_rounds(
     for _ in range(repeats):
         for (shape, context), seconds in times.items():
             single, several = (runner.time_dispatch(shape, context, turns) for turns in (1, rounds))
-            program = (several - single) / (rounds - 1)
-            seconds.append(program / (runner.rounds or 1))
-            dispatches[shape].append(single - program)
+            seconds.append((several - single) / (rounds - 1))
+            dispatches[shape].append(single - seconds[-1])
     rows = []
     for live, bucket in shapes:
         low, high = (1e3 * max(median(times[(live, bucket), at]), 1e-6) for at in contexts)
@@ -71,7 +68,7 @@ def measure_rounds(
                 "dispatch_ms": 1e3 * max(median(dispatches[live, bucket]), 0.0),
             }
         )
-    return {"contexts": list(contexts), "program_rounds": runner.rounds, "rows": rows}
+    return {"contexts": list(contexts), "overlapped": runner.overlapped, "rows": rows}
 
 
 def costs_of(measured: Mapping[str, Any]) -> RoundCosts:
@@ -80,13 +77,7 @@ def costs_of(measured: Mapping[str, Any]) -> RoundCosts:
     seconds = {(row["live"], row["bucket"]): (1e-3 * row["short_ms"], 1e-3 * row["round_ms"]) for row in rows}
     dispatches = {(row["live"], row["bucket"]): 1e-3 * row["dispatch_ms"] for row in rows}
     costs = RoundCosts((low, high), seconds, dispatches)
-    return costs if pipeline_of(measured) == LOOP else costs.overlapped()
-
-
-def pipeline_of(measured: Mapping[str, Any]) -> Pipeline:
-    """The pipeline of the engine that was measured."""
-    rounds = measured.get("program_rounds")
-    return LOOP if rounds is None else Pipeline(2, rounds)
+    return costs.overlapped() if measured["overlapped"] else costs
 
 
 def estimated_by_engine(costs: RoundCosts) -> RoundCosts:
@@ -106,7 +97,8 @@ def project(
     concurrency: Sequence[int],
     seconds: float,
     seed: int,
-    pipeline: Pipeline = LOOP,
+    *,
+    overlapped: bool,
 ) -> list[dict[str, Any]]:
     """Tokens per second with a published acceptance, by concurrency and method.
 
@@ -119,7 +111,7 @@ def project(
         concurrency: Numbers of concurrent requests.
         seconds: Simulated seconds.
         seed: The seed of the draws.
-        pipeline: The engine's pipeline.
+        overlapped: Whether the engine overlaps rounds: see `choose_overlap`.
     """
     rows = []
     for count in concurrency:
@@ -127,15 +119,26 @@ def project(
         buckets = costs.buckets(live)
         every = tuple(sorted({bucket for _, bucket in costs.seconds}))
         acceptance = Acceptance(task, every[1:])
-        slices = Slices()
-        auto = AutoBudget(every, estimated_by_engine(costs), Auto().probing, slices, **pipeline._asdict())
+        auto = AutoBudget(
+            every,
+            estimated_by_engine(costs),
+            Auto().probing,
+            sliced=not overlapped,
+            overlapped=overlapped,
+        )
         methods: dict[str, BudgetPolicy] = {
-            "plain" if bucket == 1 else f"tree {bucket}": FixedBudget(bucket, costs, slices)
-            for bucket in buckets
+            "plain" if bucket == 1 else f"tree {bucket}": FixedBudget(bucket, costs) for bucket in buckets
         }
         rates = {
             name: simulate(
-                policy, costs, acceptance, count, live, seconds, np.random.default_rng(seed), pipeline.depth
+                policy,
+                costs,
+                acceptance,
+                count,
+                live,
+                seconds,
+                np.random.default_rng(seed),
+                overlapped=overlapped,
             )
             for name, policy in {**methods, "auto": auto}.items()
         }
@@ -166,12 +169,13 @@ def simulate(
     live: int,
     seconds: float,
     rng: np.random.Generator,
-    depth: int = 1,
+    *,
+    overlapped: bool,
 ) -> float:
-    """Tokens per second of endless requests, all after the longer context; ``depth`` dispatches in flight."""
+    """Tokens per second of endless requests, all after the longer context."""
     slots = [LiveSlot(costs.contexts[1], 2**30, sampled=False, watched=False)] * count
     elapsed, tokens = 0.0, 0
-    in_flight = deque(policy.choose(slots, 0) for _ in range(depth - 1))
+    in_flight = deque([policy.choose(slots, 0)] if overlapped else [])
     while elapsed < seconds:
         in_flight.append(policy.choose(slots, 0))
         dispatch = in_flight.popleft()

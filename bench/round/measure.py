@@ -152,7 +152,7 @@ class CaseRunner:
         self.case, self.setup, self.measured = case, setup, CaseRuns()
         self._shelf = shelf
         self._decoder = setup.decoder(case, shape)
-        self._single = replace(self._decoder, max_rounds=1, fixed=True)
+        self._single = replace(self._decoder, max_rounds=1)
         self._weights, self._prepared = (
             each._replace(proposer=None) if self._decoder.proposer is None else each
             for each in (weights, prepared)

@@ -25,7 +25,6 @@ from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.persistent import plan_persistent
-from jetspec_jax.engine.pipeline import LOOP
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.records import Batch, DispatchRecord
 from jetspec_jax.engine.request import Request, State
@@ -108,17 +107,17 @@ class ReplayedEngine(Engine):
             chains: Whether the trees are chains.
         """
         self.plan, self.planned, self.weights = plan, plan, weights
-        self.broken, self.record, self.pipeline = False, None, LOOP
-        compiler = Compiler(lambda program: None)
-        self.runner = cast(Runner, SimpleNamespace(in_flight=deque(), compiler=compiler))
+        self.broken, self.record = False, None
+        self.compiler = Compiler(lambda program: None)
+        self.runner = cast(Runner, SimpleNamespace(in_flight=deque(), overlapped=False))
         self._measurement = None
         many = plan.for_many()
         buckets = tuple(decoder.bucket for decoder in many.decoders)
         size = replace(many.size, chunks=chunks_for(many.size.slots, gpu=True))
         self._costs = rounds.costs(size.rounds(buckets))
-        policy: BudgetPolicy = FixedBudget(buckets[-1], self._costs, many.slices)
+        policy: BudgetPolicy = FixedBudget(buckets[-1], self._costs)
         if many.auto is not None:
-            policy = AutoBudget(buckets, self._costs, many.auto.probing, many.slices)
+            policy = AutoBudget(buckets, self._costs, many.auto.probing, sliced=True)
         self.scheduler = Scheduler(size, policy, 1 + DEPTH)
         trees = tuple(bucket for bucket in buckets if bucket > 1)
         self._acceptance = Acceptance(task, trees, chains=chains) if trees else None

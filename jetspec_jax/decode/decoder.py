@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jaxtyping import Array, ArrayLike, Bool, Int
 
-from jetspec_jax.decode.loop import jit_rounds, repeat_rounds, run_rounds
+from jetspec_jax.decode.loop import jit_rounds, repeat_rounds
 from jetspec_jax.decode.prefill import prefill
 from jetspec_jax.decode.round import Round
 from jetspec_jax.decode.state import (
@@ -53,14 +53,12 @@ class TreeDecoder(Round):
     Methods that take and return a state donate it, except those of `Round`.
 
     Attributes:
-        max_rounds: Most rounds of one `decode`.
-        fixed: Whether every `decode` runs exactly ``max_rounds`` rounds. Its launch then waits for nothing;
-            that of a loop, which may end early, waits until its rounds are over.
+        max_rounds: Most rounds of one `decode`. With 1, every `decode` runs one round, and its launch waits
+            for nothing; that of a loop, which may end early, waits until its rounds are over.
     """
 
     _: KW_ONLY
     max_rounds: int = 256
-    fixed: bool = False
 
     def __post_init__(self) -> None:
         """Checks the settings.
@@ -184,7 +182,7 @@ class TreeDecoder(Round):
             weights: The parameters.
             state: The state.
             rounds: Number of rounds, at most ``max_rounds``; the loop ends early if no slot decodes. Ignored
-                if the number is fixed. A slot pauses if its next round could commit more tokens than its
+                if ``max_rounds`` is 1. A slot pauses if its next round could commit more tokens than its
                 pages hold, until `grow`.
             live: The slots that may decode, unique and in any order; other slots keep their state and cost
                 nothing. Each number of live slots is a separate program. None means all B.
@@ -244,10 +242,7 @@ def _decode(
             return decoder.round(weights, state)
 
         picked = pick(state, live[0]) if live else state
-        if decoder.fixed:
-            picked, records = run_rounds(step, picked, decoder.max_rounds)
-        else:
-            picked, records = repeat_rounds(step, decoder.decodes, picked, rounds, most=decoder.max_rounds)
+        picked, records = repeat_rounds(step, decoder.decodes, picked, rounds, most=decoder.max_rounds)
         return put(state, live[0], picked) if live else picked, records
 
     return decoder.on_mesh(dispatch)(weights, state, rounds, *(() if live is None else (live,)))

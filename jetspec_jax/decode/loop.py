@@ -1,7 +1,7 @@
 """Several rounds as one program, which does not return to the host.
 
 A loop may end early. But the host reads its condition, so its launch waits until all its rounds are over. The
-launch of a fixed number of rounds waits for nothing.
+launch of a single round waits for nothing.
 """
 
 import functools
@@ -23,7 +23,7 @@ def repeat_rounds(
     *,
     most: int,
 ) -> tuple[DecodeState, RoundRecord]:
-    """Runs up to ``rounds`` rounds; ends early if no slot decodes.
+    """Runs up to ``rounds`` rounds; ends early if no slot decodes. With ``most=1`` one round always runs.
 
     Args:
         step: One round.
@@ -36,6 +36,9 @@ def repeat_rounds(
         The state, and the records ``[most, B, ...]``; rounds that did not run have trees of 0 nodes and no
         tokens.
     """
+    if most == 1:
+        state, record = step(state)
+        return state, jax.tree.map(lambda leaf: leaf[None], record)
     step = jax.jit(step, inline=True)  # traced once, for its shapes and for the loop
     shapes = jax.eval_shape(step, state)[1]
     nothing = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape), leaf.dtype), shapes)
@@ -53,25 +56,6 @@ def repeat_rounds(
     _, state, records = jax.lax.while_loop(continues, turn, (jnp.int32(0), state, nothing))
     ran = records.tree_sizes[:, :, None] > 0
     return state, records._replace(tokens=jnp.where(ran, records.tokens, -1))
-
-
-def run_rounds(
-    step: Callable[[DecodeState], tuple[DecodeState, RoundRecord]], state: DecodeState, rounds: int
-) -> tuple[DecodeState, RoundRecord]:
-    """Runs a static number of rounds, also if no slot decodes.
-
-    Args:
-        step: One round.
-        state: The initial state.
-        rounds: Number of rounds.
-
-    Returns:
-        The state, and the records ``[rounds, B, ...]``.
-    """
-    if rounds == 1:
-        state, record = step(state)
-        return state, jax.tree.map(lambda leaf: leaf[None], record)
-    return jax.lax.scan(lambda state, _: step(state), state, length=rounds)
 
 
 # XLA's autotuner compares its Triton products with cuBLAS on weights that are in the cache, unlike those of a

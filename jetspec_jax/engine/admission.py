@@ -47,17 +47,6 @@ class CheckedRequest:
     endings: frozenset[int]
     matcher: Matcher | None
 
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens to generate."""
-        assert self.params.max_tokens is not None
-        return self.params.max_tokens
-
-    @property
-    def tokens(self) -> int:
-        """Most tokens of prompt and output together."""
-        return len(self.prompt.ids) + self.max_tokens
-
     def requests(
         self,
         settings: TreeSettings,

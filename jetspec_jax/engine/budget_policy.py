@@ -6,8 +6,8 @@ are estimated from past rounds: a round shows what every smaller tree would have
 larger trees, and a plain round shows nothing. So some dispatches probe a larger bucket than looks best. The
 choice changes no token and compiles nothing.
 
-A policy with `Slices` limits a dispatch to a slice of time, for engines whose requests come and go. Without
-them the number of rounds suits a single call.
+If requests come and go, a dispatch is a slice of time (`jetspec_jax.engine.pace`). Else the number of rounds
+suits a single call. An engine with overlapped rounds always launches one.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from jetspec_jax.engine.acceptance import AcceptanceEstimate
-from jetspec_jax.engine.pace import Pace, Slices, mean_context
+from jetspec_jax.engine.pace import Pace
 from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.engine.round_costs import Pair, RoundCosts
 
@@ -76,14 +76,14 @@ class BudgetPolicy(Protocol):
         ...
 
 
-def rounds_for(live: Sequence[LiveSlot], waiting: int, max_rounds: int = MAX_ROUNDS) -> int:
+def rounds_for(live: Sequence[LiveSlot], waiting: int) -> int:
     """Rounds of a dispatch of a single call."""
     # A slot may end while another request waits for it, and a watched slot may end at any token.
     if (waiting and len(live) > 1) or any(slot.watched for slot in live):
-        return min(ROUNDS_TO_AN_END, max_rounds)
+        return ROUNDS_TO_AN_END
     # Requests that one dispatch can finish get one dispatch.
     remaining = _most_remaining(live)
-    return remaining if remaining <= max_rounds else min(USUAL_ROUNDS, max_rounds)
+    return remaining if remaining <= MAX_ROUNDS else USUAL_ROUNDS
 
 
 def of_use(buckets: Sequence[int], live: Sequence[LiveSlot]) -> Sequence[int]:
@@ -97,45 +97,41 @@ def _most_remaining(live: Sequence[LiveSlot]) -> int:
     return max([1, *(slot.remaining for slot in live)])
 
 
-def sliced_rounds(slices: Slices, pace: Pace, bucket: int, live: Sequence[LiveSlot], waiting: int) -> int:
+def _mean_context(live: Sequence[LiveSlot]) -> float:
+    return sum(slot.committed for slot in live) / max(len(live), 1)
+
+
+def sliced_rounds(pace: Pace, bucket: int, live: Sequence[LiveSlot], waiting: int) -> int:
     """Rounds that fit a slice of time; 1 if a request waits for its first token."""
     if any(slot.fresh for slot in live):
         return 1
     pair = pace.live_for(len(live)), bucket
-    context = mean_context([slot.committed for slot in live])
-    return min(slices.rounds(pace, pair, context, hurried=waiting > 0), _most_remaining(live), MAX_ROUNDS)
+    rounds = pace.slice_rounds(pair, _mean_context(live), hurried=waiting > 0)
+    return min(rounds, _most_remaining(live), MAX_ROUNDS)
 
 
 class FixedBudget:
     """Always one bucket, or plain decoding if no request has a larger budget."""
 
-    def __init__(
-        self,
-        bucket: int,
-        costs: RoundCosts | None = None,
-        slices: Slices | None = None,
-        *,
-        plain: bool = False,
-    ):
+    def __init__(self, bucket: int, costs: RoundCosts | None = None, *, plain: bool = False):
         """A policy for one bucket.
 
         Args:
             bucket: Nodes of a tree, root included.
-            costs: Round costs; needed with ``slices`` only.
-            slices: Length of dispatches; None suits single calls.
+            costs: Round costs, for dispatches that are slices of time; None suits single calls.
             plain: Whether plain rounds may be chosen.
         """
-        self._buckets, self._slices = (1, bucket) if plain else (bucket,), slices
+        self._buckets = (1, bucket) if plain else (bucket,)
         self._pace = None if costs is None else Pace(costs)
         self._context = 0.0
 
     def choose(self, live: Sequence[LiveSlot], waiting: int) -> Dispatch:
         """The smallest sufficient bucket, with rounds that suit the requests."""
-        self._context = mean_context([slot.committed for slot in live])
+        self._context = _mean_context(live)
         bucket = of_use(self._buckets, live)[-1]
-        if self._slices is None or self._pace is None:
+        if self._pace is None:
             return Dispatch(bucket, rounds_for(live, waiting))
-        return Dispatch(bucket, sliced_rounds(self._slices, self._pace, bucket, live, waiting))
+        return Dispatch(bucket, sliced_rounds(self._pace, bucket, live, waiting))
 
     def observe(self, record: DispatchRecord) -> None:
         """Corrects the round times."""
@@ -174,11 +170,10 @@ class AutoBudget:
         buckets: Sequence[int],
         costs: RoundCosts,
         probing: float,
-        slices: Slices | None = None,
         shape: Callable[[int, int], Pair] = lambda live, bucket: (live, bucket),
         *,
-        rounds: int | None = None,
-        depth: int = 1,
+        sliced: bool = False,
+        overlapped: bool = False,
     ):
         """A policy that starts with guessed acceptance rates.
 
@@ -186,25 +181,25 @@ class AutoBudget:
             buckets: The buckets to choose from, in rising order; the first is 1.
             costs: Round costs; a shape without a cost is never chosen.
             probing: Share of the time that probes may lose.
-            slices: Length of dispatches; None suits single calls.
             shape: The shape that rounds of a number of live slots and a bucket would run in.
-            rounds: Rounds of every dispatch; None chooses them.
-            depth: Most dispatches that are chosen before the first of them is observed.
+            sliced: Whether dispatches are slices of time; else their rounds suit single calls.
+            overlapped: Whether dispatches have one round, and each is chosen before the one before is
+                observed.
         """
         self._buckets, self._pace, self._probing = tuple(buckets), Pace(costs), probing
-        self._slices, self._shape, self._fixed = slices, shape, rounds
+        self._shape, self._sliced, self._overlapped = shape, sliced, overlapped
         # Greedy and sampled requests have different acceptance rates.
         self._acceptances = {sampled: AcceptanceEstimate(buckets[1:]) for sampled in (False, True)}
         # Seconds that probes may lose; at most enough for one probe.
         self._account = 0.0
         # The last observed dispatch, and those that were chosen after it.
         self._choice = _Choice(self._acceptances[False], 0.0, 0, 0.0, 0.0)
-        self._choices: deque[_Choice] = deque(maxlen=depth)
+        self._choices: deque[_Choice] = deque(maxlen=2 if overlapped else 1)
 
     def choose(self, live: Sequence[LiveSlot], waiting: int) -> Dispatch:
         """The bucket that looks best, or a larger bucket if the account can pay for a probe."""
         acceptance = self._acceptances[any(slot.sampled for slot in live)]
-        context = mean_context([slot.committed for slot in live])
+        context = _mean_context(live)
         slots, remaining = self._pace.live_for(len(live)), _most_remaining(live)
         # With many live slots only small trees have programs.
         buckets = of_use(self._buckets[: len(self._pace.costs.buckets(slots))], live)
@@ -256,18 +251,16 @@ class AutoBudget:
         self._pace = Pace(costs)
 
     def _rounds(self, bucket: int, live: Sequence[LiveSlot], waiting: int) -> int:
-        if self._fixed is not None:
-            return self._fixed
-        if self._slices is not None:
-            return sliced_rounds(self._slices, self._pace, bucket, live, waiting)
+        if self._overlapped:
+            return 1
+        if self._sliced:
+            return sliced_rounds(self._pace, bucket, live, waiting)
         return min(rounds_for(live, waiting), _LOOK_ROUNDS)
 
     def _at_most(self, rounds: int, pair: tuple[int, int], context: float, most: int) -> int:
         """Limits rounds to ``most``, but not below the shortest slice."""
-        if self._fixed is not None:
-            return rounds
-        if self._slices is not None:
-            most = max(most, self._slices.least(self._pace, pair, context))
+        if self._sliced:
+            most = max(most, self._pace.least_rounds(pair, context))
         return min(rounds, most)
 
 

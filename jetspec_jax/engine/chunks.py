@@ -26,7 +26,7 @@ def cut_prompts(
     most: int | None = None,
     cuts: Cuts | None = None,
 ) -> list[Chunk]:
-    """Chunks for all remaining tokens, or until ``most`` tokens; at least one chunk if any token remains.
+    """Chunks for all remaining tokens, or for ``most`` of them.
 
     Args:
         remaining: Remaining tokens by slot.
@@ -35,11 +35,12 @@ def cut_prompts(
         most: Most tokens; None is no limit.
         cuts: Offsets at which forwards must end, by slot, besides the prompts' ends; None is nowhere.
     """
-    chunks, cuts = [], cuts or {}
-    while remaining and (most is None or most > 0):
-        chunks.append(chunk := next_chunk(remaining, shapes, num_slots, most, cuts))
+    chunks, cuts, room = [], cuts or {}, sum(map(len, remaining.values()))
+    room = room if most is None else min(most, room)
+    while room > 0:
+        chunks.append(chunk := _next_chunk(remaining, shapes, num_slots, room, cuts))
         taken = dict(zip(chunk.slots.tolist(), chunk.counts.tolist(), strict=True))
-        most = None if most is None else most - sum(taken.values())
+        room -= sum(taken.values())
         rests = {slot: tokens[taken.get(slot, 0) :] for slot, tokens in remaining.items()}
         remaining = {slot: rest for slot, rest in rests.items() if len(rest)}
         moved = {slot: [cut - taken.get(slot, 0) for cut in offsets] for slot, offsets in cuts.items()}
@@ -47,23 +48,15 @@ def cut_prompts(
     return chunks
 
 
-def next_chunk(
-    remaining: Remaining,
-    shapes: Sequence[tuple[int, int]],
-    num_slots: int,
-    most: int | None = None,
-    cuts: Cuts | None = None,
+def _next_chunk(
+    remaining: Remaining, shapes: Sequence[tuple[int, int]], num_slots: int, most: int, cuts: Cuts
 ) -> Chunk:
-    """The next chunk, in the shape with the most tokens per cost of its forward.
-
-    The arguments are those of `cut_prompts`.
-    """
-    total = sum(map(len, remaining.values())) if most is None else most
-    ends = {slot: offsets[0] for slot, offsets in (cuts or {}).items() if offsets}
+    """The next chunk, in the shape with the most tokens per cost of its forward."""
+    ends = {slot: offsets[0] for slot, offsets in cuts.items() if offsets}
 
     def parts(shape: tuple[int, int]) -> dict[int, int]:
         """Tokens of each slot in a forward of a shape."""
-        (prompts, rows), room, counts_by_slot = shape, total, {}
+        (prompts, rows), room, counts_by_slot = shape, most, {}
         for slot, tokens in remaining.items():
             if len(counts_by_slot) == prompts or not room:
                 break

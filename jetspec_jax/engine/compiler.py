@@ -77,8 +77,8 @@ class Compiler:
         # Running programs whose arguments got other shapes meanwhile.
         self._outdated: set[Program] = set()
         self._threads: set[threading.Thread] = set()
-        # Seconds with programs left, and programs compiled in them.
-        self._since, self._seconds, self._count = 0.0, 0.0, 0
+        # When programs were added to an empty queue, and the number compiled since then.
+        self._since, self._count = 0.0, 0
 
     @property
     def left(self) -> int:

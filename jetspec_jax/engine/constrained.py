@@ -16,67 +16,62 @@ from jetspec_jax.sampling.grammar import Matcher
 from jetspec_jax.tree import TokenTree
 
 
-class ConstrainedRounds:
-    """Runs rounds like `TreeDecoder.decode`, but returns to the host in each.
+def run_constrained(
+    decoder: TreeDecoder,
+    matchers: Mapping[int, Matcher],
+    weights: DecodeWeights,
+    state: DecodeState,
+    rounds: np.int32,
+    *live: Int32[np.ndarray, "L"],
+) -> tuple[DecodeState, RoundRecord]:
+    """Runs up to ``rounds`` rounds, at least one, as `TreeDecoder.decode`; returns to the host in each.
 
-    Slots without a grammar keep their tokens. A call waits for all rounds but the last.
+    Waits for all rounds but the last. ``state`` is donated.
+
+    Args:
+        decoder: The decoder.
+        matchers: Grammar matchers by slot; other slots keep their tokens. They advance over all rounds but
+            the last.
+        weights: The parameters.
+        state: The state.
+        rounds: Number of rounds.
+        *live: As for `TreeDecoder.decode`.
+
+    Returns:
+        The state, and the records of the rounds that ran.
     """
-
-    def __init__(self, decoder: TreeDecoder, matchers: Mapping[int, Matcher]):
-        """Rounds of a decoder under grammars.
-
-        Args:
-            decoder: The decoder.
-            matchers: Grammar matchers by slot. They advance over all rounds but the last.
-        """
-        self.decoder, self.matchers = decoder, matchers
-
-    def __call__(
-        self,
-        weights: DecodeWeights,
-        state: DecodeState,
-        rounds: np.int32,
-        *live: Int32[np.ndarray, "L"],
-    ) -> tuple[DecodeState, RoundRecord]:
-        """Up to ``rounds`` rounds, at least one. ``state`` is donated.
-
-        Returns:
-            The state, and the records of the rounds that ran.
-        """
-        slots = live[0].tolist() if live else range(len(state.active))
-        matchers = [self.matchers.get(slot) for slot in slots]
-        decodes, still_active, records = np.ones(len(matchers), bool), None, []
-        while True:
-            tree = propose(self.decoder, weights, state, *live)
-            if records:
-                # Waits for the last round only: the device already proposes the next round's trees.
-                committed, decodes = jax.device_get((records[-1].tokens, still_active))
-                _advance(matchers, committed[0])
-                if not decodes.any():
-                    break
-            verified = verify(self.decoder, weights, state, tree, *live)
-            allowed = self._masks(matchers, tree, decodes)
-            state, (record, still_active) = settle(
-                self.decoder, weights, state, tree, verified, allowed, *live
-            )
-            records.append(record)
-            if len(records) == rounds:
+    slots = live[0].tolist() if live else range(len(state.active))
+    live_matchers = [matchers.get(slot) for slot in slots]
+    decodes, still_active, records = np.ones(len(live_matchers), bool), None, []
+    while True:
+        tree = propose(decoder, weights, state, *live)
+        if records:
+            # Waits for the last round only: the device already proposes the next round's trees.
+            committed, decodes = jax.device_get((records[-1].tokens, still_active))
+            _advance(live_matchers, committed[0])
+            if not decodes.any():
                 break
-        if len(records) == 1:
-            return state, records[0]
-        return state, jax.tree.map(lambda *each: np.concatenate(each), *jax.device_get(records))
+        verified = verify(decoder, weights, state, tree, *live)
+        allowed = _masks(live_matchers, tree, decodes, decoder.target.vocab_size)
+        state, (record, still_active) = settle(decoder, weights, state, tree, verified, allowed, *live)
+        records.append(record)
+        if len(records) == rounds:
+            break
+    if len(records) == 1:
+        return state, records[0]
+    return state, jax.tree.map(lambda *each: np.concatenate(each), *jax.device_get(records))
 
-    def _masks(
-        self, matchers: Sequence[Matcher | None], tree: TokenTree, decodes: Bool[np.ndarray, "L"]
-    ) -> UInt32[np.ndarray, "L N words"]:
-        """The allowed tokens at each node, all without a grammar. Waits for the trees."""
-        tokens, parents, sizes = jax.device_get((tree.tokens, tree.parents, tree.num_nodes))
-        words = -(-self.decoder.target.vocab_size // 32)
-        masks = np.full((*tokens.shape, words), 0xFFFFFFFF, np.uint32)
-        for place, matcher in enumerate(matchers):
-            if matcher is not None and decodes[place]:
-                masks[place] = matcher.masks_of_tree(tokens[place], parents[place], int(sizes[place]))
-        return masks
+
+def _masks(
+    matchers: Sequence[Matcher | None], tree: TokenTree, decodes: Bool[np.ndarray, "L"], vocab_size: int
+) -> UInt32[np.ndarray, "L N words"]:
+    """The allowed tokens at each node, all without a grammar. Waits for the trees."""
+    tokens, parents, sizes = jax.device_get((tree.tokens, tree.parents, tree.num_nodes))
+    masks = np.full((*tokens.shape, -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+    for place, matcher in enumerate(matchers):
+        if matcher is not None and decodes[place]:
+            masks[place] = matcher.masks_of_tree(tokens[place], parents[place], int(sizes[place]))
+    return masks
 
 
 def _advance(matchers: Sequence[Matcher | None], tokens: Int[np.ndarray, "L D1"]) -> None:

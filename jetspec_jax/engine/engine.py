@@ -14,10 +14,9 @@ from jetspec_jax.device.processes import agreed, is_first, spans
 from jetspec_jax.engine.agreement import check_alike_engines
 from jetspec_jax.engine.broadcast import send
 from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget, LatePolicy
-from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.extras import USUAL_BAD_WORDS, Extras
 from jetspec_jax.engine.memory import check_engine_memory, check_extra_memory
-from jetspec_jax.engine.pipeline import Pipeline, choose_pipeline
+from jetspec_jax.engine.overlap import choose_overlap
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.programs import PREFILL, Kind, Program, first_programs
 from jetspec_jax.engine.records import DispatchRecord
@@ -39,7 +38,7 @@ class Engine:
     """A fixed number of slots over one page pool.
 
     Callers repeat `admit`, `launch` and `collect`; only `collect` waits for the device. On a GPU a batch may
-    be launched while the one before is in flight: see `Pipeline` and `Scheduler`. Text is handled in
+    be launched while the one before is in flight: see `choose_overlap` and `Scheduler`. Text is handled in
     `jetspec_jax.engine.output`. An engine is not thread-safe.
 
     On a mesh of several processes, all processes make the same calls. Before every launch, process 0 sends
@@ -54,7 +53,7 @@ class Engine:
         self,
         plan: EnginePlan,
         weights: DecodeWeights,
-        pipeline: Pipeline | None = None,
+        overlapped: bool | None = None,
         *,
         background: bool = False,
     ):
@@ -63,7 +62,8 @@ class Engine:
         Args:
             plan: The engine plan.
             weights: The parameters.
-            pipeline: Batches in flight and rounds per program; None chooses them for the devices.
+            overlapped: Whether to launch single rounds, with two batches in flight, instead of loops; None
+                chooses for the devices.
             background: Whether a persistent engine compiles here only the programs that can serve any
                 request, and all others in the background, and measures their round times later: see
                 `measure`. Processes that share devices compile everything here.
@@ -85,6 +85,7 @@ class Engine:
         #: The plan with all slots that were asked for: an equal need would make the same engine again.
         self.planned = plan
         self.runner = Runner(plan, weights)
+        self.compiler = self.runner.compiler
         self.broken = False
         self._background = background and plan.persistent and not spans(plan.decoder.mesh)
         self._measurement: Measurement | None = None
@@ -94,18 +95,17 @@ class Engine:
         try:
             if plan.extras.adjusts:
                 self.runner.extend(plan.extras.bad_words)
-            if pipeline is None:
+            if overlapped is None:
                 mesh = plan.decoder.mesh
                 read = weight_bytes(plan.decoder.target, plan.dtype, mesh)
                 # With a program that a server needs first, or a call of one prompt.
                 live = plan.size.slots if plan.persistent else plan.size.live_for(1)
-                pipeline = choose_pipeline(mesh, read, lambda: self.runner.time_launches(live))
-            self.pipeline = pipeline
-            if pipeline.rounds is not None:
-                self.runner.fix_rounds(pipeline.rounds)
+                overlapped = choose_overlap(mesh, read, lambda: self.runner.time_launches(live))
+            if overlapped:
+                self.runner.overlap()
             most_tokens = 1 + max(decoder.depth for decoder in plan.decoders)
             self.scheduler = Scheduler(
-                plan.size, self._policy(), most_tokens, self.compiler, **pipeline._asdict()
+                plan.size, self._policy(), most_tokens, self.compiler, overlapped=overlapped
             )
             self._compile_first()
         except BaseException:
@@ -162,7 +162,7 @@ class Engine:
             return
         requests = requests[: self.plan.size.slots]
         self.extend(Extras.of(requests))
-        kind = Kind(*map(any, zip(*(Kind.of(request.params) for request in requests), strict=True)))
+        kind = Kind.union(Kind.of(request.params) for request in requests)
         lives = [self.plan.size.live_for(len(requests))]
         chunks = [Program(PREFILL, *shape) for shape in self.scheduler.prompt_shapes(requests)]
         measures = self._uses_costs and not self._costs.buckets(lives[0])
@@ -237,11 +237,6 @@ class Engine:
             pass
         return self.collect()
 
-    @property
-    def compiler(self) -> Compiler:
-        """Compiles its programs."""
-        return self.runner.compiler
-
     def compile(
         self,
         kinds: Sequence[Kind],
@@ -263,9 +258,9 @@ class Engine:
             DeviceMemoryError: The device cannot hold the arrays that such requests need.
             Exception: An error of the compiler.
         """
-        adjusts, logprobs = (any(getattr(kind, name) for kind in kinds) for name in ("adjusts", "logprobs"))
-        bad_words = USUAL_BAD_WORDS if adjusts and self.plan.persistent else (0, 0)
-        self.extend(Extras(adjusts, bad_words, logprobs, scores))
+        kind = Kind.union(kinds)
+        bad_words = USUAL_BAD_WORDS if kind.adjusts and self.plan.persistent else (0, 0)
+        self.extend(Extras(kind.adjusts, bad_words, kind.logprobs, scores))
         if self._broadcasts:
             send("compile", kinds, scores)
         lives = None if counts is None else [self.plan.size.live_for(count) for count in counts]
@@ -319,7 +314,7 @@ class Engine:
     @property
     def has_room(self) -> bool:
         """Whether another batch may be in flight."""
-        return len(self.runner.in_flight) < self.pipeline.depth
+        return self.scheduler.has_room
 
     @property
     def busy(self) -> bool:
@@ -327,24 +322,35 @@ class Engine:
         return self.scheduler.busy
 
     def _policy(self) -> BudgetPolicy:
-        auto, slices = self.plan.auto, self.plan.slices
+        auto, buckets = self.plan.auto, tuple(self.runner.decoders)
         if auto is None:
             costs = NO_COSTS if self._uses_costs else None
-            policy = FixedBudget(self.plan.decoder.bucket, costs, slices, plain=len(self.runner.decoders) > 1)
+            policy = FixedBudget(buckets[-1], costs, plain=len(buckets) > 1)
         else:
             shape = functools.partial(self.compiler.shape, str(Kind()))
-            buckets, pipeline = tuple(self.runner.decoders), self.pipeline._asdict()
-            policy = AutoBudget(buckets, NO_COSTS, auto.probing, slices, shape, **pipeline)
+            policy = AutoBudget(
+                buckets,
+                NO_COSTS,
+                auto.probing,
+                shape,
+                sliced=self._sliced,
+                overlapped=self.runner.overlapped,
+            )
         return LatePolicy(policy) if self._step else policy
 
     @property
     def _uses_costs(self) -> bool:
         """Whether the policy uses round times."""
-        return self.plan.auto is not None or (self.plan.slices is not None and self.pipeline.rounds is None)
+        return self.plan.auto is not None or self._sliced
+
+    @property
+    def _sliced(self) -> bool:
+        """Whether dispatches are slices of time: loops, while requests come and go."""
+        return self.plan.persistent and not self.runner.overlapped
 
     def _use(self, costs: RoundCosts) -> None:
         self._costs = costs
-        self.scheduler.policy.use(costs if self.pipeline.rounds is None else costs.overlapped())
+        self.scheduler.policy.use(costs.overlapped() if self.runner.overlapped else costs)
 
     def _compile_first(self) -> None:
         """Compiles what must exist before any request, and measures it; the rest comes later.
@@ -358,17 +364,13 @@ class Engine:
             if self._uses_costs:
                 self._use(costs := runner.first_costs())
                 if costs.guessed:
-                    self._measurement = runner.measurement(self._lives)
+                    self._measurement = runner.measurement()
             compiler.add(runner.programs([Kind()]))
         elif self.plan.persistent or not self.plan.size.live:
             if self._uses_costs:
-                self._use(runner.round_costs(self._lives))
+                self._use(runner.round_costs())
             elif self.plan.persistent:
                 compiler.compile(runner.rounds_of(Kind()))
-
-    @property
-    def _lives(self) -> tuple[int, ...]:
-        return *self.plan.size.live, self.plan.size.slots
 
     @contextlib.contextmanager
     def _measures_now(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jetspec_jax.checkpoint.files import write_json
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.device.processes import spans
-from jetspec_jax.engine.round_costs import RoundCosts
+from jetspec_jax.engine.round_costs import NO_COSTS, RoundCosts
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.version import __version__
 
@@ -35,8 +35,8 @@ def keep_costs_in(folder: Path | None) -> None:
     _path = None if folder is None else folder / FILE
 
 
-def known_costs(key: CostKey) -> RoundCosts | None:
-    """An engine's round costs, measured in this process or read from the file, or None.
+def known_costs(key: CostKey) -> RoundCosts:
+    """An engine's round costs, measured in this process or read from the file; `NO_COSTS` if unknown.
 
     They are those of all trees, for some numbers of live slots.
     """
@@ -44,10 +44,10 @@ def known_costs(key: CostKey) -> RoundCosts | None:
         decoders, size, _ = key
         shapes = size.rounds(tuple(decoder.bucket for decoder in decoders))
         costs = _costs_of(_read(_path).get(_name(key)))
-        lives = () if costs is None else {live for live, _ in costs.seconds}
-        if costs is not None and set(costs.seconds) == {shape for shape in shapes if shape[0] in lives}:
+        lives = {live for live, _ in costs.seconds}
+        if lives and set(costs.seconds) == {shape for shape in shapes if shape[0] in lives}:
             _known[key] = costs
-    return _known.get(key)
+    return _known.get(key, NO_COSTS)
 
 
 def learn_costs(key: CostKey, costs: RoundCosts) -> None:
@@ -102,17 +102,17 @@ def _as_json(costs: RoundCosts) -> dict[str, Any]:
     return {"contexts": costs.contexts, "rounds": rows, "guessed": sorted(costs.guessed)}
 
 
-def _costs_of(kept: Any) -> RoundCosts | None:
-    """The inverse of `_as_json`; None for anything else."""
+def _costs_of(kept: Any) -> RoundCosts:
+    """The inverse of `_as_json`; `NO_COSTS` for anything else."""
     try:
         low, high = map(int, kept["contexts"])
         rows = [((int(live), int(bucket)), *_seconds(times)) for live, bucket, *times in kept["rounds"]]
         seconds = {pair: (first, last) for pair, first, last, _ in rows}
         guessed = frozenset((int(live), int(bucket)) for live, bucket in kept["guessed"])
     except (KeyError, TypeError, ValueError, OverflowError):
-        return None
-    if not 0 <= low < high or not rows or not guessed <= seconds.keys():
-        return None
+        return NO_COSTS
+    if not 0 <= low < high or not guessed <= seconds.keys():
+        return NO_COSTS
     return RoundCosts((low, high), seconds, {pair: beside for pair, *_, beside in rows}, guessed)
 
 

@@ -279,7 +279,7 @@ class EngineLoop:
                 if not served and self._served:
                     return False  # later calls wait behind it
                 alone = not self._served
-                if (alone or not served) and self._in_flight:
+                if alone and self._in_flight:
                     return True
                 try:
                     if not served:
@@ -353,12 +353,12 @@ class EngineLoop:
     def _wait_for_readers(self, engine: Engine) -> None:
         """Waits briefly for callers to find their stop strings, or the next batch would be wasted.
 
-        If more than one batch may be in flight, a batch is short, and nobody waits.
+        If batches overlap they are short, and nobody waits.
 
         Before its first batch a caller is waited for too: if it began to wait while that runs, it would seem
         to have read the tokens.
         """
-        for call in self._served if engine.pipeline.depth == 1 else ():
+        for call in () if engine.runner.overlapped else self._served:
             next_batch = call.admitted or list(itertools.islice(call.queue, 1))
             if call.most_admitted and any(request.params.stop for request in next_batch if request.open):
                 call.ready.wait(_MOMENT)

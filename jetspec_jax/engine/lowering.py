@@ -7,7 +7,6 @@ import atexit
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from jetspec_jax.decode.three_programs import compile_all
 from jetspec_jax.device.mesh import abstract
 from jetspec_jax.device.thread_config import configured, thread_config
 from jetspec_jax.engine.compiler import end_all
-from jetspec_jax.engine.programs import KINDS, PREFILL, SCORES, Program
+from jetspec_jax.engine.programs import KINDS, PREFILL, SCORES, Kind, Program
 from jetspec_jax.engine.round_kinds import decoder_for
 
 #: Held while a program is traced and lowered. Both hold the interpreter: more threads would be no faster, and
@@ -67,28 +66,25 @@ class Lowering:
             Exception: An error of the compiler.
         """
         with configured(self._config):
-            kind = KINDS.get(program.kind)
-            if kind is None:
-                with TRACING:
-                    lowered = self._scores(program.size) if program.kind == SCORES else self._prefill(program)
-                lowered.compile()
-                return
-            decoder = decoder_for(self._decoders[program.size], adjusts=kind.adjusts, logprobs=kind.logprobs)
+            kind = KINDS.get(program.kind, Kind())
             all_live = program.slots == self._state.active.shape[0]
             live = () if all_live else (jax.ShapeDtypeStruct((program.slots,), jnp.int32),)
+            rounds = self._weights, self._state, *live
             if kind.masked:
-                compile_all(decoder, self._weights, self._state, *live, tracing=TRACING)
+                compile_all(decoder_for(self._decoders[program.size], kind), *rounds, tracing=TRACING)
                 return
             with TRACING:
-                lowered = decoder.lower(self._weights, self._state, *live)
+                if program.kind == PREFILL:
+                    lowered = self._prefill(program.slots, program.size)
+                elif program.kind == SCORES:
+                    target = self._models.alone, self._weights.target
+                    lowered = lower_scoring(*target, program.size, self._dtype)
+                else:
+                    lowered = decoder_for(self._decoders[program.size], kind).lower(*rounds)
             lowered.compile()
 
-    def _prefill(self, program: Program) -> jax.stages.Lowered:
-        assert program.kind == PREFILL
-        rows, (prompts, size) = jax.ShapeDtypeStruct, program[1:]
-        each, state = rows((prompts,), jnp.int32), replace(self._state, adjust=None)
+    def _prefill(self, prompts: int, size: int) -> jax.stages.Lowered:
+        rows, state = jax.ShapeDtypeStruct, replace(self._state, adjust=None)
+        each = rows((prompts,), jnp.int32)
         chunk = each, rows((prompts, size), jnp.int32), each, rows((prompts,), jnp.bool_)
         return prefill.lower(self._models, self._weights, state, *chunk)
-
-    def _scores(self, pages: int) -> Any:
-        return lower_scoring(self._models.alone, self._weights.target, pages, self._dtype)

@@ -48,11 +48,6 @@ NOISE_COPIES = 2
 PAIR_COPIES, ROW_COPIES = 4, 6
 
 
-def no_weights(mesh: Mesh | None) -> Bytes:
-    """The bytes of weights that are already loaded: none."""
-    return {}
-
-
 def empty_state(plan: EnginePlan) -> DecodeState:
     """The state of an engine whose slots are all free."""
     size = plan.size
@@ -79,7 +74,7 @@ def empty_snapshots(plan: EnginePlan) -> Snapshots:
     )
 
 
-def check_engine_memory(plan: EnginePlan, weights: Callable[[Mesh | None], Bytes] = no_weights) -> None:
+def check_engine_memory(plan: EnginePlan, weights: Callable[[Mesh | None], Bytes] = lambda mesh: {}) -> None:
     """Checks that an engine's devices can hold it, with a margin: see `engine_bytes`.
 
     Args:

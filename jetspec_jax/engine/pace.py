@@ -1,11 +1,15 @@
 """Current round times, and the number of rounds that fit a slice of time."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from jetspec_jax.engine.round_costs import Pair, RoundCosts
 
+#: Seconds of a slice: short enough that the host often admits and ends requests; and while a request waits.
+SLICE_SECONDS, HURRIED_SECONDS = 0.040, 0.015
+#: Largest share of a slice's time beside its rounds. If rounds are so short that the share would be larger,
+#: the slice takes longer instead, but not longer than these seconds: on a busy machine the overhead is easily
+#: overestimated.
+OVERHEAD_SHARE, MOST_SLICE_SECONDS = 0.03, 0.200
 # Horizon in rounds, and the largest error, as a logarithm: an interruption must not count.
 _PACE, _OUTLIER = 256, 0.25
 # The share of an error that corrects all shapes: of a timed shape, and of an interpolated one.
@@ -41,37 +45,15 @@ class Pace:
         self._common += shared * step
         self._each[pair] += (1 - shared) * step
 
+    def slice_rounds(self, pair: Pair, context: float, *, hurried: bool) -> int:
+        """Rounds of a slice of time; ``hurried`` while a request waits for a slot or for prefill."""
+        alone = self.seconds(pair, context, math.inf)
+        seconds = HURRIED_SECONDS if hurried else SLICE_SECONDS
+        return max(int(seconds / alone), self.least_rounds(pair, context))
 
-@dataclass(frozen=True)
-class Slices:
-    """Length of a dispatch: short enough that the host often admits and ends requests.
-
-    Attributes:
-        seconds: Seconds of a dispatch.
-        hurried: Seconds of a dispatch while a request waits for a slot or for prefill.
-        overhead_share: Largest share of a dispatch's time beside its rounds. If rounds are so short that the
-            share would be larger, the dispatch takes longer instead.
-        most: Longest such dispatch, in seconds: on a busy machine the overhead is easily overestimated.
-    """
-
-    seconds: float = 0.040
-    hurried: float = 0.015
-    overhead_share: float = 0.03
-    most: float = 0.200
-
-    def rounds(self, pace: Pace, pair: Pair, context: float, *, hurried: bool) -> int:
-        """Rounds of a dispatch of a shape at a context."""
-        alone = pace.seconds(pair, context, math.inf)
-        return max(int((self.hurried if hurried else self.seconds) / alone), self.least(pace, pair, context))
-
-    def least(self, pace: Pace, pair: Pair, context: float) -> int:
-        """Rounds of the shortest dispatch that keeps the overhead's share, within ``most`` seconds."""
-        alone = pace.seconds(pair, context, math.inf)
-        beside = pace.seconds(pair, context, 1) - alone
-        wanted = math.ceil(beside * (1 - self.overhead_share) / self.overhead_share / alone)
-        return max(min(wanted, int(self.most / alone)), 1)
-
-
-def mean_context(lengths: Sequence[int]) -> float:
-    """Mean number of committed tokens of the slots."""
-    return sum(lengths) / max(len(lengths), 1)
+    def least_rounds(self, pair: Pair, context: float) -> int:
+        """Rounds of the shortest slice that keeps `OVERHEAD_SHARE`, within `MOST_SLICE_SECONDS`."""
+        alone = self.seconds(pair, context, math.inf)
+        beside = self.seconds(pair, context, 1) - alone
+        wanted = math.ceil(beside * (1 - OVERHEAD_SHARE) / OVERHEAD_SHARE / alone)
+        return max(min(wanted, int(MOST_SLICE_SECONDS / alone)), 1)

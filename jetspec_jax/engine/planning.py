@@ -15,7 +15,6 @@ from jetspec_jax.decode.settings import TreeSettings, make_decoder
 from jetspec_jax.engine.budget_policy import MAX_ROUNDS
 from jetspec_jax.engine.extras import NO_EXTRAS, Extras
 from jetspec_jax.engine.known_costs import CostKey
-from jetspec_jax.engine.pace import Slices
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.size import (
     MAX_SLOTS,
@@ -40,7 +39,7 @@ class EnginePlan:
         dtype: Dtype of the weights and the stores.
         least_nodes: Nodes of the smallest trees that "auto" may choose: the more slots decode, the smaller
             are the trees that pay.
-        slices: Length of dispatches; None suits single calls.
+        persistent: Whether its engine stays for requests that arrive at any time.
         extras: Optional features that have device memory.
         has_workers: Whether process 0 schedules for worker processes.
     """
@@ -49,7 +48,7 @@ class EnginePlan:
     size: EngineSize
     dtype: jnp.dtype
     least_nodes: int = USUAL_LEAST
-    slices: Slices | None = None
+    persistent: bool = False
     extras: Extras = NO_EXTRAS
     has_workers: bool = False
 
@@ -106,7 +105,6 @@ class EnginePlan:
         prefill_tokens: int | None = PREFILL_TOKENS,
         most_rows: int | None = MOST_ROWS,
         least_nodes: int = BUCKETS[1],
-        slices: Slices | None = None,
         snapshots: int | None = None,
     ) -> "EnginePlan":
         """A persistent engine: for requests that arrive at any time, many of which decode together.
@@ -116,7 +114,6 @@ class EnginePlan:
             prefill_tokens: Most prompt tokens between two dispatches; None is no limit.
             most_rows: Most nodes of all live slots together that "auto" may choose; None is no limit.
             least_nodes: Nodes of the smallest trees that "auto" may choose.
-            slices: Length of dispatches; None is the default `Slices`.
             snapshots: Snapshots of slots, for targets with windows or recurrent layers: without any, requests
                 share no prefixes. None is the number of slots.
         """
@@ -125,12 +122,7 @@ class EnginePlan:
         most_rows = None if self.auto is None else most_rows
         size = replace(self.size, live=live, prefill_tokens=prefill_tokens, most_rows=most_rows)
         size = size.with_snapshots(snapshots)
-        return replace(self, size=size, least_nodes=least_nodes, slices=slices or Slices())
-
-    @property
-    def persistent(self) -> bool:
-        """Whether its engine stays for requests that arrive at any time."""
-        return self.slices is not None
+        return replace(self, size=size, least_nodes=least_nodes, persistent=True)
 
     def serves(self, other: "EnginePlan", count: int, *, joining: bool = False) -> bool:
         """Whether an engine of this plan can serve requests that were planned with another plan.

@@ -1,7 +1,7 @@
 """Programs of an engine: their names, and the order in which they are compiled ahead of time."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jetspec_jax.engine.size import EngineSize
@@ -38,6 +38,11 @@ class Kind(NamedTuple):
     def of(cls, params: SamplingParams) -> "Kind":
         """The kind of rounds that a request needs."""
         return cls(params.adjusts, params.logprobs is not None, params.structured_outputs is not None)
+
+    @classmethod
+    def union(cls, kinds: "Iterable[Kind]") -> "Kind":
+        """The kind with the parts of all these kinds."""
+        return cls(*map(any, zip(cls(), *kinds, strict=True)))
 
 
 #: Kinds of rounds by `Program.kind`.
@@ -93,11 +98,10 @@ def in_order(size: EngineSize, buckets: Sequence[int], kinds: Sequence[Kind]) ->
     """
     kinds = sorted(kinds)
     first = [program for kind in kinds for program in _named(kind, first_rounds(size, buckets))]
-    chunks = sorted(
-        (Program(PREFILL, *chunk) for chunk in size.chunks), key=first_programs(size, buckets).count
-    )
+    largest_chunk, *_ = first_programs(size, buckets)
+    chunks = [Program(PREFILL, *chunk) for chunk in size.chunks]
     rest = [program for kind in kinds for program in _named(kind, _by_likelihood(size, buckets))]
-    return list(dict.fromkeys([*chunks[-1:], *first, *chunks, *rest]))
+    return list(dict.fromkeys([largest_chunk, *first, *chunks, *rest]))
 
 
 def _by_likelihood(size: EngineSize, buckets: Sequence[int]) -> list[tuple[int, int]]:

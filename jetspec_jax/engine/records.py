@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
+from jetspec_jax.engine.programs import Kind
 from jetspec_jax.sampling.params import SamplingParams
 
 
@@ -120,8 +121,7 @@ class Batch(NamedTuple):
         live: Slots of the rounds, each once, in rising order; their number has a program.
         bucket: Nodes of the trees, root included; 1 is plain decoding.
         rounds: Most rounds; 0 is none.
-        adjusts: Whether a decoding slot has logit adjustments.
-        logprobs: Whether a decoding slot wants log-probabilities.
+        kind: Optional parts of the rounds: those of all decoding slots.
         copies: Copies to snapshots and back, in order, between prefill forwards.
         masked: Decoding slots that follow a grammar.
     """
@@ -133,14 +133,13 @@ class Batch(NamedTuple):
     live: tuple[int, ...]
     bucket: int
     rounds: int
-    adjusts: bool = False
-    logprobs: bool = False
+    kind: Kind = Kind()
     copies: tuple[SlotCopy, ...] = ()
     masked: tuple[int, ...] = ()
 
 
 class DispatchRecord(NamedTuple):
-    """Results of a batch.
+    """Results of a batch; by default of one without rounds.
 
     Attributes:
         bucket: Nodes of the trees, root included.
@@ -159,9 +158,9 @@ class DispatchRecord(NamedTuple):
 
     bucket: int
     live: tuple[int, ...]
-    seconds: float | None
-    tokens: Int32[np.ndarray, "R L D1"]
-    tree_sizes: Int32[np.ndarray, "R L"]
+    seconds: float | None = None
+    tokens: Int32[np.ndarray, "R L D1"] = np.zeros((0, 0, 0), np.int32)
+    tree_sizes: Int32[np.ndarray, "R L"] = np.zeros((0, 0), np.int32)
     expected: Float32[np.ndarray, "R L K"] | None = None
     accepted: Float32[np.ndarray, "R L K"] | None = None
     logprobs: Any = None

@@ -82,8 +82,7 @@ class Request:
         slot: Its slot, also after its end; -1 while it waits.
         pages: Its pages.
         committed: Its tokens in the stores, except those of rounds in flight.
-        in_flight_rounds: Rounds in flight that it takes part in.
-        in_flight_tokens: Most tokens that these rounds commit.
+        in_flight_tokens: Most tokens that rounds in flight commit to it; 0 if it takes part in none.
         keys: Keys of its first full pages: see `page_keys`.
         cached_pages: Number of its pages in the prefix cache.
         cuts: Page counts, in rising order, at which a prefill forward must end, for a snapshot.
@@ -130,7 +129,6 @@ class Request:
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     committed: int = 0
-    in_flight_rounds: int = 0
     in_flight_tokens: int = 0
     keys: list[bytes] = field(default_factory=list)
     cached_pages: int = 0
@@ -207,8 +205,8 @@ class Request:
 
     @property
     def ends_in_flight(self) -> bool:
-        """Whether its rounds in flight end it for certain: each commits a token or more."""
-        return self.remaining <= self.in_flight_rounds
+        """Whether a round in flight ends it for certain, as it commits a token or more."""
+        return self.remaining <= 1 and self.in_flight_tokens > 0
 
     def pages_ahead(self, tokens: int) -> int:
         """Pages for ``tokens`` more tokens after its rounds in flight, at most `num_pages`."""

@@ -46,19 +46,14 @@ class RoundCosts:
         # Noise may give a falling line, which must not reach zero far outside.
         return max(alone, 0.5 * min(first, last)) + self.dispatches[pair] / rounds
 
-    def of_programs(self, rounds: int) -> "RoundCosts":
-        """Costs of rounds, from those of programs with ``rounds`` rounds each."""
-        each = {pair: (low / rounds, high / rounds) for pair, (low, high) in self.seconds.items()}
-        return replace(self, seconds=each)
-
     def overlapped(self) -> "RoundCosts":
         """Costs of rounds that run while the host launches and fetches others: nothing beside the rounds."""
         return replace(self, dispatches=dict.fromkeys(self.dispatches, 0.0))
 
     def __or__(self, other: "RoundCosts") -> "RoundCosts":
-        """The costs of the shapes of both, which were timed at the same contexts."""
+        """The costs of the shapes of both, which were timed at the same contexts; `NO_COSTS` at none."""
         seconds, dispatches = {**self.seconds, **other.seconds}, {**self.dispatches, **other.dispatches}
-        return RoundCosts(self.contexts, seconds, dispatches, self.guessed | other.guessed)
+        return RoundCosts(other.contexts, seconds, dispatches, self.guessed | other.guessed)
 
     def buckets(self, live: int) -> tuple[int, ...]:
         """Buckets of rounds of ``live`` live slots, in rising order."""

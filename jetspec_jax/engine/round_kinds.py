@@ -11,6 +11,7 @@ from jetspec_jax.decode.logprobs import Logprobs
 from jetspec_jax.decode.models import Models
 from jetspec_jax.decode.scoring import score_prompt
 from jetspec_jax.decode.state import DecodeState
+from jetspec_jax.engine.programs import Kind
 from jetspec_jax.engine.records import Admission, Batch
 from jetspec_jax.models import Weights
 from jetspec_jax.sampling.adjust import Adjustments
@@ -19,12 +20,10 @@ from jetspec_jax.sampling.adjust import Adjustments
 LOGPROBS_ROUNDS = 32
 
 
-def decoder_for(decoder: TreeDecoder, *, adjusts: bool, logprobs: bool) -> TreeDecoder:
-    """The decoder with rounds that also adjust logits or return log-probabilities."""
-    if not (adjusts or logprobs):
-        return decoder
-    most = min(decoder.max_rounds, LOGPROBS_ROUNDS) if logprobs else decoder.max_rounds
-    return replace(decoder, adjusts=adjusts, logprobs=logprobs, max_rounds=most)
+def decoder_for(decoder: TreeDecoder, kind: Kind) -> TreeDecoder:
+    """The decoder with the optional parts of rounds of a kind."""
+    most = min(decoder.max_rounds, LOGPROBS_ROUNDS) if kind.logprobs else decoder.max_rounds
+    return replace(decoder, adjusts=kind.adjusts, logprobs=kind.logprobs, max_rounds=most)
 
 
 def set_adjustments(decoder: TreeDecoder, state: DecodeState, admission: Admission) -> DecodeState:

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetspec_jax.cache.pages import NO_PAGE
-from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.logprobs import Logprobs
 from jetspec_jax.decode.scoring import scored_pages
 from jetspec_jax.decode.snapshots import keep, restore
@@ -24,11 +23,11 @@ from jetspec_jax.device.mesh import on_all_devices
 from jetspec_jax.device.processes import agreed, spans, together
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.engine.compiler import Compiler
-from jetspec_jax.engine.constrained import ConstrainedRounds
+from jetspec_jax.engine.constrained import run_constrained
 from jetspec_jax.engine.known_costs import known_costs, learn_costs
 from jetspec_jax.engine.lowering import TRACING, Lowering
 from jetspec_jax.engine.memory import empty_snapshots, empty_state
-from jetspec_jax.engine.pipeline import LaunchTimes
+from jetspec_jax.engine.overlap import LaunchTimes
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.programs import (
     KINDS,
@@ -98,13 +97,14 @@ class Runner:
         #: Decoders by bucket.
         self.decoders = {decoder.bucket: decoder for decoder in plan.decoders}
         self.decoder = plan.decoders[-1]
-        #: Rounds of every program; None: loops.
-        self.rounds: int | None = None
-        self.weights, self.size, self.dtype = weights, plan.size, plan.dtype
+        #: Whether every program is one round, and its launch waits for nothing; else programs are loops.
+        self.overlapped = False
+        self.weights, self.size = weights, plan.size
         self._cost_key = plan.cost_key
         # Releasing a free slot changes nothing, and compiles the program before the first request ends.
         self.state = self.decoder.release(empty_state(plan), np.int32(0))
         self._grow(())  # likewise
+        jnp.copy(self.state.active)  # likewise
         self.snapshots = empty_snapshots(plan)
         if plan.size.snapshots:
             self._copy([SlotCopy(0, 0, 0, restores=False), SlotCopy(0, 0, 0, restores=True)])  # likewise
@@ -136,9 +136,8 @@ class Runner:
             matchers: Grammar matchers by slot; with any, this waits for all rounds but the last.
         """
         bucket = batch.bucket if batch.rounds else self.decoder.bucket
-        decoder = self.decoder_for(bucket, adjusts=batch.adjusts, logprobs=batch.logprobs)
-        kind = Kind(batch.adjusts, batch.logprobs, bool(matchers))
-        rounds = Program(str(kind), len(batch.live), batch.bucket)
+        decoder = decoder_for(self.decoders[bucket], batch.kind)
+        rounds = Program(str(batch.kind), len(batch.live), batch.bucket)
         for slot in batch.releases:
             self.state = decoder.release(self.state, np.int32(slot))
         for admission in batch.admissions:
@@ -168,36 +167,30 @@ class Runner:
         records = None
         if batch.rounds:
             live = self._live(batch.live)
-            run = decode or (ConstrainedRounds(decoder, matchers) if matchers else decoder.decode)
+            constrained = functools.partial(run_constrained, decoder, matchers) if matchers else None
+            run = decode or constrained or decoder.decode
             with self._compiling(rounds):
                 self.state, records = run(self.weights, self.state, np.int32(batch.rounds), *live)
-        last = self.state.active if records is None else None
-        if self.rounds is not None:
-            last = None if last is None else jnp.copy(last)
+        last = jnp.copy(self.state.active) if records is None else None
+        if self.overlapped:
             for array in jax.tree.leaves(records):
                 if isinstance(array, jax.Array):  # rounds under grammars fetch some themselves
                     array.copy_to_host_async()
         self.in_flight.append(Flight(batch, records, scored, started, last))
 
-    def fix_rounds(self, rounds: int) -> None:
-        """From now on every program has ``rounds`` rounds, and its launch waits for nothing.
+    def overlap(self) -> None:
+        """From now on every program is one round.
 
         Grammars' rounds, and those of a caller's ``decode``, stay as they are.
         """
-        if self.rounds is None and self.decoder.mesh is None and self.decoder.proposer is not None:
+        if self.decoder.mesh is None and self.decoder.proposer is not None:
             # Loops do this once for all their rounds.
             self.weights = self.weights._replace(
                 proposer=self.decoder.proposer.prepare(self.weights.proposer)
             )
-        jnp.copy(self.state.active)  # compiles the program
-        self.rounds = rounds
-        fixed = {"max_rounds": rounds, "fixed": True}
-        self.decoders = {bucket: replace(decoder, **fixed) for bucket, decoder in self.decoders.items()}
+        self.overlapped = True
+        self.decoders = {bucket: replace(each, max_rounds=1) for bucket, each in self.decoders.items()}
         self._forget(KINDS)
-
-    def decoder_for(self, bucket: int, *, adjusts: bool = False, logprobs: bool = False) -> TreeDecoder:
-        """The decoder of a bucket and these optional parts of rounds."""
-        return decoder_for(self.decoders[bucket], adjusts=adjusts, logprobs=logprobs)
 
     def extend(self, bad_words: tuple[int, int]) -> None:
         """Allocates logit adjustments of slots, or larger ones; the slots' present adjustments stay.
@@ -242,10 +235,6 @@ class Runner:
         with self._compiling(Program(PREFILL, *chunk.tokens.shape)):
             self.state = self.decoder.prefill(self.weights, self.state, *chunk)
 
-    def compile_chunks(self) -> None:
-        """Compiles the prefill forwards of all shapes."""
-        self.compiler.compile([Program(PREFILL, *chunk) for chunk in self.size.chunks])
-
     def rounds_of(self, kind: Kind, lives: Collection[int] | None = None) -> list[Program]:
         """Rounds of a kind, of some numbers of live slots or of all."""
         shapes = self.size.rounds(tuple(self.decoders))
@@ -277,7 +266,7 @@ class Runner:
             raise RuntimeError("no batch was launched")
         batch, records, scored, started, last = self.in_flight[0]
         # A round is too short for a progress line, which has a thread of its own.
-        shown = waiting("decoding") if self.rounds is None else contextlib.nullcontext()
+        shown = contextlib.nullcontext() if self.overlapped else waiting("decoding")
         with shown, together(self.decoder.mesh):
             if last is not None:
                 jax.device_get(last)  # waits for the prefill
@@ -286,21 +275,21 @@ class Runner:
         ended, before = time.perf_counter(), self._collected
         self._collected = ended
         prompts = tuple((slot, concatenated(parts)) for slot, parts in scored)
+        record = DispatchRecord(batch.bucket, batch.live, scored=prompts)
         if records is None:
-            return self._empty_record(batch)._replace(scored=prompts)
+            return record
         seconds = None if started is None else ended - max(started, before)
         # Rounds that ran come first.
         ran = int((records.tree_sizes > 0).any(axis=1).sum())
         records = jax.tree.map(lambda leaf: leaf[:ran], records)
-        reach = () if records.reach is None else (records.reach.expected, records.reach.accepted)
-        record = DispatchRecord(batch.bucket, batch.live, seconds, records.tokens, records.tree_sizes, *reach)
-        return record._replace(logprobs=records.logprobs, scored=prompts)
-
-    def _empty_record(self, batch: Batch) -> DispatchRecord:
-        """The record of a batch without rounds."""
-        shape = 0, len(batch.live), self.decoder.depth + 1
-        return DispatchRecord(
-            batch.bucket, batch.live, None, np.zeros(shape, np.int32), np.zeros(shape[:2], np.int32)
+        expected, accepted = records.reach or (None, None)
+        return record._replace(
+            seconds=seconds,
+            tokens=records.tokens,
+            tree_sizes=records.tree_sizes,
+            expected=expected,
+            accepted=accepted,
+            logprobs=records.logprobs,
         )
 
     def free(self) -> None:
@@ -309,8 +298,8 @@ class Runner:
         for array in jax.tree.leaves((self.state, self.snapshots)):
             array.delete()
 
-    def round_costs(self, lives: Collection[int]) -> RoundCosts:
-        """Round times for some numbers of live slots, measured once for each kind of engine.
+    def round_costs(self, lives: Collection[int] | None = None) -> RoundCosts:
+        """Round times for some numbers of live slots or for all, measured once for each kind of engine.
 
         All slots must be free. Compiles these programs, so that a change of the bucket compiles nothing.
         """
@@ -326,30 +315,26 @@ class Runner:
         buckets = tuple(self.decoders)
         shapes, first = self.size.rounds(buckets), first_rounds(self.size, buckets)
         costs = known_costs(self._cost_key)
-        if costs is not None and costs.seconds.keys() >= set(shapes):
+        if costs.seconds.keys() >= set(shapes):
             return costs
         return complete_by_rows(measured_at_once(self._timed(first)), shapes)
 
-    def measurement(self, lives: Collection[int]) -> Measurement:
-        """A measurement of the rounds of some numbers of live slots, which are compiled; it is kept.
+    def measurement(self, lives: Collection[int] | None = None) -> Measurement:
+        """A measurement of the compiled rounds of some numbers of live slots or of all; it is kept.
 
         Shapes whose times are known are not measured.
         """
         costs = known_costs(self._cost_key)
-        known = {} if costs is None else costs.seconds
-        shapes = [shape for shape in self.size.rounds(tuple(self.decoders)) if shape[0] in lives]
-        if missing := [shape for shape in shapes if shape not in known]:
-            measured = yield from self._timed(missing)
-            costs = measured if costs is None else costs | measured
+        shapes = [(program.slots, program.size) for program in self.rounds_of(Kind(), lives)]
+        if missing := [shape for shape in shapes if shape not in costs.seconds]:
+            costs |= yield from self._timed(missing)
             learn_costs(self._cost_key, costs)
-        assert costs is not None, "every number of live slots has shapes"
         return costs
 
     def _timed(self, shapes: Sequence[Pair]) -> Measurement:
-        deepest, each = 1 + max(decoder.depth for decoder in self.decoders.values()), self.rounds or 1
-        low, high, rounds = timed_contexts(self.size.capacity, USUAL_ROUNDS // each, deepest * each)
-        costs = yield from measure_round_costs(self.time_dispatch, shapes, (low, high), rounds)
-        return costs if self.rounds is None else costs.of_programs(self.rounds)
+        deepest = 1 + max(decoder.depth for decoder in self.decoders.values())
+        low, high, rounds = timed_contexts(self.size.capacity, USUAL_ROUNDS, deepest)
+        return measure_round_costs(self.time_dispatch, shapes, (low, high), rounds)
 
     def time_dispatch(self, shape: Pair, context: int, rounds: int) -> float:
         """Seconds of a dispatch of greedy rounds after ``context`` tokens in every slot.
@@ -359,7 +344,7 @@ class Runner:
         Args:
             shape: Number of live slots, and nodes of a tree, root included.
             context: Committed tokens of each slot.
-            rounds: Number of rounds; with fixed numbers, of programs that are launched one after another.
+            rounds: Number of rounds.
         """
         _, seconds = self._time(shape, context, rounds)
         if spans(self.decoder.mesh):
@@ -369,14 +354,14 @@ class Runner:
     def time_launches(self, live: int) -> LaunchTimes:
         """Times programs of one round of so many live slots, with the smallest trees; see `time_dispatch`."""
         loops = self.decoders, self.weights
-        self.fix_rounds(1)
+        self.overlap()
         try:
             shape, context = (live, min(self.decoders)), min(64, self.size.capacity // 4)
             self._time(shape, context, 1)  # may compile
             with TRACING:  # another engine's would hold the interpreter
                 launched, seconds = self._time(shape, context, _TIMED_LAUNCHES)
         finally:
-            self.rounds = None
+            self.overlapped = False
             self.decoders, self.weights = loops
             self._forget(KINDS)
         times = LaunchTimes(launched / _TIMED_LAUNCHES, seconds / _TIMED_LAUNCHES)
@@ -412,7 +397,7 @@ class Runner:
         slots, records = self._live(range(live)), None
         started = time.perf_counter()
         with self._compiling(Program(str(Kind()), live, bucket)):
-            for _ in range(rounds if decoder.fixed else 1):
+            for _ in range(rounds if self.overlapped else 1):
                 state, records = decoder.decode(self.weights, state, np.int32(rounds), *slots)
         launched = time.perf_counter()
         with together(decoder.mesh):

@@ -26,19 +26,17 @@ from jetspec_jax.sampling.token_sets import NO_CHOICE
 MASKED_ROUNDS = 4
 
 
-class _Flight(NamedTuple):
-    """A batch that is launched and not yet fetched.
+class _ScheduledBatch(NamedTuple):
+    """The requests of a batch in flight.
 
     Attributes:
         running: Requests with a slot.
-        decoding: Those that take part in its rounds.
-        rounds: Its rounds, at most.
-        tokens: Tokens that it commits to each of these, at most.
+        decoding: Requests that take part in its rounds.
+        tokens: Most tokens that it commits to each of these.
     """
 
     running: Sequence[Request]
     decoding: Sequence[Request]
-    rounds: int
     tokens: int
 
 
@@ -51,8 +49,8 @@ class Scheduler:
     of their common prefix. An admitted request gets the pages of its prompt and one round, and before each
     dispatch pages for its rounds: see `PageAllocator`.
 
-    Up to ``depth`` batches are in flight, so a batch is decided before the results of the one before are
-    known. The device runs them in order, each on the state that the one before left. Hence:
+    If batches are ``overlapped``, two are in flight, so a batch is decided before the results of the one
+    before are known. The device runs them in order, each on the state that the one before left. Hence:
 
     * Prefilled tokens count from when they are scheduled. Rounds in flight are known by bounds only: at most
       their deepest paths, and at least a token each, unless the request ends or pauses. Pages are allocated
@@ -75,8 +73,7 @@ class Scheduler:
         round_tokens: int,
         compiler: Compiler | None = None,
         *,
-        depth: int = 1,
-        rounds: int | None = None,
+        overlapped: bool = False,
     ):
         """All slots and pages are free.
 
@@ -85,18 +82,18 @@ class Scheduler:
             policy: Chooses each dispatch.
             round_tokens: Most tokens that a round commits to a slot.
             compiler: Knows which shapes have programs; None if any has one.
-            depth: Most batches in flight.
-            rounds: Rounds of every batch; None leaves them to the policy.
+            overlapped: Whether two batches may be in flight, of one round each; else one batch, of as many
+                rounds as the policy chooses.
         """
         self.size, self.policy = size, policy
         self._compiler = Compiler(lambda program: None) if compiler is None else compiler
-        self._round_tokens, self._depth, self._rounds = round_tokens, depth, rounds
+        self._round_tokens, self._overlapped = round_tokens, overlapped
         self._allocator = PageAllocator(size, round_tokens)
         self._requests: list[Request] = []
         self._arrivals = 0
         # Slots that are occupied on the device after all launches.
         self._occupied: set[int] = set()
-        self._flights: deque[_Flight] = deque()
+        self._in_flight: deque[_ScheduledBatch] = deque()
         #: Rounds of the last fetched batch for requests that had ended before: one per round and request.
         self.idle_rounds = 0
 
@@ -127,9 +124,14 @@ class Scheduler:
         return [slot for slot in range(self.size.slots) if slot not in taken]
 
     @property
+    def has_room(self) -> bool:
+        """Whether another batch may be in flight."""
+        return len(self._in_flight) < (2 if self._overlapped else 1)
+
+    @property
     def matchers(self) -> dict[int, Matcher]:
         """Grammar matchers of the newest batch's decoding requests, by slot."""
-        decoding = self._flights[-1].decoding if self._flights else ()
+        decoding = self._in_flight[-1].decoding if self._in_flight else ()
         return {request.slot: request.matcher for request in decoding if request.matcher is not None}
 
     def prompt_shapes(self, requests: Sequence[Request]) -> list[tuple[int, int]]:
@@ -170,33 +172,25 @@ class Scheduler:
             The batch; None if the one in flight must be fetched first, never with none in flight.
         """
         now = time.monotonic() if now is None else now
-        self._remove_ended(now)
+        self.drop_closed(now)
         running = list(in_order(request for request in self._requests if request.slot >= 0))
-        if self._flights and (
-            len(self._flights) >= self._depth or any(request.matcher is not None for request in running)
-        ):
+        if not self.has_room or (self._in_flight and any(request.matcher is not None for request in running)):
             return None
-        has_room = self._allocator.make_room(running, preempts=not self._flights)
-        if has_room is None:
+        admits = self._allocator.make_room(running, preempts=not self._in_flight)
+        if admits is None:
             return None
-        admitted, chunks, copies = self._admit_and_prefill(running, now, has_room=has_room)
+        admitted, chunks, copies = self._admit_and_prefill(running, now, admits=admits)
         decoding = [request for request in running if not request.to_prefill]
         waiting = len(self._requests) - len(decoding)
         if all(request.ends_in_flight for request in decoding):
             decoding = []
-        if self._flights and not (decoding or chunks):
+        if self._in_flight and not (decoding or chunks):
             return None
-        kind = Kind(
-            any(request.params.adjusts for request in decoding),
-            any(request.params.logprobs is not None for request in decoding),
-            any(request.matcher is not None for request in decoding),
-        )
-        choice, live = self._choose(decoding, kind, waiting, most_rounds)
-        tokens = self._most_tokens(choice)
+        kind = Kind.union(Kind.of(request.params) for request in decoding)
+        choice, tokens, live = self._choose(decoding, kind, waiting, most_rounds)
         for request in decoding:
-            request.in_flight_rounds += choice.rounds
             request.in_flight_tokens += tokens
-        self._flights.append(_Flight(running, decoding, choice.rounds, tokens))
+        self._in_flight.append(_ScheduledBatch(running, decoding, tokens))
         before, self._occupied = self._occupied, {request.slot for request in running}
         table, changed = self._allocator.table, self._allocator.changed() - admitted.keys()
         return Batch(
@@ -204,11 +198,10 @@ class Scheduler:
             tuple(self._admission(request, length) for request, length in admitted.items()),
             tuple(Growth(request.slot, table(request)) for request in running if request in changed),
             tuple(chunks),
-            self._live(decoding, live),
+            live,
             choice.bucket,
             choice.rounds,
-            kind.adjusts,
-            kind.logprobs,
+            kind,
             tuple(copies),
             tuple(sorted(self.matchers)),
         )
@@ -220,36 +213,31 @@ class Scheduler:
             ValueError: A request's logits are not numbers.
         """
         now = time.monotonic() if now is None else now
-        flight = self._flights.popleft()
+        batch = self._in_flight.popleft()
         columns = {slot: column for column, slot in enumerate(record.live)}
-        served = [request for request in flight.decoding if request.open]
-        ended = len(flight.decoding) - len(served)
-        self.idle_rounds = flight.rounds * ended if self._depth > 1 else 0
-        for request in flight.decoding:
-            request.in_flight_rounds -= flight.rounds
-            request.in_flight_tokens -= flight.tokens
+        served = [request for request in batch.decoding if request.open]
+        self.idle_rounds = len(batch.decoding) - len(served) if self._overlapped else 0
+        for request in batch.decoding:
+            request.in_flight_tokens -= batch.tokens
         for request in served:
             _check_choices(request, record, columns[request.slot])
         for request in served:
             _hand_out(request, record, columns[request.slot], now)
-        self._allocator.cache_full_pages(flight.running)
+        self._allocator.cache_full_pages(batch.running)
         scored = dict(record.scored)
-        for request in flight.running:
+        for request in batch.running:
             if request.slot in scored:
                 request.set_prompt_logprobs(scored[request.slot])
             if not request.open:
                 self._allocator.free(request)
             request.publish()
-        if flight.decoding:
+        if batch.decoding:
             self.policy.observe(record)
         return served
 
-    def drop_closed(self) -> None:
-        """Removes requests that have ended."""
-        self._remove_ended(time.monotonic())
-
-    def _remove_ended(self, now: float) -> None:
+    def drop_closed(self, now: float | None = None) -> None:
         """Removes requests that have ended, were cancelled, or passed their deadline."""
+        now = time.monotonic() if now is None else now
         requests, self._requests = self._requests, []
         for request in requests:
             if request.deadline is not None and request.deadline <= now and request.open:
@@ -261,9 +249,9 @@ class Scheduler:
                 self._allocator.free(request)
 
     def _admit_and_prefill(
-        self, running: list[Request], now: float, *, has_room: bool
+        self, running: list[Request], now: float, *, admits: bool
     ) -> tuple[dict[Request, int], list[Chunk], list[SlotCopy]]:
-        """Admits waiting requests to ``running``, if there ``has_room`` for more, and prefills.
+        """Admits waiting requests to ``running`` if ``admits``, and prefills.
 
         Returns:
             The admitted requests, with the tokens that their pages already hold; prefill forwards; and copies
@@ -274,7 +262,7 @@ class Scheduler:
         copies: list[SlotCopy] = []
         most = self.size.prefill_tokens
         while True:
-            if has_room:
+            if admits:
                 for request in self._admit(running, now):
                     admitted[request] = request.committed
                     place = self._allocator.snapshot_to_restore(request)
@@ -291,8 +279,7 @@ class Scheduler:
 
     def _admit(self, running: list[Request], now: float) -> list[Request]:
         """Gives free slots and pages to waiting requests, in order, and adds them to ``running``."""
-        taken = {request.slot for request in running}
-        slots = [slot for slot in range(self.size.slots) if slot not in taken]
+        slots = self.free_slots
         waiting = in_order(request for request in self._requests if request.slot < 0) if slots else ()
         admitted = []
         for slot, request in zip(slots, waiting, strict=False):
@@ -334,39 +321,30 @@ class Scheduler:
 
     def _choose(
         self, decoding: Sequence[Request], kind: Kind, waiting: int, most_rounds: int | None
-    ) -> tuple[Dispatch, int]:
+    ) -> tuple[Dispatch, int, tuple[int, ...]]:
         """The policy's choice, or a larger shape that is compiled, with pages for all rounds if possible.
 
         A slot that reaches the end of its pages pauses for the rest of the dispatch.
 
         Returns:
-            The dispatch, and the number of its live slots.
+            The dispatch; the most tokens that it commits to a slot; and its live slots, of which some may be
+            idle, as only some numbers of live slots have programs.
         """
         if not decoding:
-            return Dispatch(1, 0), 0
+            return Dispatch(1, 0), 0, ()
         bucket, rounds = self.policy.choose([_live_slot(request) for request in decoding], waiting)
         live = self.size.live_for(len(decoding))
         live, bucket = self._compiler.shape(str(kind), live, bucket)
         rounds = rounds if most_rounds is None else min(rounds, most_rounds)
         if kind.masked:
             rounds = min(rounds, MASKED_ROUNDS)
-        choice = Dispatch(bucket, rounds if self._rounds is None else self._rounds)
-        tokens = self._most_tokens(choice)
+        rounds = 1 if self._overlapped else rounds
+        tokens = rounds * (1 if bucket == 1 else self._round_tokens)
         for request in decoding:
             self._allocator.grow(request, tokens)
-        return choice, live
-
-    def _most_tokens(self, choice: Dispatch) -> int:
-        """Most tokens that a dispatch commits to a slot."""
-        return choice.rounds * (1 if choice.bucket == 1 else self._round_tokens)
-
-    def _live(self, decoding: Sequence[Request], live: int) -> tuple[int, ...]:
-        """The decoding slots, padded with idle slots to ``live`` slots."""
-        if not decoding:
-            return ()
         slots = {request.slot for request in decoding}
         idle = [slot for slot in range(self.size.slots) if slot not in slots]
-        return tuple(sorted([*slots, *idle[: live - len(slots)]]))
+        return Dispatch(bucket, rounds), tokens, tuple(sorted([*slots, *idle[: live - len(slots)]]))
 
     def _admission(self, request: Request, length: int) -> Admission:
         return Admission(

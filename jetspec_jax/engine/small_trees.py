@@ -58,7 +58,7 @@ class SmallTrees:
             return plan
         trees = self._trees.for_requests(requests)
         costs = known_costs(trees.cost_key)
-        if costs is not None and len(buckets := costs.buckets(1)) > 1:
+        if len(buckets := costs.buckets(1)) > 1:
             plain, tree = (costs.at((1, bucket), costs.contexts[0], math.inf) for bucket in buckets)
             if tree > MOST_RATIO * plain:
                 return plan

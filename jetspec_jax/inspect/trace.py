@@ -27,9 +27,10 @@ from jetspec_jax.engine.admission import check_single, plan_requests
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.loop import EngineLoop, loop_for
 from jetspec_jax.engine.output import Completion, Output
-from jetspec_jax.engine.pipeline import LOOP
+from jetspec_jax.engine.programs import Kind
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt
 from jetspec_jax.engine.request import Request
+from jetspec_jax.engine.round_kinds import decoder_for
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import NO_PARENT, ROOT_INDEX, Auto, Hints, TokenTree, algorithm_of
 from pallas_kernels import shards
@@ -78,8 +79,7 @@ class Trace(Iterator[RoundTrace]):
         self._output, self._loop = Output(request, tokenizer), loop
         self._engine: Engine | None = engine
         self._seen: deque[_Seen] = deque()
-        parts = {"adjusts": request.params.adjusts, "logprobs": request.params.logprobs is not None}
-        self._decoder = engine.runner.decoder_for(engine.plan.decoder.bucket, **parts)
+        self._decoder = decoder_for(engine.plan.decoder, Kind.of(request.params))
         engine.admit(request)
 
     def __next__(self) -> RoundTrace:
@@ -183,7 +183,7 @@ def trace_rounds(
     idle = loop.engine
     if idle is not None and not idle.plan.persistent:
         loop.free()  # so that two sets of stores do not coexist
-    engine = loop.run(functools.partial(Engine, plan, weights, LOOP))
+    engine = loop.run(functools.partial(Engine, plan, weights, overlapped=False))
     return Trace(loop, engine, request, target.tokenizer)
 
 

@@ -57,7 +57,8 @@ def test_projections_of_known_costs():
         if live * bucket <= 1024
         for own in [4.0 + 1.5 * (bucket > 1) + 0.03 * live * bucket]
     ]
-    table = project(costs_of({"contexts": [64, 1024], "rows": rows}), "gsm8k", (1, 8, 50), 4.0, 0)
+    costs = costs_of({"contexts": [64, 1024], "overlapped": False, "rows": rows})
+    table = project(costs, "gsm8k", (1, 8, 50), 4.0, 0, overlapped=False)
     one, _, many = table
     assert one["plain"] == pytest.approx(1000 / 4.03, rel=0.02)
     # Of 16 nodes: 5.98 ms a round, 6 tokens; dispatches have 0.3 ms of their own, and what overshoots a

@@ -152,7 +152,7 @@ class TinyEngine(Engine):
         proposer_weights=None,
         many=None,
         snapshots=0,
-        pipeline=None,
+        overlapped=None,
         **plan,
     ):
         config, weights = (None, proposer_weights) if head is None else (head.config, head.weights)
@@ -162,7 +162,7 @@ class TinyEngine(Engine):
         super().__init__(
             made if many is None else made.for_many(**many),
             DecodeWeights(target.weights, weights),
-            pipeline,
+            overlapped,
         )
 
     def request(self, prompt, params):

@@ -33,7 +33,7 @@ def serve_waves(engine, oracle, waves, rng, *, limit, prompts=(1, 110), new=(15,
         How many tokens each round committed.
     """
     target, runner, lengths = engine.target, engine.runner, []
-    runner.compile_chunks()
+    runner.compiler.compile(runner.programs([]))
     for wave, members in enumerate(waves):
         asked = [rng.integers(0, 64, rng.integers(*prompts)).tolist() for _ in range(members)]
         params = [

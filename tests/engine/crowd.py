@@ -191,7 +191,7 @@ def quick_costs(monkeypatch):
 
 
 def engine_for_many(
-    monkeypatch, target, head, crowd, rng, *, most_rounds=6, live=(2,), truth=None, pipeline=None, **size
+    monkeypatch, target, head, crowd, rng, *, most_rounds=6, live=(2,), truth=None, overlapped=None, **size
 ):
     """An engine of an `EnginePlan.for_many` that has room for all that a crowd wants; all is compiled.
 
@@ -204,7 +204,7 @@ def engine_for_many(
         most_rounds: Of a dispatch.
         live: Numbers of live slots that have programs, beside all.
         truth: By seed, the whole sequence of each request.
-        pipeline: Batches in flight and rounds per program; None takes those of the device.
+        overlapped: Whether rounds overlap; None chooses for the device.
         **size: As of `plan_engine`.
     """
     own = {}
@@ -218,7 +218,7 @@ def engine_for_many(
             head,
             TreeSettings(16, 3, algorithm="auto"),
             many={"live": live, "prefill_tokens": 128, "least_nodes": 16},
-            pipeline=pipeline,
+            overlapped=overlapped,
             **own,
             **size,
         )
@@ -246,7 +246,7 @@ def _plant_at_launch(monkeypatch, truth, slots, length):
 
 def _compile_all(engine, policy, crowd):
     """Runs every program that a crowd can need."""
-    engine.runner.compile_chunks()
+    engine.compiler.compile(engine.runner.programs([]))
     adjusts = {"presence_penalty": 0.1} if any(own.params.adjusts for own in crowd) else {}
     tells = {"logprobs": 1} if any(own.params.logprobs is not None for own in crowd) else {}
     form = {"structured_outputs": StructuredOutputsParams(choice=["ab"]), "ignore_eos": False}

@@ -30,7 +30,7 @@ def test_all_comes_back_as_it_was():
         adjusting=Adjusting(tokens[0], (1,), (), ((4, 5), (6,))),
     )
     chunk = Chunk(np.array([0, 1], np.int32), tokens, np.array([3, 0], np.int32), np.array([True, False]))
-    batch = Batch((0,), (admission,), (Growth(0, pages),), (chunk,), (0, 1), 16, 4, adjusts=True)
+    batch = Batch((0,), (admission,), (Growth(0, pages),), (chunk,), (0, 1), 16, 4, kind=Kind(adjusts=True))
     sent = batch, Extras(True, (2, 3)), (Kind(logprobs=True),), "text", None
     back = unpack(json.loads(json.dumps(pack(sent))))
     assert repr(back) == repr(sent)

@@ -16,7 +16,7 @@ from jetspec_jax.engine.budget_policy import (
     of_use,
     rounds_for,
 )
-from jetspec_jax.engine.pace import Pace, Slices
+from jetspec_jax.engine.pace import Pace
 from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.engine.round_costs import RoundCosts
 from tests.engine import budget_simulation
@@ -68,10 +68,6 @@ class TestRounds:
         assert rounds_for([slot(), slot()], 1) == 16
         assert rounds_for([slot(200)], 1) == 200
         assert rounds_for([slot(), slot(watched=True)], 0) == 16
-
-    def test_a_loop_may_hold_fewer(self):
-        assert rounds_for([slot(40)], 0, max_rounds=32) == 32
-        assert rounds_for([slot(watched=True)], 0, max_rounds=8) == 8
 
     def test_at_least_one_even_if_nobody_decodes(self):
         assert rounds_for([], 0) == 1
@@ -193,7 +189,7 @@ class TestSlices:
 
     def rounds(self, seconds, dispatch=0.0, live=1, waiting=0, **changes):
         costs = RoundCosts((64, 768), {(live, 16): (seconds, seconds)}, {(live, 16): dispatch})
-        policy = FixedBudget(16, costs, Slices())
+        policy = FixedBudget(16, costs)
         return policy.choose([slot(**changes)] * live, waiting).rounds
 
     def test_as_many_rounds_as_fit(self):
@@ -221,18 +217,18 @@ class TestSlices:
 
     def test_rounds_are_those_of_the_live_slots(self):
         shapes = {(live, 16): (0.001 * live,) * 2 for live in (1, 4, 8)}
-        policy = FixedBudget(16, RoundCosts((64, 768), shapes, dict.fromkeys(shapes, 0.0)), Slices())
+        policy = FixedBudget(16, RoundCosts((64, 768), shapes, dict.fromkeys(shapes, 0.0)))
         assert [policy.choose([slot()] * live, 0).rounds for live in (1, 2, 4, 5, 8)] == [40, 10, 10, 5, 5]
 
     def test_a_fixed_budget_learns_its_pace(self):
-        policy = FixedBudget(16, costs_of(1.0, 0.001), Slices())
+        policy = FixedBudget(16, costs_of(1.0, 0.001))
         for _ in range(100):
             policy.choose([slot()], 0)
             policy.observe(record_of(16, 20, (1.0,), seconds=20 * 0.002))
         assert policy.choose([slot()], 0).rounds in (19, 20)
 
     def test_auto_fills_a_slice_with_rounds_of_its_choice(self):
-        policy = AutoBudget(BUCKETS[:2], costs_of(0.002, 0.004), 0.0, Slices())
+        policy = AutoBudget(BUCKETS[:2], costs_of(0.002, 0.004), 0.0, sliced=True)
         for drafted, expected in ((3.0, Dispatch(16, 10)), (0.1, Dispatch(1, 20))):
             teach(policy, (drafted,))
             assert policy.choose([slot()], 0) == expected
@@ -240,7 +236,7 @@ class TestSlices:
         assert policy.choose([slot(), slot(fresh=True)], 0) == Dispatch(1, 1)
 
     def test_probes_keep_the_share_of_a_dispatch(self):
-        policy = AutoBudget(BUCKETS[:2], costs_of(1e-4, 5e-4, dispatch=2e-4), 0.1, Slices())
+        policy = AutoBudget(BUCKETS[:2], costs_of(1e-4, 5e-4, dispatch=2e-4), 0.1, sliced=True)
         teach(policy, (0.0,))
         for _ in range(100):
             bucket, rounds = policy.choose([slot()], 0)

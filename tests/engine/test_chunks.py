@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jetspec_jax.engine.chunks import cut_prompts, next_chunk
+from jetspec_jax.engine.chunks import cut_prompts
 from jetspec_jax.engine.size import chunks_for
 
 SHAPES = ((1, 128), (1, 1024), (8, 128))
@@ -33,7 +33,7 @@ def prompts_of(*lengths):
 )
 def test_the_shape_that_takes_most_for_its_cost(lengths, shape):
     remaining = prompts_of(*lengths)
-    chunk = next_chunk(remaining, SHAPES, 11)
+    chunk = cut_prompts(remaining, SHAPES, 11)[0]
     assert chunk.tokens.shape == shape
     assert chunk.slots.tolist()[: len(lengths)] == list(remaining)[: shape[0]]
 

@@ -1,12 +1,13 @@
 """Rounds as three programs, with masks in between: the tokens of rounds that are one program."""
 
 import dataclasses
+import functools
 
 import pytest
 
 from jetspec_jax import SamplingParams, TreeDecoder
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine.constrained import ConstrainedRounds
+from jetspec_jax.engine.constrained import run_constrained
 from tests.decode.compilations import compilations
 from tests.decode.test_live import CONFIGS, PAGES, Case
 from tests.decode.tiny import HYBRID, SLIDING, TINY, TinyEngine, random_head, random_target
@@ -24,7 +25,7 @@ PARAMS = [
 def decode(engine, rounds, *, apart):
     """All tokens of two requests that decode together."""
     requests = [engine.submit(*each) for each in zip(PROMPTS, PARAMS, strict=True)]
-    run = ConstrainedRounds(engine.plan.decoder, {}) if apart else None
+    run = functools.partial(run_constrained, engine.plan.decoder, {}) if apart else None
     for _ in range(20):
         if engine.busy:
             engine.step(rounds, run)
@@ -56,7 +57,7 @@ def test_live_slots_and_those_that_wait_for_pages(kind, monkeypatch):
     expected, _ = case.serve(case.begin(pages=pages), turns)
     assert expected[:3] == case.expected[:3]
     assert 0 < len(expected[3]) < len(case.expected[3])
-    run = ConstrainedRounds(case.decoder, {})
+    run = functools.partial(run_constrained, case.decoder, {})
     monkeypatch.setattr(TreeDecoder, "decode", lambda _, *given: run(*given))
     assert case.serve(case.begin(pages=pages), turns)[0] == expected
 

@@ -169,7 +169,7 @@ def test_an_engine_for_many_compiles_nothing_while_it_serves(monkeypatch):
         proposer=OracleProposer(config.vocab_size),
         proposer_weights=plant([[]] * 4, LIMIT + 16),
     )
-    engine.runner.compile_chunks()
+    engine.compiler.compile(engine.runner.programs([]))
     engine.submit([1, 2], SamplingParams(max_tokens=1, seed=0))
     finish(engine)
     batches, next_batch = [], engine.scheduler.next_batch

@@ -10,7 +10,7 @@ from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.engine import known_costs as module
 from jetspec_jax.engine.known_costs import FILE, MOST_KEYS, keep_costs_in, known_costs, learn_costs
 from jetspec_jax.engine.planning import plan_engine
-from jetspec_jax.engine.round_costs import RoundCosts
+from jetspec_jax.engine.round_costs import NO_COSTS, RoundCosts
 from tests.decode.tiny import TINY, random_head
 
 COSTS = RoundCosts(
@@ -45,10 +45,12 @@ def test_a_later_process_knows_them_and_those_of_another_engine_stay_apart(head,
     learn_costs(key_of(head), COSTS)
     forget()
     assert known_costs(key_of(head)) == COSTS
-    assert known_costs(key_of(head, width=2)) is None
+    assert known_costs(key_of(head, width=2)) == NO_COSTS
     decoders, size, _ = key_of(head)
-    assert known_costs((decoders, size, jnp.dtype("bfloat16"))) is None
-    assert known_costs((decoders, replace(size, capacity=2 * size.capacity), jnp.dtype("float32"))) is None
+    assert known_costs((decoders, size, jnp.dtype("bfloat16"))) == NO_COSTS
+    assert (
+        known_costs((decoders, replace(size, capacity=2 * size.capacity), jnp.dtype("float32"))) == NO_COSTS
+    )
 
 
 def test_the_file_keeps_the_newest(head, folder, monkeypatch):
@@ -67,7 +69,7 @@ def test_the_file_keeps_the_newest(head, folder, monkeypatch):
 def test_a_file_of_something_else_says_nothing_and_is_written_anew(head, folder, content):
     folder.mkdir()
     (folder / FILE).write_text(content.replace("NAME", module._name(key_of(head))))
-    assert known_costs(key_of(head)) is None
+    assert known_costs(key_of(head)) == NO_COSTS
     learn_costs(key_of(head), COSTS)
     forget()
     assert known_costs(key_of(head)) == COSTS
@@ -80,14 +82,14 @@ def test_seconds_that_nobody_measured_are_not_believed(head, folder, value):
     kept = json.loads((folder / FILE).read_text())
     kept[module._name(key_of(head))]["rounds"][1][2] = value
     (folder / FILE).write_text(json.dumps(kept))
-    assert known_costs(key_of(head)) is None
+    assert known_costs(key_of(head)) == NO_COSTS
 
 
 def test_costs_of_other_shapes_are_not_believed(head, folder):
     alone = RoundCosts((64, 512), {(1, 1): (0.01, 0.02)}, {(1, 1): 0.001})
     learn_costs(key_of(head), alone)
     forget()
-    assert known_costs(key_of(head)) is None
+    assert known_costs(key_of(head)) == NO_COSTS
 
 
 def test_a_folder_that_cannot_be_is_no_error(head, folder):
@@ -95,4 +97,4 @@ def test_a_folder_that_cannot_be_is_no_error(head, folder):
     learn_costs(key_of(head), COSTS)
     assert known_costs(key_of(head)) == COSTS
     forget()
-    assert known_costs(key_of(head)) is None
+    assert known_costs(key_of(head)) == NO_COSTS

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from jetspec_jax.engine.budget_policy import AutoBudget, LiveSlot
-from jetspec_jax.engine.pace import Slices
 from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.engine.round_costs import complete_costs, timed_pairs
 
@@ -69,11 +68,11 @@ def run_dispatch(live, bucket, rounds, tau, costs, rng):
 
 
 @pytest.mark.usefixtures("no_type_checks")
-@pytest.mark.parametrize("slices", [None, Slices()])
+@pytest.mark.parametrize("sliced", [False, True])
 @pytest.mark.parametrize("kind", TAU)
-def test_close_to_the_best_bucket_for_any_number_of_slots(kind, slices):
+def test_close_to_the_best_bucket_for_any_number_of_slots(kind, sliced):
     costs, tau, rng = true_costs(), TAU[kind], np.random.default_rng(0)
-    policy = AutoBudget(BUCKETS, measured(costs, rng), 0.01, slices)
+    policy = AutoBudget(BUCKETS, measured(costs, rng), 0.01, sliced=sliced)
     best, shares = {}, {}
     for live in (*LIVES, *reversed(LIVES)):
         rates = {

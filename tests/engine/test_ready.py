@@ -17,7 +17,6 @@ from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.lowering import Lowering
 from jetspec_jax.engine.pages import PagePool
-from jetspec_jax.engine.pipeline import Pipeline
 from jetspec_jax.engine.programs import Kind, Program, first_programs, in_order
 from jetspec_jax.engine.size import EngineSize
 from tests.decode.compilations import compilations
@@ -253,16 +252,14 @@ class TestCalls:
         assert self.rounds(own) == shapes
 
 
-def test_programs_of_a_fixed_number_of_rounds_are_compiled_ahead(models, expected, monkeypatch):
+def test_programs_of_single_rounds_are_compiled_ahead(models, expected, monkeypatch):
     """As on a GPU, where launches are timed before anything is lowered."""
-    pipelines = []
 
     def choose(mesh, target_bytes, time_launches):
         time_launches()
-        pipelines.append(Pipeline(2, 2))
-        return pipelines[-1]
+        return True
 
-    monkeypatch.setattr(engine_module, "choose_pipeline", choose)
+    monkeypatch.setattr(engine_module, "choose_overlap", choose)
     llm = AsyncLLM(*models, budget=BUDGET, width=7, algorithm="auto", max_slots=SLOTS)
 
     async def run():
@@ -277,7 +274,7 @@ def test_programs_of_a_fixed_number_of_rounds_are_compiled_ahead(models, expecte
         assert {tuple(each.token_ids) for each in crowd} == {tuple(expected)}
         assert seen == []
         engine = loop_for(models[0]).engine
-        assert [engine.pipeline] == pipelines
+        assert engine.runner.overlapped
         costs = engine.scheduler.policy._pace.costs
         assert not costs.guessed
         assert set(costs.dispatches.values()) == {0.0}

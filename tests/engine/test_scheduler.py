@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from jetspec_jax import SamplingParams
+from jetspec_jax import SamplingParams, StructuredOutputsParams
 from jetspec_jax.cache.pages import NO_PAGE
 from jetspec_jax.engine.budget_policy import Dispatch, FixedBudget, LiveSlot
 from jetspec_jax.engine.metrics import RequestMetrics
@@ -224,7 +224,8 @@ def test_dispatches_with_a_grammar_are_short(made):
             self.count += len(tokens)
 
     scheduler, device = made(slots=2, pages=8)
-    free, bound = request(5, 60), request(5, 60, start=1)
+    form = {"structured_outputs": StructuredOutputsParams(choice=["a", "b"])}
+    free, bound = request(5, 60), request(5, 60, start=1, settings=form)
     add(scheduler, free)
     assert step(scheduler, device).rounds > MASKED_ROUNDS
     bound.matcher = AsItLikes()

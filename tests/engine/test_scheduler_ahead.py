@@ -1,4 +1,4 @@
-"""The scheduler with several batches in flight, over thousands of random events, with too few pages.
+"""The scheduler with two batches in flight, over thousands of random events, with too few pages.
 
 The device runs each batch when it is launched; when its results are fetched is left to chance.
 """
@@ -32,12 +32,12 @@ class AnyBucket:
 class AheadWorld(World):
     """Batches are launched and fetched at random times; some callers leave when they see a token."""
 
-    depth = rounds = None
+    overlapped = False
 
     def __post_init__(self):
         super().__post_init__()
         policy = AnyBucket(np.random.default_rng([self.seed, 2]))
-        self.scheduler = Scheduler(self.size, policy, self.round_tokens, depth=self.depth, rounds=self.rounds)
+        self.scheduler = Scheduler(self.size, policy, self.round_tokens, overlapped=self.overlapped)
         pool = self.scheduler.pool
         self.device = FakeDevice(self.size, self.round_tokens, self.seed, pool, ahead=True)
         self.in_flight, self.watched, self.counts = collections.deque(), {}, collections.Counter()
@@ -57,7 +57,7 @@ class AheadWorld(World):
 
     def step(self):
         """Launches or fetches."""
-        if self.in_flight and (len(self.in_flight) == self.depth or self.rng.random() < 0.5):
+        if self.in_flight and (not self.scheduler.has_room or self.rng.random() < 0.5):
             self.fetch()
         else:
             self.launch()
@@ -80,11 +80,11 @@ class AheadWorld(World):
             return
         preempted = sum(request.preemptions for request in self.requests) - before
         assert not (preempted and self.in_flight), "a request was preempted whose tokens were not known"
-        assert self.rounds is None or batch.rounds in (0, self.rounds)
+        assert not self.overlapped or batch.rounds in (0, 1)
         self.counts["ahead"] += bool(self.in_flight)
         self.in_flight.append(self.device.run(batch))
-        flying = [len(flight.decoding) for flight in self.scheduler._flights]
-        assert sum(request.in_flight_rounds > 0 for request in self.requests) <= sum(flying)
+        flying = [len(flight.decoding) for flight in self.scheduler._in_flight]
+        assert sum(request.in_flight_tokens > 0 for request in self.requests) <= sum(flying)
 
     def fetch(self):
         record = self.in_flight.popleft()
@@ -92,7 +92,7 @@ class AheadWorld(World):
         served = self.scheduler.update(record, self.now)
         self.counts["idle"] += self.scheduler.idle_rounds
         if len(record.live) and not ran:
-            assert not served or self.depth > 1
+            assert not served or self.overlapped
             self.counts["empty"] += 1
         for request in served:
             # As a caller that finds a stop string, perhaps while the next round is in flight.
@@ -102,7 +102,7 @@ class AheadWorld(World):
 
     def step_quietly(self):
         self.now += BATCH
-        if len(self.in_flight) == self.depth:
+        if not self.scheduler.has_room:
             self.fetch()
         else:
             self.launch()
@@ -121,15 +121,15 @@ class AheadWorld(World):
         self.check()
         assert self.scheduler.free_pages == self.scheduler.pool.num_free == self.size.num_pages
         assert self.scheduler.policy.open == 0
-        assert all(request.in_flight_rounds == request.in_flight_tokens == 0 for request in self.requests)
+        assert all(request.in_flight_tokens == 0 for request in self.requests)
 
 
 @pytest.mark.usefixtures("no_type_checks")
-@pytest.mark.parametrize(("depth", "rounds"), [(1, 1), (2, 1), wide(2, 4), wide(3, 2), wide(1, None)])
+@pytest.mark.parametrize("overlapped", [True, wide(False)])
 @pytest.mark.parametrize("seed", [0, 1, wide(2), 3, wide(4), wide(5), wide(7), wide(9)])
-def test_nothing_is_lost_whenever_results_are_fetched(seed, depth, rounds):
+def test_nothing_is_lost_whenever_results_are_fetched(seed, overlapped):
     made = world_of(seed)
-    world = type("Made", (AheadWorld,), {"depth": depth, "rounds": rounds})(
+    world = type("Made", (AheadWorld,), {"overlapped": overlapped})(
         made.size, made.round_tokens, seed, most_waiting=made.most_waiting
     )
     while len(world.requests) < 250:
@@ -142,7 +142,7 @@ def test_nothing_is_lost_whenever_results_are_fetched(seed, depth, rounds):
     assert (sum(request.prefix_tokens > 0 for request in world.requests) > 5) == world.size.shares_pages
     assert (world.counts["evictions"] > 10) == world.size.shares_pages
     assert world.counts["stopped"] > 5
-    assert (world.counts["ahead"] > 50) == (depth > 1)
-    if depth > 1:
+    assert (world.counts["ahead"] > 50) == overlapped
+    if overlapped:
         assert world.counts["idle"] > 20
         assert world.counts["waits"] > 5, "neither pages nor requests ever ran out"

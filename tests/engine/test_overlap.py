@@ -1,4 +1,4 @@
-"""How many batches are in flight and how many rounds a program has; engines with two batches in flight."""
+"""Whether rounds overlap; engines with two batches in flight."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.engine.call import Call
 from jetspec_jax.engine.loop import EngineLoop, wait
-from jetspec_jax.engine.pipeline import LOOP, LaunchTimes, Pipeline, choose_pipeline
+from jetspec_jax.engine.overlap import LaunchTimes, choose_overlap
 from jetspec_jax.engine.runner import Runner
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, TinyEngine, finish, random_head, random_target, with_windows
@@ -20,7 +20,7 @@ from tests.decode.tiny import TINY, TinyEngine, finish, random_head, random_targ
 CONFIG = with_windows(TINY, None)
 PROMPT = [3, 1, 4, 1, 5]
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
-TREE, TWO = TreeSettings(16, 3), Pipeline(2, 1)
+TREE = TreeSettings(16, 3)
 
 
 @pytest.fixture(scope="module")
@@ -40,23 +40,23 @@ def expected(target):
 
 class TestChoice:
     @pytest.mark.parametrize(
-        ("backend", "gib", "times", "pipeline"),
+        ("backend", "gib", "times", "overlapped"),
         [
-            ("cpu", 16, None, LOOP),
-            ("gpu", 16, LaunchTimes(1.4, 6.0), TWO),
-            ("gpu", 16, LaunchTimes(1.4, 2.8), TWO),
-            ("gpu", 3, LaunchTimes(1.0, 1.5), LOOP),
-            ("gpu", 1, None, LOOP),  # too small to be worth timing
+            ("cpu", 16, None, False),
+            ("gpu", 16, LaunchTimes(1.4, 6.0), True),
+            ("gpu", 16, LaunchTimes(1.4, 2.8), True),
+            ("gpu", 3, LaunchTimes(1.0, 1.5), False),
+            ("gpu", 1, None, False),  # too small to be worth timing
         ],
     )
-    def test_by_device_and_times(self, monkeypatch, backend, gib, times, pipeline):
+    def test_by_device_and_times(self, monkeypatch, backend, gib, times, overlapped):
         monkeypatch.setattr(jax, "default_backend", lambda: backend)
 
         def time_launches():
             assert times is not None, "launches are timed in vain"
             return times
 
-        assert choose_pipeline(None, gib << 30, time_launches) == pipeline
+        assert choose_overlap(None, gib << 30, time_launches) == overlapped
 
     def test_launches_are_timed_without_a_trace(self, target, head):
         engine = TinyEngine(target, head, TREE, slots=2)
@@ -67,15 +67,14 @@ class TestChoice:
         np.testing.assert_equal(after, before)
 
 
-@pytest.mark.parametrize("pipeline", [Pipeline(1, 1), TWO, Pipeline(2, 3)], ids=str)
-def test_tokens_are_those_of_plain_decoding(target, head, pipeline):
+def test_tokens_are_those_of_plain_decoding(target, head):
     params = [
         SamplingParams(max_tokens=10 + 9 * seed, temperature=seed % 2, seed=seed, ignore_eos=True)
         for seed in range(4)
     ]
     prompts = [PROMPT * (1 + 7 * seed) for seed in range(4)]
     plain = generate(target, prompts, params)
-    engine = TinyEngine(target, head, TREE, slots=2, pipeline=pipeline)
+    engine = TinyEngine(target, head, TREE, slots=2, overlapped=True)
     requests = [engine.submit(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
     finish(engine)
     assert [request.tokens for request in requests] == [output.token_ids for output in plain]
@@ -88,7 +87,7 @@ def test_tokens_are_those_of_plain_decoding(target, head, pipeline):
 class TestTwoInFlight:
     @pytest.fixture
     def engine(self, target, head):
-        return TinyEngine(target, head, TREE, slots=2, pipeline=TWO)
+        return TinyEngine(target, head, TREE, slots=2, overlapped=True)
 
     def test_the_next_batch_is_launched_before_the_last_is_fetched(self, engine, expected):
         request = engine.submit(PROMPT, PARAMS)
@@ -136,7 +135,7 @@ class TestTwoInFlight:
     def test_a_prompt_without_rounds_is_waited_for(self, target, head, expected):
         many = {"prefill_tokens": 64}
         prompt = PROMPT * 40
-        engine = TinyEngine(target, head, TREE, slots=1, many=many, pipeline=TWO)
+        engine = TinyEngine(target, head, TREE, slots=1, many=many, overlapped=True)
         request = engine.submit(prompt, PARAMS)
         assert engine.launch()
         assert engine.launch()
@@ -156,8 +155,8 @@ class TestTwoInFlight:
 
     def test_nothing_compiles_once_all_is_compiled(self, target, head):
         many = {"live": (1,)}
-        engine = TinyEngine(target, head, TREE, slots=2, many=many, pipeline=Pipeline(2, 2))
-        engine.runner.compile_chunks()
+        engine = TinyEngine(target, head, TREE, slots=2, many=many, overlapped=True)
+        engine.compiler.compile(engine.runner.programs([]))
         with compilations() as seen:
             for length in (3, 40):
                 engine.submit(PROMPT * length, PARAMS)
@@ -170,7 +169,7 @@ class TestLoop:
 
     @pytest.fixture
     def loop(self, target, head):
-        return EngineLoop(None, TinyEngine(target, head, TREE, slots=2, pipeline=TWO))
+        return EngineLoop(None, TinyEngine(target, head, TREE, slots=2, overlapped=True))
 
     def call(self, loop, *requests):
         call = Call(loop, loop.engine.plan, loop.engine.weights)
