@@ -134,7 +134,7 @@ def shared_cancel(thing: Cancellable) -> Callable[[], None]:
     return _STORE.shared_cancel(thing)
 
 
-def check_alike(parts_of_each: list[dict[str, str]], what: str) -> None:
+def _check_alike(parts_of_each: list[dict[str, str]], what: str) -> None:
     """Checks that values are equal in all processes.
 
     Args:
@@ -155,21 +155,34 @@ def check_alike(parts_of_each: list[dict[str, str]], what: str) -> None:
         raise ValueError(f"all processes must make the same calls; {what} differs: {'; '.join(wrong)}")
 
 
-def compare(parts: dict[str, Any], about: str, what: str) -> None:
+def compare(parts: dict[str, Any], about: str, what: str, refusal: str = "") -> None:
     """Checks that all processes have the same versions, kinds of devices, and given values.
+
+    Processes exchange digests, and the values only if these differ.
 
     Args:
         parts: The values that must be equal, by name.
         about: As for `agreed`.
         what: The object that has these values, for the error.
+        refusal: The error of a process that has no such values; it compares nothing.
 
     Raises:
-        ValueError: Values differ (raised in every process; all differences are listed).
+        ValueError: Values differ (raised in every process; all differences are listed), or another process
+            has a refusal.
     """
-    check_alike(gathered(brief({**environment(), **parts}), about), what)
+    texts = _brief({**_environment(), **parts})
+    digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+    replies = gathered([refusal, digest], about)
+    if refusal:
+        return
+    for process, (reason, _) in enumerate(replies):
+        if reason:
+            raise ValueError(f"process {process} refused its requests: {reason}")
+    if any(reply != replies[0] for reply in replies):
+        _check_alike(gathered(texts, about), what)
 
 
-def brief(parts: dict[str, Any]) -> dict[str, str]:
+def _brief(parts: dict[str, Any]) -> dict[str, str]:
     """Values as short texts, which are equal if the values are."""
     found = {}
     for name, value in parts.items():
@@ -203,7 +216,8 @@ def together(mesh: Mesh | None) -> Iterator[None]:
 _SHOWN = 80
 
 
-def environment() -> dict[str, str]:
+@functools.cache
+def _environment() -> dict[str, str]:
     """Versions and device kind, by name; they must be the same in all processes of a program."""
     return {
         "the version of jetspec_jax": __version__,

@@ -18,6 +18,7 @@ from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.programs import Kind
 from jetspec_jax.engine.request import Request
+from jetspec_jax.engine.worker import in_all_processes
 from jetspec_jax.progress import unseen
 
 
@@ -121,6 +122,16 @@ def complete(
 def _complete(
     calls: Sequence[Call], requests: Sequence[Request], tokenizer: Any, bar: Callable[..., Any] | None
 ) -> list[Completion]:
+    if not calls:
+        return []
+    # Processes share one copy only.
+    work = functools.partial(_complete_here, calls, requests, tokenizer, bar)
+    return in_all_processes(calls[0], "completions of prompts", work)
+
+
+def _complete_here(
+    calls: Sequence[Call], requests: Sequence[Request], tokenizer: Any, bar: Callable[..., Any] | None
+) -> list[Completion]:
     outputs = [Output(request, tokenizer) for request in requests]
     running, turns, queue, news = outputs, deque(calls), deque(requests), Flag()
     try:
@@ -162,4 +173,9 @@ def _read(outputs: Sequence[Output]) -> list[Output]:
 def compile_ahead(target: Target, kinds: Sequence[Kind], counts: Sequence[int]) -> None:
     """Compiles the programs of a target's and its copies' engines, if these exist: see `Engine.compile`."""
     for loop in map(loop_for, (target, *target.copies)):
-        loop.run(lambda loop=loop: loop.engine and loop.engine.compile(kinds, counts=counts))
+
+        def work(loop: EngineLoop = loop) -> None:
+            if loop.engine is not None:
+                loop.engine.compile(kinds, counts=counts)
+
+        in_all_processes(Call(loop), "a warm-up", functools.partial(loop.run, work))

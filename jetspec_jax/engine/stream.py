@@ -4,11 +4,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from jetspec_jax.device.processes import OutOfStep
 from jetspec_jax.engine.call import Call
 from jetspec_jax.engine.loop import wait
 from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.request import Request
+from jetspec_jax.engine.worker import Steps
 
 # Rounds between two pieces of a stream: few, so that text appears early and little overshoots a stop.
 STREAM_ROUNDS = 2
@@ -26,13 +26,16 @@ class Stream(Iterator[str]):
     """
 
     def __init__(self, call: Call, request: Request, tokenizer: Any):
-        """Submits a call of one request."""
+        """Submits a call of one request; if several processes share the models, its first step does so."""
         self.completion: Completion | None = None
         self._lock, self._closed = threading.RLock(), False
-        self._output, self._sent = Output(request, tokenizer), 0
+        self._output, self._text, self._sent = Output(request, tokenizer), "", 0
         self._call: Call | None = call
+        self._steps = Steps(call.loop.mesh, request)
         request.on_update = call.news.set
-        call.loop.submit(call)
+        self._submitted = not self._steps.shared
+        if self._submitted:
+            call.loop.submit(call)
 
     def __enter__(self) -> "Stream":
         return self
@@ -65,23 +68,43 @@ class Stream(Iterator[str]):
 
     def _settled(self) -> str:
         """The final text so far."""
+        if not self._steps.shared:
+            self._update()
+        return self._text
+
+    def _update(self) -> None:
         self._output.update()
         if self._output.finish_reason is not None and self.completion is None:
             self._leave()
             self.completion = self._output.completion()
-        return self._output.settled_text
+        self._text = self._output.settled_text
 
     def _wait(self) -> None:
-        call, request = self._call, self._output.request
+        call = self._call
         if call is None:
             return  # closed by another thread just now
-        try:
+        if not self._steps.shared:
             wait([call])
-        except OutOfStep:
-            if not request.cancelled:
-                raise
-        if request.cancelled and request.finish_reason is None:
-            self.close()  # process 0 has closed its stream
+            return
+        found = self._steps.take(call, self._advance)
+        if found is None:  # process 0 has closed its stream
+            self.close()
+            return
+        self._text, self.completion = self._text + found[0], found[1]
+        if self.completion is not None:
+            self._leave()
+
+    def _advance(self) -> tuple[str, Completion | None]:
+        """The text and the completion of one step, for all processes."""
+        call, output = self._call, self._output
+        assert call is not None, "the stream has not ended"
+        if not self._submitted:
+            self._submitted = True
+            call.loop.submit(call)
+        wait([call])
+        output.update()
+        completion = None if output.finish_reason is None else output.completion()
+        return output.settled_text[len(self._text) :], completion
 
     def close(self) -> None:
         """Ends the request, whose slot and pages are freed; does not wait."""
