@@ -1,8 +1,6 @@
 """Broadcasts from process 0 to all others: the actions of its engine, and the results of calls, as JSON."""
 
 import base64
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -40,17 +38,8 @@ _RECORDS: dict[str, Any] = {
     )
 }
 _ERRORS = {kind.__name__: kind for kind in (DeviceMemoryError, RuntimeError, TypeError, ValueError)}
-_ABOUT = ContextVar("about", default="an AsyncLLM")
-
-
-@contextmanager
-def broadcasts_of(about: str) -> Iterator[None]:
-    """Describes the broadcasts in its block; a process receives only broadcasts with its own description."""
-    token = _ABOUT.set(about)
-    try:
-        yield
-    finally:
-        _ABOUT.reset(token)
+#: The call that broadcasts: a process receives broadcasts of the same call only.
+CALL = ContextVar("call", default="an AsyncLLM")
 
 
 def sends(mesh: Mesh | None) -> bool:
@@ -60,7 +49,7 @@ def sends(mesh: Mesh | None) -> bool:
 
 def send(action: str, *values: Any) -> None:
     """Sends an action to all other processes; called by process 0 only."""
-    agreed([action, pack(values)], _ABOUT.get())
+    agreed([action, pack(values)], CALL.get())
 
 
 def send_end(result: Any = None, error: BaseException | None = None) -> None:
@@ -74,7 +63,7 @@ def receive() -> tuple[str, tuple[Any, ...]]:
     Raises:
         OutOfStep: Process 0 does something else.
     """
-    message: Any = agreed(None, _ABOUT.get())
+    message: Any = agreed(None, CALL.get())
     return message[0], unpack(message[1])
 
 

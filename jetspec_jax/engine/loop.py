@@ -461,10 +461,8 @@ _LOOPS: "weakref.WeakKeyDictionary[Target, EngineLoop]" = weakref.WeakKeyDiction
 
 def loop_for(target: Target) -> EngineLoop:
     """The loop of a target, for any head."""
-    loop = _LOOPS.get(target)
-    if loop is None:
-        loop = _LOOPS.setdefault(target, EngineLoop(target.mesh, grammars=WorkerMatchers(target)))
-    return loop
+    known = _LOOPS.get(target)
+    return known or _LOOPS.setdefault(target, EngineLoop(target.mesh, None, WorkerMatchers(target)))
 
 
 def wait(calls: Sequence[Call]) -> None:

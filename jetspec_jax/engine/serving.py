@@ -94,7 +94,11 @@ def serve(
         Exception: An error of the engine.
     """
     groups = least_busy(groups_of(target, head), len(requests))
-    return _complete([group.call(plan) for group in groups], requests, target.tokenizer, bar)
+    if not groups:
+        return []
+    calls = [group.call(plan) for group in groups]
+    work = functools.partial(_complete, calls, requests, target.tokenizer, bar)
+    return in_all_processes(calls[0], "completions of prompts", work)
 
 
 def complete(
@@ -113,23 +117,14 @@ def complete(
     loops = [EngineLoop(engine.plan.decoder.mesh, engine) for engine in engines]
     calls = [Call(loop, engine.plan, engine.weights) for loop, engine in zip(loops, engines, strict=True)]
     try:
-        return _complete(calls, requests, tokenizer, bar)
+        work = functools.partial(_complete, calls, requests, tokenizer, bar)
+        return in_all_processes(calls[0], "completions by given engines", work)
     finally:
         for loop in loops:
             loop.settle()
 
 
 def _complete(
-    calls: Sequence[Call], requests: Sequence[Request], tokenizer: Any, bar: Callable[..., Any] | None
-) -> list[Completion]:
-    if not calls:
-        return []
-    # Processes share one copy only.
-    work = functools.partial(_complete_here, calls, requests, tokenizer, bar)
-    return in_all_processes(calls[0], "completions of prompts", work)
-
-
-def _complete_here(
     calls: Sequence[Call], requests: Sequence[Request], tokenizer: Any, bar: Callable[..., Any] | None
 ) -> list[Completion]:
     outputs = [Output(request, tokenizer) for request in requests]

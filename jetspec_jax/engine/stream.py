@@ -1,5 +1,6 @@
 """Streams a completion while it is decoded."""
 
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -53,58 +54,41 @@ class Stream(Iterator[str]):
         try:
             with self._lock:  # not in a generator, which would keep it locked after an interrupt
                 while not self._closed:
-                    text = self._settled()
-                    if len(text) > self._sent:
-                        sent, self._sent = self._sent, len(text)
-                        return text[sent:]
+                    if self.completion is not None:
+                        self._leave()
+                    if len(self._text) > self._sent:
+                        sent, self._sent = self._sent, len(self._text)
+                        return self._text[sent:]
                     if self.completion is not None:
                         break
-                    self._wait()
+                    self._step()
         except BaseException:
             if sent is not None:
                 self._sent = sent  # interrupted before the return: the piece is returned later
             raise
         raise StopIteration
 
-    def _settled(self) -> str:
-        """The final text so far."""
-        if not self._steps.shared:
-            self._update()
-        return self._text
-
-    def _update(self) -> None:
-        self._output.update()
-        if self._output.finish_reason is not None and self.completion is None:
-            self._leave()
-            self.completion = self._output.completion()
-        self._text = self._output.settled_text
-
-    def _wait(self) -> None:
+    def _step(self) -> None:
         call = self._call
         if call is None:
             return  # closed by another thread just now
-        if not self._steps.shared:
-            wait([call])
-            return
-        found = self._steps.take(call, self._advance)
-        if found is None:  # process 0 has closed its stream
-            self.close()
-            return
-        self._text, self.completion = self._text + found[0], found[1]
-        if self.completion is not None:
-            self._leave()
+        found = self._steps.take(call, functools.partial(self._advance, call))
+        if found is None:
+            self.close()  # process 0 has closed its stream
+        else:
+            self._text, self.completion = self._text + found[0], found[1]
 
-    def _advance(self) -> tuple[str, Completion | None]:
-        """The text and the completion of one step, for all processes."""
-        call, output = self._call, self._output
-        assert call is not None, "the stream has not ended"
+    def _advance(self, call: Call) -> tuple[str, Completion | None]:
+        """New text, and the completion if it has ended; waits for a step if there is neither."""
         if not self._submitted:
             self._submitted = True
             call.loop.submit(call)
-        wait([call])
+        output, known = self._output, len(self._text)
         output.update()
-        completion = None if output.finish_reason is None else output.completion()
-        return output.settled_text[len(self._text) :], completion
+        if output.finish_reason is None and len(output.settled_text) == known:
+            wait([call])
+            output.update()
+        return output.settled_text[known:], None if output.finish_reason is None else output.completion()
 
     def close(self) -> None:
         """Ends the request, whose slot and pages are freed; does not wait."""

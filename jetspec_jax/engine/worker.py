@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.device.processes import OutOfStep, is_first, shared_cancel, spans
-from jetspec_jax.engine.broadcast import broadcasts_of, receive, result_of, send_end
+from jetspec_jax.engine.broadcast import CALL, receive, result_of, send_end
 from jetspec_jax.engine.call import Call
 from jetspec_jax.engine.grammars import WorkerMatchers
 from jetspec_jax.engine.records import Batch
@@ -41,18 +41,21 @@ def in_all_processes(call: Call, about: str, work: Callable[[], T], decode: Deco
     """
     if not spans(call.loop.mesh):
         return work()
-    with broadcasts_of(about):
+    token = CALL.set(about)
+    try:
         if not is_first():
             return run_worker(call, decode)
-        try:
-            result = work()
-        except OutOfStep:
-            raise
-        except Exception as error:
-            send_end(error=error)
-            raise
+        result = work()
         send_end(result)
         return result
+    except OutOfStep:
+        raise
+    except Exception as error:
+        if is_first():
+            send_end(error=error)
+        raise
+    finally:
+        CALL.reset(token)
 
 
 class Steps:
