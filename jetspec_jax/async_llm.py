@@ -22,10 +22,10 @@ from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import serving_algorithm
 from jetspec_jax.device.compilations import Compilations
 from jetspec_jax.device.memory import DeviceMemoryError
-from jetspec_jax.device.processes import is_first
+from jetspec_jax.device.processes import is_first, spans
 from jetspec_jax.device.thread_config import thread_config
 from jetspec_jax.engine.admission import CheckedRequest, check_models, check_request
-from jetspec_jax.engine.broadcast import send
+from jetspec_jax.engine.broadcast import send_end, sends
 from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion, Output, Round
@@ -157,7 +157,7 @@ class AsyncLLM:
         self._server_calls = [group.call(plan) for group in self._groups]
         for call in self._server_calls:
             call.loop.server, call.loop.tally = weakref.ref(call), Tally()
-            call.loop.has_workers = plan.has_workers and is_first()
+            call.loop.has_workers = sends(target.mesh)
         # Running requests by id, and how to abort them.
         self._running: dict[str, tuple[Sequence[Request], Callable[[], object]]] = {}
 
@@ -177,7 +177,7 @@ class AsyncLLM:
     @property
     def has_workers(self) -> bool:
         """Whether several processes share the models."""
-        return self._plan.has_workers
+        return spans(self.llm.target.mesh)
 
     @property
     def errored(self) -> bool:
@@ -419,12 +419,12 @@ class AsyncLLM:
             RuntimeError: An error ended process 0.
             OutOfStep: Process 0 does something else.
         """
-        if not self._plan.has_workers:
+        if not self.has_workers:
             raise ValueError("this process shares its models with no other process, so it is not a worker")
         if is_first():
             raise ValueError("process 0 serves requests; call follow() in the other processes only")
-        [group] = self._groups
-        run_worker(group, self._plan)
+        [call] = self._server_calls
+        run_worker(call)
 
     async def close(self) -> None:
         """Fails all requests and ends the engine's thread; the models stay loaded."""
@@ -441,9 +441,9 @@ class AsyncLLM:
             if (engine := loop.engine) is not None:
                 engine.stop_background()
             loop.settle()
-            if self._plan.has_workers and loop.has_workers:
+            if loop.has_workers:
                 loop.has_workers = False
-                send("end", None)
+                send_end()
 
     def _compile(self, group: Group, kinds: Sequence[Kind], scores: bool, config: tuple[Any, ...]) -> None:
         """Makes the engine and begins to compile, with JAX's settings of the caller's thread; blocks."""
@@ -477,16 +477,14 @@ class AsyncLLM:
 
     def _check_open(self) -> None:
         # An error of the engine ends the workers; without them no request can be served.
-        workers_lost = (
-            self._plan.has_workers
-            and is_first()
-            and not all(call.loop.has_workers for call in self._server_calls)
+        workers_lost = sends(self.llm.target.mesh) and not all(
+            call.loop.has_workers for call in self._server_calls
         )
         if self._closed or workers_lost:
             raise RuntimeError("this AsyncLLM is closed")
 
     def _check_first(self) -> None:
-        if self._plan.has_workers and not is_first():
+        if self.has_workers and not is_first():
             raise ValueError("requests go to process 0; this process is a worker: call follow()")
 
 

@@ -24,7 +24,9 @@ from jetspec_jax.device.processes import ROOT, say_end
 #: Seconds without a heartbeat after which `jax.distributed` considers a process dead and ends the others.
 HEARTBEAT_SECONDS = 15
 # Seconds between checks of the other processes, and of silence before a warning.
-_LOOK_SECONDS, _SILENT_SECONDS = 0.5, 6
+# Heartbeats are sent at half of their timeout: a dead process is silent for at least as long before
+# `jax.distributed` ends this one.
+_LOOK_SECONDS, _SILENT_SECONDS = 0.5, 4
 # Seconds for this process to report its error before it ends because of another's, and seconds that process
 # 0, which holds the store, stays for the others to read its announcement.
 _GRACE_SECONDS, _LINGER_SECONDS = 1.0, 2.5

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import jax
 import jaxlib.version
@@ -41,17 +41,6 @@ _PATIENCE_MS = 1000
 _LAST_WORDS = 3.0
 # The message of a process that has ended, instead of its turn.
 _END = "the end of the program"
-
-
-@runtime_checkable
-class Cancellable(Protocol):
-    """An object of all processes that the first process may cancel.
-
-    Attributes:
-        cancelled: Set in all processes at the same message.
-    """
-
-    cancelled: bool
 
 
 class OutOfStep(RuntimeError):
@@ -106,11 +95,6 @@ def gathered(value: T, about: str) -> list[T]:
     return [value] if alone() else _STORE.exchange(about, value, everyone=True)
 
 
-def all_agree(value: bool, about: str) -> bool:
-    """Whether the value is true in all processes."""
-    return all(gathered(value, about))
-
-
 @contextmanager
 def in_turn(about: str) -> Iterator[bool]:
     """Runs the block in the first process before all others, so that it can write files for them.
@@ -126,50 +110,50 @@ def in_turn(about: str) -> Iterator[bool]:
             agreed(None, about)
 
 
-def shared_cancel(thing: Cancellable) -> Callable[[], None]:
-    """A function that cancels an object in all processes with the first one's next message.
+def shared_cancel(thing: Any) -> Callable[[], None]:
+    """A function that sets an object's ``cancelled`` in all processes with the first one's next message.
 
     All processes must call this in the same order. The function has no effect in the others.
     """
     return _STORE.shared_cancel(thing)
 
 
-def check_alike(parts_of_each: list[dict[str, str]], what: str) -> None:
-    """Checks that values are equal in all processes.
-
-    Args:
-        parts_of_each: The values of each process by name, from `gathered`; short values are shown in errors.
-        what: The object that has these values, for the error.
-
-    Raises:
-        ValueError: Values differ (raised in every process; all differences are listed).
-    """
-    wrong = []
-    for name, value in parts_of_each[0].items():
-        other = next((number for number, parts in enumerate(parts_of_each) if parts.get(name) != value), None)
-        if other is not None:
-            values = value, str(parts_of_each[other].get(name))
-            shown = f" ({values[0]} and {values[1]})" if max(map(len, values)) <= _SHOWN else ""
-            wrong.append(f"{name} of process 0 and process {other}{shown}")
-    if wrong:
-        raise ValueError(f"all processes must make the same calls; {what} differs: {'; '.join(wrong)}")
-
-
-def compare(parts: dict[str, Any], about: str, what: str) -> None:
+def compare(parts: dict[str, Any], about: str, what: str, refusal: str = "") -> None:
     """Checks that all processes have the same versions, kinds of devices, and given values.
+
+    Processes exchange digests, and the values only if these differ.
 
     Args:
         parts: The values that must be equal, by name.
         about: As for `agreed`.
         what: The object that has these values, for the error.
+        refusal: The error of a process that has no such values; it compares nothing.
 
     Raises:
-        ValueError: Values differ (raised in every process; all differences are listed).
+        ValueError: Values differ (raised in every process; all differences are listed), or another process
+            has a refusal.
     """
-    check_alike(gathered(brief({**environment(), **parts}), about), what)
+    texts = _brief({**_environment(), **parts})
+    digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+    replies = gathered([refusal, digest], about)
+    if refusal:
+        return
+    for process, (reason, _) in enumerate(replies):
+        if reason:
+            raise ValueError(f"process {process} refused its requests: {reason}")
+    if all(reply == replies[0] for reply in replies):
+        return
+    each, wrong = gathered(texts, about), []
+    for name, value in each[0].items():
+        other = next((number for number, found in enumerate(each) if found.get(name) != value), None)
+        if other is not None:
+            values = value, str(each[other].get(name))
+            shown = f" ({values[0]} and {values[1]})" if max(map(len, values)) <= _SHOWN else ""
+            wrong.append(f"{name} of process 0 and process {other}{shown}")
+    raise ValueError(f"all processes must make the same calls; {what} differs: {'; '.join(wrong)}")
 
 
-def brief(parts: dict[str, Any]) -> dict[str, str]:
+def _brief(parts: dict[str, Any]) -> dict[str, str]:
     """Values as short texts, which are equal if the values are."""
     found = {}
     for name, value in parts.items():
@@ -203,7 +187,8 @@ def together(mesh: Mesh | None) -> Iterator[None]:
 _SHOWN = 80
 
 
-def environment() -> dict[str, str]:
+@functools.cache
+def _environment() -> dict[str, str]:
     """Versions and device kind, by name; they must be the same in all processes of a program."""
     return {
         "the version of jetspec_jax": __version__,
@@ -236,7 +221,7 @@ class _Store:
 
     def __init__(self) -> None:
         self._turn = 0
-        self._shared: dict[int, Cancellable] = {}
+        self._shared: dict[int, Any] = {}
         self._cancelled: set[int] = set()
         self._count = 0
 
@@ -244,7 +229,7 @@ class _Store:
     def _client(self) -> Any:
         return distributed.global_state.client
 
-    def shared_cancel(self, thing: Cancellable) -> Callable[[], None]:
+    def shared_cancel(self, thing: Any) -> Callable[[], None]:
         number, self._count = self._count, self._count + 1
         self._shared[number] = thing
         return functools.partial(self._cancelled.add, number)

@@ -192,7 +192,7 @@ def plan_requests(
 
         def asked() -> dict[str, Any]:
             stops = [sorted(request.stop_ids) for request in requests]
-            return described_call(read, params, hints, settings, made.size, stops)
+            return described_call(read, params, hints, settings, stops)
 
         return made, requests, asked
 

@@ -1,14 +1,13 @@
-"""Compares requests and engines between processes, so that all of them compute the same."""
+"""Compares engines and requests between processes, so that all of them compute the same."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jetspec_jax.device.mesh import describe_mesh
-from jetspec_jax.device.processes import brief, check_alike, compare, gathered, shared_cancel
+from jetspec_jax.device.processes import compare
 from jetspec_jax.engine.request import Request
 
-_ENGINE, _REQUESTS = "a new engine", "new requests"
+_REQUESTS = "new requests"
 
 
 def check_alike_engines(plan: Any) -> None:
@@ -20,21 +19,12 @@ def check_alike_engines(plan: Any) -> None:
     Raises:
         ValueError: They differ, raised in every process; the message lists all differences.
     """
-    decoder = plan.decoder
-    parts = {
-        "the mesh": describe_mesh(decoder.mesh),
-        "the target's config": decoder.target,
-        "the draft head's config": decoder.proposer,
-        "the size": plan.size,
-        "the dtype": str(plan.dtype),
-        "the budget": str(decoder.bucket),
-        "the trees": (decoder.breadth, decoder.depth, decoder.algorithm, plan.least_nodes),
-        "the implementation": str(decoder.implementation),
-    }
-    compare(parts, _ENGINE, "an engine")
+    compare(_engine_parts(plan), "a new engine", "an engine")
 
 
-def share(make: Any) -> tuple[Any, list[Request]]:
+def share(
+    make: Callable[[], tuple[Any, list[Request], Callable[[], dict[str, Any]]]],
+) -> tuple[Any, list[Request]]:
     """Compares requests that several processes serve together.
 
     Args:
@@ -47,19 +37,9 @@ def share(make: Any) -> tuple[Any, list[Request]]:
     try:
         plan, requests, describe = make()
     except Exception as error:
-        gathered([f"{type(error).__name__}: {error}", {}, []], _REQUESTS)
+        compare({}, _REQUESTS, "", refusal=f"{type(error).__name__}: {error}")
         raise
-    replies: list[Any] = gathered(
-        ["", brief(describe()), [request.params.seed for request in requests]], _REQUESTS
-    )
-    for process, (refusal, _, _) in enumerate(replies):
-        if refusal:
-            raise ValueError(f"process {process} refused its requests: {refusal}")
-    check_alike([parts for _, parts, _ in replies], "what was asked for")
-    for request, seed in zip(requests, replies[0][2], strict=True):
-        # All processes use the first one's random seeds.
-        request.params = replace(request.params, seed=seed)
-        request.shared_cancel = shared_cancel(request)
+    compare({**_engine_parts(plan), **describe()}, _REQUESTS, "what was asked for")
     return plan, requests
 
 
@@ -68,7 +48,6 @@ def described_call(
     params: Sequence[Any],
     hints: Sequence[Any],
     settings: Any,
-    size: Any,
     stops: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
     """A call's arguments by name, for the comparison."""
@@ -76,4 +55,18 @@ def described_call(
     parts |= {f"prompts[{number}]": prompt.ids.tolist() for number, prompt in enumerate(prompts)}
     parts |= {f"sampling_params[{number}]": each_params for number, each_params in enumerate(params)}
     parts |= {"the tokens that end a sequence": stops, "routing": list(hints)}
-    return {**parts, "the settings of the trees": settings, "the size": size}
+    return {**parts, "the settings of the trees": settings}
+
+
+def _engine_parts(plan: Any) -> dict[str, Any]:
+    decoder = plan.decoder
+    return {
+        "the mesh": describe_mesh(decoder.mesh),
+        "the target's config": decoder.target,
+        "the draft head's config": decoder.proposer,
+        "the size": plan.size,
+        "the dtype": str(plan.dtype),
+        "the budget": str(decoder.bucket),
+        "the trees": (decoder.breadth, decoder.depth, decoder.algorithm, plan.least_nodes),
+        "the implementation": str(decoder.implementation),
+    }

@@ -1,14 +1,20 @@
-"""Broadcasts from process 0 to its workers: an action and its records, as JSON."""
+"""Broadcasts from process 0 to all others: the actions of its engine, and the results of calls, as JSON."""
 
 import base64
-from dataclasses import is_dataclass
+from contextvars import ContextVar
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
-from jetspec_jax.device.processes import agreed
+from jetspec_jax.device.memory import DeviceMemoryError
+from jetspec_jax.device.processes import agreed, is_first, spans
 from jetspec_jax.engine.extras import Extras
-from jetspec_jax.engine.programs import Kind
+from jetspec_jax.engine.logprobs import Logprob
+from jetspec_jax.engine.metrics import RequestMetrics
+from jetspec_jax.engine.output import Completion
+from jetspec_jax.engine.programs import Kind, Program
 from jetspec_jax.engine.records import Adjusting, Admission, Batch, Chunk, Growth, SlotCopy
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.structured import StructuredOutputsParams
@@ -20,20 +26,36 @@ _RECORDS: dict[str, Any] = {
         Admission,
         Batch,
         Chunk,
+        Completion,
         Extras,
         Growth,
         Kind,
+        Logprob,
+        Program,
+        RequestMetrics,
         SamplingParams,
         SlotCopy,
         StructuredOutputsParams,
     )
 }
-_ABOUT = "a broadcast of process 0"
+_ERRORS = {kind.__name__: kind for kind in (DeviceMemoryError, RuntimeError, TypeError, ValueError)}
+#: The call that broadcasts: a process receives broadcasts of the same call only.
+CALL = ContextVar("call", default="an AsyncLLM")
+
+
+def sends(mesh: Mesh | None) -> bool:
+    """Whether this process schedules for all processes that share a mesh."""
+    return spans(mesh) and is_first()
 
 
 def send(action: str, *values: Any) -> None:
-    """Sends an action to all workers; called by process 0 only. Workers wait for it in `receive`."""
-    agreed([action, pack(values)], _ABOUT)
+    """Sends an action to all other processes; called by process 0 only."""
+    agreed([action, pack(values)], CALL.get())
+
+
+def send_end(result: Any = None, error: BaseException | None = None) -> None:
+    """Sends the end of a call, with its result or its error."""
+    send("end", result, "" if error is None else type(error).__name__, str(error or ""))
 
 
 def receive() -> tuple[str, tuple[Any, ...]]:
@@ -42,12 +64,23 @@ def receive() -> tuple[str, tuple[Any, ...]]:
     Raises:
         OutOfStep: Process 0 does something else.
     """
-    message: Any = agreed(None, _ABOUT)
+    message: Any = agreed(None, CALL.get())
     return message[0], unpack(message[1])
 
 
+def result_of(result: Any, kind: str, text: str) -> Any:
+    """The result in an "end" of process 0.
+
+    Raises:
+        Exception: The error in it: of the same type, or a RuntimeError if the type is not known here.
+    """
+    if not kind:
+        return result
+    raise _ERRORS[kind](text) if kind in _ERRORS else RuntimeError(f"process 0 raised {kind}: {text}")
+
+
 def pack(value: Any) -> Any:
-    """Encodes numbers, texts, arrays, tuples and records as JSON types.
+    """Encodes numbers, texts, arrays, tuples, lists, mappings and records as JSON types.
 
     Raises:
         TypeError: The value has another type.
@@ -60,19 +93,27 @@ def pack(value: Any) -> Any:
         return value
     kind = type(value).__name__
     if _RECORDS.get(kind) is type(value):
-        fields = vars(value) if is_dataclass(value) else value._asdict()
-        return {"record": kind, "fields": {key: pack(field) for key, field in fields.items()}}
-    if isinstance(value, tuple | list):
+        names = [each.name for each in fields(value)] if is_dataclass(value) else value._fields
+        return {"record": kind, "fields": {name: pack(getattr(value, name)) for name in names}}
+    if isinstance(value, list):
         return [pack(item) for item in value]
+    if isinstance(value, tuple):
+        return {"tuple": [pack(item) for item in value]}
+    if isinstance(value, dict):
+        return {"items": [[pack(key), pack(item)] for key, item in value.items()]}
     raise TypeError(f"{kind} cannot be broadcast between processes")
 
 
 def unpack(value: Any) -> Any:
-    """The inverse of `pack`; lists become tuples."""
+    """The inverse of `pack`."""
     if isinstance(value, list):
-        return tuple(map(unpack, value))
+        return [unpack(item) for item in value]
     if not isinstance(value, dict):
         return value
+    if "tuple" in value:
+        return tuple(map(unpack, value["tuple"]))
+    if "items" in value:
+        return {unpack(key): unpack(item) for key, item in value["items"]}
     if "array" in value:
         array = np.frombuffer(base64.b64decode(value["array"]), value["dtype"])
         return array.reshape(value["shape"])[()]  # an array without axes becomes a scalar

@@ -262,36 +262,3 @@ class AutoBudget:
         if self._sliced:
             most = max(most, self._pace.least_rounds(pair, context))
         return min(rounds, most)
-
-
-class LatePolicy:
-    """Delays a policy's learning until the next choice: by then all processes have agreed on the seconds."""
-
-    def __init__(self, policy: BudgetPolicy):
-        self._policy = policy
-        self._record: DispatchRecord | None = None
-
-    @property
-    def seconds(self) -> float | None:
-        """Seconds of the last dispatch; the policy learns the value that is set here."""
-        return None if self._record is None else self._record.seconds
-
-    @seconds.setter
-    def seconds(self, value: float | None) -> None:
-        if self._record is not None:
-            self._record = self._record._replace(seconds=value)
-
-    def choose(self, live: Sequence[LiveSlot], waiting: int) -> Dispatch:
-        """The policy's choice, after it has learned the last record."""
-        if self._record is not None:
-            self._policy.observe(self._record)
-            self._record = None
-        return self._policy.choose(live, waiting)
-
-    def observe(self, record: DispatchRecord) -> None:
-        """Keeps the record."""
-        self._record = record
-
-    def use(self, costs: RoundCosts) -> None:
-        """Hands the round times on."""
-        self._policy.use(costs)

@@ -91,7 +91,7 @@ class Call:
     @property
     def in_callers_thread(self) -> bool:
         """Whether its caller runs the steps, because processes that share a mesh make the same calls."""
-        return spans(self.loop.mesh) and not (self.plan is not None and self.plan.has_workers)
+        return spans(self.loop.mesh) and not (self.plan is not None and self.plan.persistent)
 
     @property
     def count(self) -> int:

@@ -2,18 +2,15 @@
 
 import contextlib
 import functools
-import itertools
 import logging
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.device.memory import weight_bytes
-from jetspec_jax.device.processes import agreed, is_first, spans
-from jetspec_jax.engine.agreement import check_alike_engines
-from jetspec_jax.engine.broadcast import send
-from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget, LatePolicy
+from jetspec_jax.device.processes import spans
+from jetspec_jax.engine.broadcast import send, sends
+from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget
 from jetspec_jax.engine.extras import USUAL_BAD_WORDS, Extras
 from jetspec_jax.engine.memory import check_engine_memory, check_extra_memory
 from jetspec_jax.engine.overlap import choose_overlap
@@ -29,8 +26,6 @@ from pallas_kernels.dispatch import gpu_problem
 #: Error of requests whose engine broke.
 LOST = "this engine was interrupted; its requests are lost, start anew"
 
-# Numbers of engines that several processes share.
-_NUMBERS = itertools.count(1)
 _log = logging.getLogger("jetspec_jax")
 
 
@@ -41,9 +36,8 @@ class Engine:
     be launched while the one before is in flight: see `choose_overlap` and `Scheduler`. Text is handled in
     `jetspec_jax.engine.output`. An engine is not thread-safe.
 
-    On a mesh of several processes, all processes make the same calls. Before every launch, process 0 sends
-    the time, the seconds of the last launch, and its cancelled requests. If the plan has workers, only
-    process 0 has requests, and it broadcasts all that the runner does: see `jetspec_jax.engine.worker`.
+    If several processes share the mesh, all of them make the engine, but only process 0 has requests. It
+    broadcasts all that the runner does: see `jetspec_jax.engine.worker`.
 
     An error or an interrupt within a scheduling step leaves host and device in different states. The engine
     is then `broken`, and refuses all further calls.
@@ -70,14 +64,8 @@ class Engine:
 
         Raises:
             DeviceMemoryError: The device cannot hold the stores and a round's workspace.
-            ValueError: Several processes make different engines.
         """
-        self._step, self._broadcasts = "", plan.has_workers and is_first()
-        if self._broadcasts:
-            send("engine")
-        if spans(plan.decoder.mesh):
-            check_alike_engines(plan)
-            self._step = "" if plan.has_workers else f"a step of engine {next(_NUMBERS)}"
+        self._broadcasts = sends(plan.decoder.mesh)
         check_engine_memory(plan)
         if plan.decoder.proposer is None:
             weights = weights._replace(proposer=None)
@@ -120,13 +108,9 @@ class Engine:
         """Queues a request, and allocates device arrays for features that no earlier request used.
 
         Raises:
-            ValueError: It can never be served; or several processes serve it, and have not compared it.
+            ValueError: It can never be served.
             DeviceMemoryError: The device cannot hold the arrays.
         """
-        if self._step and request.shared_cancel is None:
-            raise ValueError(
-                "an engine of several processes serves only requests of plan_requests, which compares them"
-            )
         self.extend(Extras.of([request]))
         self.scheduler.add(request)
         return request
@@ -169,9 +153,11 @@ class Engine:
         kinds = [Kind(), kind] if measures and kind != Kind() else [kind]
         rounds = [program for each in kinds for program in self.runner.rounds_of(each, lives)]
         with self._all_or_broken():
-            self.compiler.compile([*chunks, *rounds])
+            self._compile([*chunks, *rounds])
         if measures:
             with self._measures_now():
+                if self._broadcasts:
+                    send("measure", lives, self.runner.scratch)
                 self._use(self.runner.round_costs(lives))
 
     def launch(self, most_rounds: int | None = None, decode: Decode | None = None) -> bool:
@@ -187,7 +173,6 @@ class Engine:
         Raises:
             RuntimeError: As many batches are in flight as may be, a launch was interrupted, or no request can
                 ever run.
-            OutOfStep: Another process does something else.
         """
         if self.broken:
             raise RuntimeError(LOST)
@@ -195,12 +180,8 @@ class Engine:
             raise RuntimeError("a batch was launched and not collected")
         if decode is not None and self.runner.in_flight:
             return False
-        policy, now = self.scheduler.policy, time.monotonic()
-        if isinstance(policy, LatePolicy):
-            how = "a traced round" if decode else f"at most {most_rounds or 'as many as suit'} rounds"
-            policy.seconds, now = agreed([policy.seconds, now], f"{self._step}: {how}")
         with self._all_or_broken():
-            batch = self.scheduler.next_batch(most_rounds, now)
+            batch = self.scheduler.next_batch(most_rounds)
             if batch is None:
                 return False
             if self._broadcasts:
@@ -261,12 +242,17 @@ class Engine:
         kind = Kind.union(kinds)
         bad_words = USUAL_BAD_WORDS if kind.adjusts and self.plan.persistent else (0, 0)
         self.extend(Extras(kind.adjusts, bad_words, kind.logprobs, scores))
-        if self._broadcasts:
-            send("compile", kinds, scores)
         lives = None if counts is None else [self.plan.size.live_for(count) for count in counts]
-        self.compiler.add(programs := self.runner.programs(kinds, lives, scores=scores))
+        programs = self.runner.programs(kinds, lives, scores=scores)
         if wait or not self._background:
-            self.compiler.wait(programs)
+            self._compile(programs)
+        else:
+            self.compiler.add(programs)
+
+    def _compile(self, programs: Sequence[Program]) -> None:
+        if self._broadcasts:
+            send("compile", programs)
+        self.compiler.compile(programs)
 
     @property
     def measures(self) -> bool:
@@ -325,18 +311,16 @@ class Engine:
         auto, buckets = self.plan.auto, tuple(self.runner.decoders)
         if auto is None:
             costs = NO_COSTS if self._uses_costs else None
-            policy = FixedBudget(buckets[-1], costs, plain=len(buckets) > 1)
-        else:
-            shape = functools.partial(self.compiler.shape, str(Kind()))
-            policy = AutoBudget(
-                buckets,
-                NO_COSTS,
-                auto.probing,
-                shape,
-                sliced=self._sliced,
-                overlapped=self.runner.overlapped,
-            )
-        return LatePolicy(policy) if self._step else policy
+            return FixedBudget(buckets[-1], costs, plain=len(buckets) > 1)
+        shape = functools.partial(self.compiler.shape, str(Kind()))
+        return AutoBudget(
+            buckets,
+            NO_COSTS,
+            auto.probing,
+            shape,
+            sliced=self._sliced,
+            overlapped=self.runner.overlapped,
+        )
 
     @property
     def _uses_costs(self) -> bool:

@@ -18,11 +18,12 @@ from jetspec_jax.checkpoint.loading import Target
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.device.thread_config import configured, thread_config
-from jetspec_jax.engine.broadcast import send
+from jetspec_jax.engine.broadcast import send, send_end, sends
 from jetspec_jax.engine.budget_policy import ROUNDS_TO_AN_END
 from jetspec_jax.engine.call import Call
 from jetspec_jax.engine.compiler import end_all as end_compilers
 from jetspec_jax.engine.engine import LOST, Engine
+from jetspec_jax.engine.grammars import WorkerMatchers
 from jetspec_jax.engine.memory import with_slots_that_fit
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.request import EngineFailed, Request
@@ -62,8 +63,9 @@ class EngineLoop:
     stores do not coexist.
 
     The thread lives while there are calls. Callers wait for a flag, so an interrupt affects the interrupted
-    caller only. If several processes share the mesh, the callers run the steps, in the same order in all
-    processes.
+    caller only. If several processes share the mesh and make the same calls, the callers run the steps, so
+    that the devices of all processes get their programs in the order of the calls: see
+    `jetspec_jax.engine.worker`.
 
     Attributes:
         mesh: The target's devices.
@@ -71,13 +73,16 @@ class EngineLoop:
         failed: Whether the last dispatch failed. The error itself would keep its callers' frames alive, and
             so the target.
         server: Returns the call of an `AsyncLLM`, whose persistent engine other calls join; or None.
-        has_workers: Whether worker processes run this loop's batches; an error of the engine ends them.
+        has_workers: Whether the other processes follow the server; an error of the engine ends them.
+        grammars: Grammars of process 0's requests, if this is another process; None without grammars.
         tally: Statistics.
     """
 
-    def __init__(self, mesh: Mesh | None, engine: Engine | None = None):
+    def __init__(
+        self, mesh: Mesh | None, engine: Engine | None = None, grammars: WorkerMatchers | None = None
+    ):
         """A loop without a thread, with or without an engine."""
-        self.mesh, self.engine = mesh, engine
+        self.mesh, self.engine, self.grammars = mesh, engine, grammars
         self.failed = False
         self.server: Callable[[], Call | None] = lambda: None
         self.has_workers, self.tally = False, Tally()
@@ -283,7 +288,7 @@ class EngineLoop:
                     return True
                 try:
                     if not served:
-                        self._make_engine(call)
+                        self.make_engine(call)
                     if alone:
                         self._prepare(call)
                 except Exception as error:
@@ -308,7 +313,15 @@ class EngineLoop:
         joining = bool(self._served) or (engine.plan.persistent and self.server() is not None)
         return call.is_served_by(engine.planned, engine.weights, joining=joining)
 
-    def _make_engine(self, call: Call) -> None:
+    def make_engine(self, call: Call) -> None:
+        """Replaces an idle engine by a call's.
+
+        Raises:
+            DeviceMemoryError: The device cannot hold it.
+            Exception: An error of the compiler or the device.
+        """
+        if sends(self.mesh):
+            send("engine")
         self._drop_idle()  # frees its stores before new ones are allocated
         self._config, server = call.config, self.server()
         if server is not None and call.is_served_by(server.plan, server.weights, joining=True):
@@ -337,7 +350,7 @@ class EngineLoop:
             has = self.engine.plan.extras
             if self.engine.broken or has | call.plan.extras == has:
                 raise
-            self._make_engine(call)
+            self.make_engine(call)
             with configured(self._config):
                 self.engine.prepare(requests)
 
@@ -415,7 +428,7 @@ class EngineLoop:
         if engine is not None:
             engine.close()
         if ends:
-            send("end", f"{type(error).__name__}: {error}")
+            send_end(error=RuntimeError(f"process 0 has stopped serving: {type(error).__name__}: {error}"))
 
     def _drop_idle(self) -> None:
         if self.engine is not None and not self._served:
@@ -448,7 +461,8 @@ _LOOPS: "weakref.WeakKeyDictionary[Target, EngineLoop]" = weakref.WeakKeyDiction
 
 def loop_for(target: Target) -> EngineLoop:
     """The loop of a target, for any head."""
-    return _LOOPS.get(target) or _LOOPS.setdefault(target, EngineLoop(target.mesh))
+    known = _LOOPS.get(target)
+    return known or _LOOPS.setdefault(target, EngineLoop(target.mesh, None, WorkerMatchers(target)))
 
 
 def wait(calls: Sequence[Call]) -> None:

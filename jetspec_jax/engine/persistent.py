@@ -5,7 +5,6 @@ from dataclasses import replace
 from jetspec_jax.arguments import check_integer
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.extras import Extras
 from jetspec_jax.engine.memory import with_slots_that_fit
 from jetspec_jax.engine.planning import EnginePlan, plan_engine
@@ -56,7 +55,6 @@ def plan_persistent(
         implementation=implementation,
         mesh=target.mesh,
     )
-    plan = replace(plan, has_workers=spans(target.mesh))
     if not gpu:
         least = max(plan.decoder.bucket, BUCKETS[1])
         return plan.for_many(live=powers(slots, 4), prefill_tokens=CPU_PREFILL_TOKENS, least_nodes=least)

@@ -41,7 +41,6 @@ class EnginePlan:
             are the trees that pay.
         persistent: Whether its engine stays for requests that arrive at any time.
         extras: Optional features that have device memory.
-        has_workers: Whether process 0 schedules for worker processes.
     """
 
     decoder: TreeDecoder
@@ -50,7 +49,6 @@ class EnginePlan:
     least_nodes: int = USUAL_LEAST
     persistent: bool = False
     extras: Extras = NO_EXTRAS
-    has_workers: bool = False
 
     @property
     def auto(self) -> Auto | None:
@@ -139,7 +137,7 @@ class EnginePlan:
         return (
             (size.slots >= count or (joining and self.persistent))
             and self.has_trees_of(other)
-            and (self.dtype, self.has_workers) == (other.dtype, other.has_workers)
+            and self.dtype == other.dtype
             and size.capacity >= required.capacity
             and (joining or size.num_pages >= required.pages_of(count))
         )

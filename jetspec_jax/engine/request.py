@@ -57,8 +57,7 @@ class Request:
         cache_salt: Pages are shared only among requests with the same salt.
         request_id: The caller's id; completions of one prompt share it.
         matcher: Its grammar matcher; None without a grammar.
-        shared_cancel: If several processes serve it, sets ``cancelled`` in all of them at the same step, once
-            process 0 has called it; else None.
+        on_cancel: Called by `cancel`, in any thread.
         on_update: Called in the engine's thread after new tokens or an error, so it must be quick. If it
             raises, the request fails and the function is not called again.
         cancelled: Whether it gets no more tokens, because no caller waits for it. Any thread may set it, by
@@ -104,7 +103,7 @@ class Request:
     cache_salt: str | None = None
     request_id: str = ""
     matcher: Matcher | None = None
-    shared_cancel: Callable[[], None] | None = None
+    on_cancel: Callable[[], None] | None = None
     on_update: Callable[[], None] | None = None
     # Read and written by several threads: the callers', and the engine's.
     cancelled: bool = False
@@ -154,10 +153,9 @@ class Request:
 
     def cancel(self) -> None:
         """Cancels it, from any thread: the next batch frees its slot and pages."""
-        if self.shared_cancel is None:
-            self.cancelled = True
-        else:
-            self.shared_cancel()
+        self.cancelled = True
+        if self.on_cancel is not None:
+            self.on_cancel()
 
     @property
     def max_tokens(self) -> int:

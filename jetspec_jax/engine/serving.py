@@ -18,6 +18,7 @@ from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.programs import Kind
 from jetspec_jax.engine.request import Request
+from jetspec_jax.engine.worker import in_all_processes
 from jetspec_jax.progress import unseen
 
 
@@ -93,7 +94,11 @@ def serve(
         Exception: An error of the engine.
     """
     groups = least_busy(groups_of(target, head), len(requests))
-    return _complete([group.call(plan) for group in groups], requests, target.tokenizer, bar)
+    if not groups:
+        return []
+    calls = [group.call(plan) for group in groups]
+    work = functools.partial(_complete, calls, requests, target.tokenizer, bar)
+    return in_all_processes(calls[0], "completions of prompts", work)
 
 
 def complete(
@@ -112,7 +117,8 @@ def complete(
     loops = [EngineLoop(engine.plan.decoder.mesh, engine) for engine in engines]
     calls = [Call(loop, engine.plan, engine.weights) for loop, engine in zip(loops, engines, strict=True)]
     try:
-        return _complete(calls, requests, tokenizer, bar)
+        work = functools.partial(_complete, calls, requests, tokenizer, bar)
+        return in_all_processes(calls[0], "completions by given engines", work)
     finally:
         for loop in loops:
             loop.settle()
@@ -162,4 +168,9 @@ def _read(outputs: Sequence[Output]) -> list[Output]:
 def compile_ahead(target: Target, kinds: Sequence[Kind], counts: Sequence[int]) -> None:
     """Compiles the programs of a target's and its copies' engines, if these exist: see `Engine.compile`."""
     for loop in map(loop_for, (target, *target.copies)):
-        loop.run(lambda loop=loop: loop.engine and loop.engine.compile(kinds, counts=counts))
+
+        def work(loop: EngineLoop = loop) -> None:
+            if loop.engine is not None:
+                loop.engine.compile(kinds, counts=counts)
+
+        in_all_processes(Call(loop), "a warm-up", functools.partial(loop.run, work))

@@ -1,14 +1,15 @@
 """Streams a completion while it is decoded."""
 
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-from jetspec_jax.device.processes import OutOfStep
 from jetspec_jax.engine.call import Call
 from jetspec_jax.engine.loop import wait
 from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.request import Request
+from jetspec_jax.engine.worker import Steps
 
 # Rounds between two pieces of a stream: few, so that text appears early and little overshoots a stop.
 STREAM_ROUNDS = 2
@@ -26,13 +27,16 @@ class Stream(Iterator[str]):
     """
 
     def __init__(self, call: Call, request: Request, tokenizer: Any):
-        """Submits a call of one request."""
+        """Submits a call of one request; if several processes share the models, its first step does so."""
         self.completion: Completion | None = None
         self._lock, self._closed = threading.RLock(), False
-        self._output, self._sent = Output(request, tokenizer), 0
+        self._output, self._text, self._sent = Output(request, tokenizer), "", 0
         self._call: Call | None = call
+        self._steps = Steps(call.loop.mesh, request)
         request.on_update = call.news.set
-        call.loop.submit(call)
+        self._submitted = not self._steps.shared
+        if self._submitted:
+            call.loop.submit(call)
 
     def __enter__(self) -> "Stream":
         return self
@@ -50,38 +54,41 @@ class Stream(Iterator[str]):
         try:
             with self._lock:  # not in a generator, which would keep it locked after an interrupt
                 while not self._closed:
-                    text = self._settled()
-                    if len(text) > self._sent:
-                        sent, self._sent = self._sent, len(text)
-                        return text[sent:]
+                    if self.completion is not None:
+                        self._leave()
+                    if len(self._text) > self._sent:
+                        sent, self._sent = self._sent, len(self._text)
+                        return self._text[sent:]
                     if self.completion is not None:
                         break
-                    self._wait()
+                    self._step()
         except BaseException:
             if sent is not None:
                 self._sent = sent  # interrupted before the return: the piece is returned later
             raise
         raise StopIteration
 
-    def _settled(self) -> str:
-        """The final text so far."""
-        self._output.update()
-        if self._output.finish_reason is not None and self.completion is None:
-            self._leave()
-            self.completion = self._output.completion()
-        return self._output.settled_text
-
-    def _wait(self) -> None:
-        call, request = self._call, self._output.request
+    def _step(self) -> None:
+        call = self._call
         if call is None:
             return  # closed by another thread just now
-        try:
-            wait([call])
-        except OutOfStep:
-            if not request.cancelled:
-                raise
-        if request.cancelled and request.finish_reason is None:
+        found = self._steps.take(call, functools.partial(self._advance, call))
+        if found is None:
             self.close()  # process 0 has closed its stream
+        else:
+            self._text, self.completion = self._text + found[0], found[1]
+
+    def _advance(self, call: Call) -> tuple[str, Completion | None]:
+        """New text, and the completion if it has ended; waits for a step if there is neither."""
+        if not self._submitted:
+            self._submitted = True
+            call.loop.submit(call)
+        output, known = self._output, len(self._text)
+        output.update()
+        if output.finish_reason is None and len(output.settled_text) == known:
+            wait([call])
+            output.update()
+        return output.settled_text[known:], None if output.finish_reason is None else output.completion()
 
     def close(self) -> None:
         """Ends the request, whose slot and pages are freed; does not wait."""

@@ -22,8 +22,8 @@ from jetspec_jax.decode.proposer import Proposer
 from jetspec_jax.decode.round import Accepted
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord
-from jetspec_jax.device.processes import OutOfStep
 from jetspec_jax.engine.admission import check_single, plan_requests
+from jetspec_jax.engine.call import Call
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.loop import EngineLoop, loop_for
 from jetspec_jax.engine.output import Completion, Output
@@ -31,6 +31,7 @@ from jetspec_jax.engine.programs import Kind
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.round_kinds import decoder_for
+from jetspec_jax.engine.worker import Steps
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import NO_PARENT, ROOT_INDEX, Auto, Hints, TokenTree, algorithm_of
 from pallas_kernels import shards
@@ -72,34 +73,50 @@ class RoundTrace(NamedTuple):
 
 
 class Trace(Iterator[RoundTrace]):
-    """The rounds of one request, decoded on demand; its engine is freed when it is closed or dropped."""
+    """The rounds of one request, decoded on demand; its engine is freed when it is closed or dropped.
+
+    Attributes:
+        text: The final text of the rounds so far; empty without a tokenizer.
+        completion: The whole completion once the request has ended, None before.
+    """
 
     def __init__(self, loop: EngineLoop, engine: Engine, request: Request, tokenizer: Any):
         """Admits the only request of ``engine``; each round runs between two dispatches of the loop."""
+        self.text = ""
+        self.completion: Completion | None = None
         self._output, self._loop = Output(request, tokenizer), loop
         self._engine: Engine | None = engine
         self._seen: deque[_Seen] = deque()
         self._decoder = decoder_for(engine.plan.decoder, Kind.of(request.params))
+        self._steps = Steps(loop.mesh, request)
         engine.admit(request)
 
     def __next__(self) -> RoundTrace:
         """Decodes the next round."""
+        found, engine = None, self._engine
+        if engine is not None:
+            # Workers run the rounds of this engine, and not of the loop's.
+            call = Call(EngineLoop(self._loop.mesh, engine))
+            found = self._steps.take(call, functools.partial(self._round, engine), self._decode)
+            self._seen.clear()
+        if found is None:
+            self.close()
+            raise StopIteration
+        values, self.text, self.completion = found
+        return RoundTrace(*values)
+
+    def _round(self, engine: Engine) -> tuple[tuple[Any, ...], str, Completion | None] | None:
+        """The values of the next round, text and completion, for all processes; None after the last round."""
         output, request = self._output, self._output.request
-        while (engine := self._engine) is not None and (self._seen or output.finish_reason is None):
-            try:
-                if not self._seen:
-                    self._loop.run(functools.partial(engine.step, 1, self._decode))
-            except OutOfStep:
-                if not request.cancelled:
-                    raise
-            if request.cancelled and request.finish_reason is None:
-                break  # process 0 has closed its trace
+        while self._seen or output.finish_reason is None:
+            if not self._seen:
+                self._loop.run(functools.partial(engine.step, 1, self._decode))
             output.update()
             passed = jax.device_get(self._seen.popleft())
             if passed.accepted.counts[request.slot]:  # 0 while it waits for a page
-                return _of_slot(passed, request.slot)
-        self.close()
-        raise StopIteration
+                completion = None if output.finish_reason is None else output.completion()
+                return tuple(_of_slot(passed, request.slot)), output.settled_text, completion
+        return None
 
     def close(self) -> None:
         """Ends the request and frees its engine."""
@@ -108,16 +125,6 @@ class Trace(Iterator[RoundTrace]):
         self._seen.clear()
         if engine is not None:
             engine.close()
-
-    @property
-    def text(self) -> str:
-        """The final text of the rounds so far; empty without a tokenizer."""
-        return self._output.settled_text
-
-    @property
-    def completion(self) -> Completion | None:
-        """The whole completion once the request has ended, None before."""
-        return None if self._output.finish_reason is None else self._output.completion()
 
     def _decode(
         self, weights: DecodeWeights, state: DecodeState, _: np.int32

@@ -14,6 +14,7 @@ import sys
 import time
 import types
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
@@ -186,6 +187,62 @@ def memory_verdict(mesh):
         decoded(target, head, GREEDY)
     except memory.DeviceMemoryError as error:
         return str(error)
+
+
+class FailingBar:
+    """A progress bar of process 0 with a mistake."""
+
+    def __init__(self, **_):
+        self.close = lambda: None
+
+    def update(self, count):
+        raise ZeroDivisionError("a mistake in a bar")
+
+
+def recovering(mesh):
+    """Calls of all processes that fail in process 0, and after each one that works."""
+    target, head = pair(mesh)
+    llm, found = LLM(target, head, **TREES), []
+    more = {**TREES, "max_slots": 4}
+    failing = [
+        (lambda: llm.generate([PROMPT], GREEDY, use_tqdm=FailingBar), contextlib.nullcontext()),
+        (
+            lambda: generate_tree(target, head, [PROMPT] * 4, GREEDY, **{**more, "width": 2}),
+            mock.patch.object(memory, "free_bytes", return_value=1000),
+        ),
+        (
+            lambda: llm.generate([PROMPT], GREEDY),
+            mock.patch.object(Scheduler, "update", side_effect=ZeroDivisionError("a mistake")),
+        ),
+    ]
+    for call, patched in failing:
+        try:
+            with patched:
+                call()
+        except Exception as error:
+            found.append([f"{type(error).__name__}: {error}", llm.generate([PROMPT], GREEDY)[0].token_ids])
+    return found
+
+
+def turns(mesh):
+    """Streams that are read in turns, beside other calls; one is dropped in process 0, one in both."""
+    target, head = pair(mesh)
+    llm, pieces = LLM(target, head, **TREES), []
+    one, two, three = (llm.stream([*PROMPT, number], GREEDY) for number in range(3))
+    for turn in range(3):
+        pieces += [next(one), next(two)]
+        if turn == 1:
+            found = np.asarray(logits(target, [PROMPT]))[0, -1].argmax()
+            pieces.append(next(three))
+            other = generate_tree(target, head, [PROMPT], GREEDY, budget=8, width=2)[0].token_ids
+    three.close()
+    if is_first():
+        one = None
+    pieces += list(two)
+    assert one is None or list(one) == []
+    completion = two.completion.token_ids
+    again = llm.generate([PROMPT], GREEDY)[0].token_ids
+    return {"pieces": pieces, "found": int(found), "other": other, "two": completion, "again": again}
 
 
 def looking(mesh):

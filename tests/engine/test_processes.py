@@ -173,7 +173,7 @@ def test_what_differs_is_named_in_all_processes(run, tmp_path):
 def test_other_calls_are_an_error_and_no_hang(run):
     codes, errors = endings(run("out_of_step"))
     assert 0 not in codes
-    assert "all processes must make the same calls: process 0 is at a step of engine 1" in errors[1]
+    assert "all processes must make the same calls: process 0 is at completions of prompts" in errors[1]
     assert "process 1 has ended: OutOfStep" in errors[0]
 
 
@@ -182,6 +182,34 @@ def test_the_fullest_process_decides(run, tmp_path):
     first, other = results(run("memory_verdict"), tmp_path)
     assert first == other
     assert re.match(r"too little memory on each of 4 x cpu: .* needed, 0\.00 GiB free on the fullest", first)
+
+
+@pytest.mark.wide
+def test_an_error_of_a_call_reaches_all_and_the_next_call_works(run, tmp_path):
+    processes = run("recovering")
+    tokens, _ = listed(decoded(*pair(), GREEDY))
+    first, other = results(processes, tmp_path)
+    (bar, _), (room, _), (division, _) = first
+    assert bar == "ZeroDivisionError: a mistake in a bar"
+    assert room.startswith("DeviceMemoryError: too little memory on each of 4 x cpu")
+    assert division.startswith("ZeroDivisionError: ")
+    errors = [f"RuntimeError: process 0 raised {bar}", room, f"RuntimeError: process 0 raised {division}"]
+    assert [error for error, _ in other] == errors
+    assert [ids for _, ids in first + other] == [tokens] * 6
+
+
+@pytest.mark.wide
+def test_streams_are_read_in_turns(run, tmp_path):
+    processes = run("turns")
+    target, head = pair()
+    tokens, _ = listed(decoded(target, head, GREEDY))
+    [second] = generate(target, [[*PROMPT, 1]], GREEDY)
+    first, other = results(processes, tmp_path)
+    assert first == other
+    assert first["again"] == first["other"] == tokens
+    assert first["found"] == tokens[0]
+    assert first["two"] == second.token_ids
+    assert second.text.endswith(first["pieces"][-1])
 
 
 @pytest.mark.wide

@@ -318,21 +318,6 @@ class TestLeaving:
         assert scheduler.free_pages == 8
         assert [req.finish_reason for req in (runs, flies, waits, late)] == [None] * 4
 
-    def test_one_of_several_processes_goes_on_until_all_cancel_it(self, made):
-        scheduler, device = made(slots=1)
-        [req] = add(scheduler, request(4, 30))
-        asked = []
-        req.shared_cancel = lambda: asked.append(True)
-        step(scheduler, device, 1)
-        req.cancel()
-        assert (asked, req.cancelled, req.state) == ([True], False, State.DECODING)
-        count = len(req.tokens)
-        step(scheduler, device, 1)
-        assert len(req.tokens) > count
-        req.cancelled = True  # as the first process says to all
-        assert (req.state, scheduler.busy) == (State.CANCELLED, False)
-        assert scheduler.next_batch().releases == (0,)
-
     def test_what_is_cancelled_is_taken_out_by_the_next_batch(self, made):
         scheduler, device = made(slots=1)
         runs, waits = add(scheduler, request(4, 30), request(5, 30))

@@ -11,6 +11,7 @@ import numpy as np
 
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
+from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.admission import plan_requests
 from jetspec_jax.engine.call import Call, Flag
 from jetspec_jax.engine.loop import wait
@@ -135,9 +136,12 @@ def regenerate(
 
     Raises:
         OutOfTime: The deadline passed; call again to resume.
-        ValueError: A request cannot be served; nothing is written then.
+        ValueError: A request cannot be served, or several processes share the target; nothing is written
+            then.
         DeviceMemoryError: The device cannot hold so many slots.
     """
+    if spans(target.mesh):
+        raise ValueError("several processes share the target: regenerate in one process, on its own devices")
     todo, seed = deque(writer.missing), writer.settings.seed
     if not todo:
         return
