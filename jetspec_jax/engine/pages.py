@@ -62,7 +62,7 @@ class PagePool:
             num_pages: Pages of the pool.
             shares: Whether pages may be shared and cached.
         """
-        self.num_pages, self.shares = num_pages, shares
+        self.num_pages, self.shares, self._lends = num_pages, shares, False
         self._free = deque(range(num_pages))
         self._reference_counts: dict[int, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -79,6 +79,11 @@ class PagePool:
     def num_cached(self) -> int:
         """Unused pages in the prefix cache."""
         return len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        """Pages of requests; none has any while pages are lent. From any thread."""
+        return 0 if self._lends else self.num_pages - self.num_free
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """The pages of the longest cached prefix."""
@@ -133,14 +138,17 @@ class PagePool:
     def lent(self) -> Iterator[list[int]]:
         """Pages to overwrite meanwhile: all free ones, or if there are none, one that is cached.
 
-        At least one page must be unused.
+        No page may be in use.
         """
+        assert not self._reference_counts, "requests use pages"
+        self._lends = True
         pages = self.allocate(max(len(self._free), 1))
-        assert pages is not None, "requests use all pages"
+        assert pages is not None
         try:
             yield pages
         finally:
             self.free(pages)
+            self._lends = False
 
     def register(self, pages: Sequence[int], keys: Sequence[bytes]) -> None:
         """Puts full pages into the prefix cache; a key that another page has stays with that page."""

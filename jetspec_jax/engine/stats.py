@@ -104,7 +104,7 @@ class Tally:
         """
         pages = EngineStats(pages=num_pages)
         if pool is not None:
-            pages += EngineStats(pages_used=num_pages - pool.num_free, pages_cached=pool.num_cached)
+            pages += EngineStats(pages_used=pool.num_used, pages_cached=pool.num_cached)
         return sum(map(_of_request, requests), self._ended + self._rounds + pages)
 
 

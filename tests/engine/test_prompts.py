@@ -140,7 +140,7 @@ def test_a_text_needs_a_tokenizer(wordless):
 
 def test_no_end_is_the_context_s(target):
     def most(prompt, capacity=None, **params):
-        return check_request(target, prompt, SamplingParams(**params), capacity=capacity).max_tokens
+        return check_request(target, prompt, SamplingParams(**params), capacity=capacity).params.max_tokens
 
     assert most([5] * 3, max_tokens=None) == LIMIT - 3
     assert most([5] * 3, max_tokens=7) == 7

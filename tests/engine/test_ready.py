@@ -446,9 +446,12 @@ def test_pages_that_are_lent_are_the_free_ones():
         assert lent == [2]
     pool.check([])
     assert pool.find([b"a", b"b"]) == pages
-    kept = pool.allocate(1)
+    pages = pool.allocate(1)
+    pool.register(pages, [b"c"])
+    assert pool.num_used == 1
+    pool.free(pages)
     with pool.lent() as lent:
-        assert lent == [1], "the page that would be evicted next"
-    pool.free(kept)
+        assert lent == [1], "no page is free: the one that would be evicted next"
+        assert pool.num_used == 0, "of requests"
     pool.check([])
     assert pool.find([b"a", b"b"]) == [0]
