@@ -37,10 +37,10 @@ _LOOKS_EVERY = 0.05
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     add = parser.add_argument
-    usual = (
+    shapes = (
         f'"{DEMO}", the embedded pair, or a shape of random weights: {", ".join(SHAPES)} (default: {DEMO})'
     )
-    add("--shape", default=DEMO, help=usual)
+    add("--shape", default=DEMO, help=shapes)
     add("--budget", type=int, default=32, help="most nodes of a tree, root included (default: 32)")
     add("--algorithm", help='tree algorithm (default: a server\'s, "auto" on a GPU)')
     add("--max-slots", type=int, default=16, help="slots (default: 16)")
@@ -109,14 +109,14 @@ async def _measure(llm: AsyncLLM, arguments: argparse.Namespace) -> dict[str, fl
     started, times = time.perf_counter(), {}
 
     def reached(event: str) -> None:
-        times[event] = time.perf_counter() - started
+        times.setdefault(event, time.perf_counter() - started)
 
     async with llm:
         await llm.warm_up(background=True)
         reached("opens")
         params = SamplingParams(max_tokens=arguments.max_tokens, ignore_eos=True)
         async for _ in llm.generate([7] * arguments.prompt_tokens, params):
-            times.setdefault("first token", time.perf_counter() - started)
+            reached("first token")
         reached("first answer")
         most = llm.stats().programs_left
         with Progress(total=most, desc="compile", unit="program") as bar:

@@ -55,7 +55,8 @@ def send(action: str, *values: Any) -> None:
 
 def send_end(result: Any = None, error: BaseException | None = None) -> None:
     """Sends the end of a call, with its result or its error."""
-    send("end", result, "" if error is None else type(error).__name__, str(error or ""))
+    names = [kind.__name__ for kind in type(error).__mro__] if error is not None else [""]
+    send("end", result, next((name for name in names if name in _ERRORS), names[0]), str(error or ""))
 
 
 def receive() -> tuple[str, tuple[Any, ...]]:
@@ -72,7 +73,7 @@ def result_of(result: Any, kind: str, text: str) -> Any:
     """The result in an "end" of process 0.
 
     Raises:
-        Exception: The error in it: of the same type, or a RuntimeError if the type is not known here.
+        Exception: The error in it: of the first of its types that is known here, else a RuntimeError.
     """
     if not kind:
         return result

@@ -196,8 +196,8 @@ class EngineLoop:
             self.failed = False
 
     def free(self) -> None:
-        """Frees the engine, unless it has requests."""
-        self.run(self._drop_idle)
+        """Frees the engine, unless it has requests; in all processes, if a call of all makes it."""
+        self.run(self._free)
 
     @property
     def warms_up(self) -> bool:
@@ -296,7 +296,7 @@ class EngineLoop:
                     self.failed = self.failed or (call.plan is not None and call.plan.persistent)
                     call.fail(error)
                     if self.engine is not None and self.engine.broken:
-                        self._drop_idle()
+                        self.drop_idle()
             with self._mutex:
                 if call.work is None and not call.over:
                     self._served.append(call)
@@ -322,7 +322,7 @@ class EngineLoop:
         """
         if sends(self.mesh):
             send("engine")
-        self._drop_idle()  # frees its stores before new ones are allocated
+        self.drop_idle()  # frees its stores before new ones are allocated
         self._config, server = call.config, self.server()
         if server is not None and call.is_served_by(server.plan, server.weights, joining=True):
             call = server
@@ -430,7 +430,13 @@ class EngineLoop:
         if ends:
             send_end(error=RuntimeError(f"process 0 has stopped serving: {type(error).__name__}: {error}"))
 
-    def _drop_idle(self) -> None:
+    def _free(self) -> None:
+        if sends(self.mesh) and not self._served:
+            send("free")
+        self.drop_idle()
+
+    def drop_idle(self) -> None:
+        """Frees this process's engine, unless it has requests; in the loop's thread only."""
         if self.engine is not None and not self._served:
             engine, self.engine = self.engine, None
             engine.close()

@@ -32,7 +32,7 @@ atexit.register(end_all)
 class Lowering:
     """The shapes and placements of an engine's arrays, and how its programs are compiled for them.
 
-    It has no arrays, so that a thread that compiles keeps no stores and no weights alive.
+    It keeps no arrays, so that a thread that compiles keeps no stores and no weights alive.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from jetspec_jax.progress import unseen
 
 
 class Bar(tqdm):
-    """A progress bar with a lock of its own: an interrupt may leave tqdm's held, and others waiting."""
+    """A progress bar with a separate lock: an interrupt may leave tqdm's held, and others waiting."""
 
     def __init__(self, *arguments: Any, **settings: Any):
         """As tqdm's, on a terminal only."""
@@ -112,12 +112,15 @@ def complete(
     Raises:
         RuntimeError: An engine is broken.
     """
-    if any(engine.broken for engine in engines):
-        raise RuntimeError(LOST)
     loops = [EngineLoop(engine.plan.decoder.mesh, engine) for engine in engines]
     calls = [Call(loop, engine.plan, engine.weights) for loop, engine in zip(loops, engines, strict=True)]
+
+    def work() -> list[Completion]:
+        if any(engine.broken for engine in engines):  # known in process 0 only
+            raise RuntimeError(LOST)
+        return _complete(calls, requests, tokenizer, bar)
+
     try:
-        work = functools.partial(_complete, calls, requests, tokenizer, bar)
         return in_all_processes(calls[0], "completions by given engines", work)
     finally:
         for loop in loops:

@@ -9,7 +9,7 @@ from jetspec_jax.engine.call import Call
 from jetspec_jax.engine.loop import wait
 from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.worker import Steps
+from jetspec_jax.engine.worker import SharedRequest
 
 # Rounds between two pieces of a stream: few, so that text appears early and little overshoots a stop.
 STREAM_ROUNDS = 2
@@ -32,9 +32,9 @@ class Stream(Iterator[str]):
         self._lock, self._closed = threading.RLock(), False
         self._output, self._text, self._sent = Output(request, tokenizer), "", 0
         self._call: Call | None = call
-        self._steps = Steps(call.loop.mesh, request)
+        self._shared = SharedRequest(call.loop.mesh, request)
         request.on_update = call.news.set
-        self._submitted = not self._steps.shared
+        self._submitted = not self._shared.shared
         if self._submitted:
             call.loop.submit(call)
 
@@ -72,7 +72,7 @@ class Stream(Iterator[str]):
         call = self._call
         if call is None:
             return  # closed by another thread just now
-        found = self._steps.take(call, functools.partial(self._advance, call))
+        found = self._shared.run(call, functools.partial(self._advance, call))
         if found is None:
             self.close()  # process 0 has closed its stream
         else:
@@ -81,8 +81,8 @@ class Stream(Iterator[str]):
     def _advance(self, call: Call) -> tuple[str, Completion | None]:
         """New text, and the completion if it has ended; waits for a step if there is neither."""
         if not self._submitted:
-            self._submitted = True
             call.loop.submit(call)
+            self._submitted = True
         output, known = self._output, len(self._text)
         output.update()
         if output.finish_reason is None and len(output.settled_text) == known:
@@ -97,6 +97,6 @@ class Stream(Iterator[str]):
 
     def _leave(self) -> None:
         call, self._call = self._call, None  # an ended stream keeps no engine
-        self._output.request.cancel()
         if call is not None:
+            self._output.request.cancel()
             call.news.set()

@@ -17,8 +17,8 @@ from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.runner import Decode, Runner
 
 T = TypeVar("T")
-# Numbers of requests whose steps several processes take.
-_NUMBERS = itertools.count(1)
+# Numbers of `SharedRequest`s, equal in all processes.
+_REQUEST_NUMBERS = itertools.count(1)
 
 
 def in_all_processes(call: Call, about: str, work: Callable[[], T], decode: Decode | None = None) -> T:
@@ -58,8 +58,8 @@ def in_all_processes(call: Call, about: str, work: Callable[[], T], decode: Deco
         CALL.reset(token)
 
 
-class Steps:
-    """Steps of one request that all processes take alike, until process 0 cancels it.
+class SharedRequest:
+    """A request with several calls, all of which all processes make, until process 0 cancels it.
 
     Attributes:
         shared: Whether several processes share the models.
@@ -69,9 +69,12 @@ class Steps:
         """All processes make it, in the same order."""
         self.shared, self._request, self._about = spans(mesh), request, ""
         if self.shared:
-            self._about, request.on_cancel = f"a step of request {next(_NUMBERS)}", shared_cancel(request)
+            self._about, request.on_cancel = (
+                f"a step of request {next(_REQUEST_NUMBERS)}",
+                shared_cancel(request),
+            )
 
-    def take(self, call: Call, work: Callable[[], T], decode: Decode | None = None) -> T | None:
+    def run(self, call: Call, work: Callable[[], T], decode: Decode | None = None) -> T | None:
         """As `in_all_processes`; None if process 0 has cancelled the request."""
         try:
             return in_all_processes(call, self._about, work, decode)
@@ -108,6 +111,8 @@ def run_worker(call: Call, decode: Decode | None = None) -> Any:
             engine: Any = loop.engine
             if action == "engine":
                 loop.make_engine(call)
+            elif action == "free":
+                loop.drop_idle()
             elif action == "batch":
                 [batch] = values
                 _run_batch(engine.runner, batch, loop.grammars, decode)
@@ -121,7 +126,7 @@ def run_worker(call: Call, decode: Decode | None = None) -> Any:
 
 
 def _run_batch(runner: Runner, batch: Batch, grammars: WorkerMatchers | None, decode: Decode | None) -> None:
-    assert grammars is not None or not batch.masked, "no target whose grammars a worker could follow"
+    assert grammars is not None or not batch.masked, "workers of given engines support no grammars"
     runner.launch(batch, decode, matchers=None if grammars is None else grammars.begin(batch))
     if grammars is not None and batch.masked:
         grammars.end(batch, runner.collect().tokens)

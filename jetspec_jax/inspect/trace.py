@@ -31,7 +31,7 @@ from jetspec_jax.engine.programs import Kind
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.round_kinds import decoder_for
-from jetspec_jax.engine.worker import Steps
+from jetspec_jax.engine.worker import SharedRequest, in_all_processes
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import NO_PARENT, ROOT_INDEX, Auto, Hints, TokenTree, algorithm_of
 from pallas_kernels import shards
@@ -88,7 +88,7 @@ class Trace(Iterator[RoundTrace]):
         self._engine: Engine | None = engine
         self._seen: deque[_Seen] = deque()
         self._decoder = decoder_for(engine.plan.decoder, Kind.of(request.params))
-        self._steps = Steps(loop.mesh, request)
+        self._shared = SharedRequest(loop.mesh, request)
         engine.admit(request)
 
     def __next__(self) -> RoundTrace:
@@ -97,7 +97,7 @@ class Trace(Iterator[RoundTrace]):
         if engine is not None:
             # Workers run the rounds of this engine, and not of the loop's.
             call = Call(EngineLoop(self._loop.mesh, engine))
-            found = self._steps.take(call, functools.partial(self._round, engine), self._decode)
+            found = self._shared.run(call, functools.partial(self._round, engine), self._decode)
             self._seen.clear()
         if found is None:
             self.close()
@@ -187,9 +187,12 @@ def trace_rounds(
     )
     weights = DecodeWeights(target.weights, proposer_weights if head is None else head.weights)
     loop = loop_for(target)
-    idle = loop.engine
-    if idle is not None and not idle.plan.persistent:
-        loop.free()  # so that two sets of stores do not coexist
+
+    def make_room() -> None:
+        if loop.engine is not None and not loop.engine.plan.persistent:
+            loop.free()  # so that two sets of stores do not coexist
+
+    in_all_processes(Call(loop), "room for a trace", make_room)
     engine = loop.run(functools.partial(Engine, plan, weights, overlapped=False))
     return Trace(loop, engine, request, target.tokenizer)
 

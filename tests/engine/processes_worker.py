@@ -234,6 +234,7 @@ def turns(mesh):
         if turn == 1:
             found = np.asarray(logits(target, [PROMPT]))[0, -1].argmax()
             pieces.append(next(three))
+            _, seen = traced(target, head, GREEDY)  # beside the streams' engine, which it must leave alone
             other = generate_tree(target, head, [PROMPT], GREEDY, budget=8, width=2)[0].token_ids
     three.close()
     if is_first():
@@ -242,7 +243,14 @@ def turns(mesh):
     assert one is None or list(one) == []
     completion = two.completion.token_ids
     again = llm.generate([PROMPT], GREEDY)[0].token_ids
-    return {"pieces": pieces, "found": int(found), "other": other, "two": completion, "again": again}
+    return {
+        "seen": seen,
+        "pieces": pieces,
+        "found": int(found),
+        "other": other,
+        "two": completion,
+        "again": again,
+    }
 
 
 def looking(mesh):

@@ -206,7 +206,7 @@ def test_streams_are_read_in_turns(run, tmp_path):
     [second] = generate(target, [[*PROMPT, 1]], GREEDY)
     first, other = results(processes, tmp_path)
     assert first == other
-    assert first["again"] == first["other"] == tokens
+    assert first["again"] == first["other"] == first["seen"] == tokens
     assert first["found"] == tokens[0]
     assert first["two"] == second.token_ids
     assert second.text.endswith(first["pieces"][-1])

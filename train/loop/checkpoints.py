@@ -217,8 +217,7 @@ class _Manager(ocp.CheckpointManager):
         if not read_only and jax.process_index() == 0:
             # Orbax does this in a thread, which fails if an interrupted writer still removes the same folder.
             for left in folder.glob(f"*{_UNFINISHED}*"):
-                with contextlib.suppress(FileNotFoundError):
-                    shutil.rmtree(left)
+                shutil.rmtree(left, ignore_errors=True)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=2,
             create=not read_only,
