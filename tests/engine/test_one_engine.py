@@ -107,6 +107,7 @@ def test_an_engine_is_freed_with_its_target(head):
     target = random_target(CONFIG, 0)
     generate_tree(target, head, [PROMPT], SHORT, **TREE)
     engine, weights = weakref.ref(loop_for(target).engine), weakref.ref(target.weights["embed_tokens"])
+    loop_for(target).settle()  # its thread, which uses both, ends a moment after the call
     del target
     gc.collect()
     assert engine() is weights() is None
