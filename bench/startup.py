@@ -66,8 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
     stages = dict.fromkeys(_STAGES, 0.0)
 
     def add_up(event: str, duration_secs: float, **_: Any) -> None:
-        for name, own in _STAGES.items():
-            stages[name] += duration_secs if event == own else 0.0
+        for name, stage in _STAGES.items():
+            stages[name] += duration_secs if event == stage else 0.0
 
     llm = _llm(arguments)
     jax.monitoring.register_event_duration_secs_listener(add_up)

@@ -1,4 +1,4 @@
-"""``python -m bench startup``: the order of a start's events, and what is refused."""
+"""``python -m bench startup``: the order of a start's events, and refusals."""
 
 import json
 

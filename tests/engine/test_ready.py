@@ -451,7 +451,7 @@ def test_pages_that_are_lent_are_the_free_ones():
     assert pool.num_used == 1
     pool.free(pages)
     with pool.lent() as lent:
-        assert lent == [1], "no page is free: the one that would be evicted next"
+        assert lent == [1], "the page that would be evicted next, as none is free"
         assert pool.num_used == 0, "of requests"
     pool.check([])
     assert pool.find([b"a", b"b"]) == [0]
