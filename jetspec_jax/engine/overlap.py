@@ -1,4 +1,6 @@
-"""Whether an engine overlaps rounds: the host launches the next one while the device runs the one before.
+"""Chooses between loops of rounds on the device, and overlapped rounds.
+
+Rounds overlap if the host launches one while the device runs the one before.
 
 A loop of rounds on the device waits in its launch, so one batch is in flight, and only many rounds hide the
 cost of a launch. A program of one round does not wait: two batches are in flight, and results are fetched one

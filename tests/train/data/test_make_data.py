@@ -92,6 +92,12 @@ class TestRegenerate:
         shards = make(made, target, prompts).shards
         assert sum(shard.ended or 0 for shard in shards) == ended
 
+    def test_a_target_of_several_processes_is_refused(self, target, prompts, tmp_path, monkeypatch):
+        monkeypatch.setattr(regenerate, "spans", lambda mesh: True)
+        with pytest.raises(ValueError, match="regenerate in one process"):
+            make(tmp_path, target, prompts)
+        assert list(tmp_path.glob("*.array_record")) == []
+
     def test_every_document_has_noise_of_its_own(self, target, tmp_path):
         same = Prompts([np.array([9], np.int32)] * 4, [SamplingParams(temperature=1.0, max_tokens=8)] * 4)
         make(tmp_path, target, same)
