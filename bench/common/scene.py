@@ -6,6 +6,7 @@ Shapes: B slots, S committed tokens, P pages, T pages per slot.
 """
 
 import functools
+import zlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from jetspec_jax.device.partition import parameter_specs, spread
 from jetspec_jax.engine.size import pages_for
 from jetspec_jax.models import Weights, abstract, weights_of
 from jetspec_jax.models.quantized import SCALES
+from pallas_kernels.mxfp4 import BLOCK, Mxfp4
 from pallas_kernels.quantized import FP8
 
 # More tokens than any run emits: no slot may stop while rounds are timed.
@@ -39,7 +41,9 @@ def random_weights(
     *,
     placed: Any = None,
 ) -> Weights:
-    """Parameters of a model: normal with deviation 0.02, norms and scales 1; each device makes its shards.
+    """Parameters of a model: normal with deviation 0.02, norms 1; each device makes its shards.
+
+    The formats of a model's weights differ in nothing else: all parameters that are stored alike are equal.
 
     Args:
         config: The model.
@@ -56,11 +60,8 @@ def random_weights(
     def ones(path: tuple[Any, ...], value: Array) -> Array:
         # Biases of 1 would dominate every token's activations, and all tokens would choose the same experts.
         name = jax.tree_util.keystr(path[-1:], simple=True)
-        if name == SCALES:
-            # MXFP4's scale is an exponent, here 2**-7, and its values are about 3. FP8's values have a
-            # standard deviation of 1.
-            small = 120 if value.dtype == jnp.uint8 else 0.02
-            return jnp.full_like(value, small, device=value.sharding)
+        if name == SCALES and value.dtype != jnp.uint8:  # of FP8, whose values have a deviation of 1
+            return jnp.full_like(value, 0.02, device=value.sharding)
         return jnp.ones_like(value) if value.ndim == 1 and not name.endswith(("bias", "sinks")) else value
 
     return jax.tree_util.tree_map_with_path(ones, normal)
@@ -155,25 +156,30 @@ class Scene:
 
 
 def _random_like(shapes: Any, seed: int, scale: float, placed: Any = None) -> Any:
-    """Normal values for floating leaves, random bytes for uint8, zeros for others, with the given shardings.
+    """Normal values for floating leaves and in MXFP4, zeros for others, with the given shardings.
 
     Leaves are made one at a time: a few small programs serve a whole model, and memory holds the random bits
-    of one leaf only.
+    of one leaf only. Their keys depend on their paths, those of an MXFP4 matrix on the matrix's path.
     """
-    leaves, tree = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
     where = [None] * len(leaves) if placed is None else jax.tree.leaves(placed)
 
-    def random(key: Array, leaf: Any, sharding: Sharding | None) -> Array:
-        if leaf.dtype == jnp.uint8:
-            return _bytes(leaf.shape, sharding)(key)
+    def random(path: tuple[Any, ...], leaf: Any, sharding: Sharding | None) -> Array:
+        packed = leaf.dtype == jnp.uint8
+        name = jax.tree_util.keystr(path[:-1] if packed else path)
+        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
+        if packed:
+            part = jax.tree_util.keystr(path[-1:], simple=True)
+            return _packed(leaf.shape, part, sharding)(key, jnp.float32(scale))
         if leaf.dtype == FP8:
             return _normal(leaf.shape, leaf.dtype, sharding)(key, jnp.float32(1))
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             return _normal(leaf.shape, leaf.dtype, sharding)(key, jnp.asarray(scale, leaf.dtype))
         return jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
 
-    return jax.tree.unflatten(tree, [random(*each) for each in zip(keys, leaves, where, strict=True)])
+    return jax.tree.unflatten(
+        tree, [random(path, leaf, own) for (path, leaf), own in zip(leaves, where, strict=True)]
+    )
 
 
 @functools.cache
@@ -188,6 +194,13 @@ def _normal(shape: tuple[int, ...], dtype: jnp.dtype, where: Sharding | None) ->
 
 
 @functools.cache
-def _bytes(shape: tuple[int, ...], where: Sharding | None) -> Any:
-    """A program that makes an array of random bytes, each device its shard."""
-    return jax.jit(lambda key: jax.random.bits(key, shape, jnp.uint8), out_shardings=where)
+def _packed(shape: tuple[int, ...], part: str, where: Sharding | None) -> Any:
+    """A program that makes the values or the scales of normal numbers in MXFP4."""
+    blocks = shape if part == SCALES else shape[:-1]
+
+    def make(key: Array, scale: Array) -> Array:
+        normal = scale * jax.random.normal(key, (*blocks[:-1], blocks[-1] * BLOCK))
+        packed = Mxfp4.of(normal, axis=normal.ndim - 1)
+        return packed.scales if part == SCALES else packed.values
+
+    return jax.jit(make, out_shardings=where)

@@ -2,7 +2,9 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from bench.common.floors import Ceilings, Work
@@ -15,6 +17,7 @@ from jetspec_jax.config import Experts, LayerConfig, check_head_fits, parse_mode
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.models import kept_packed
 from pallas_kernels.expert_choice import RouterRule
+from pallas_kernels.mxfp4 import Mxfp4
 from pallas_kernels.quantized import FP8
 from tests.decode.tiny import TINY, head_config, with_mlp, with_windows
 from tests.loading.test_gpt_oss import TINY as GPT_OSS
@@ -92,8 +95,10 @@ def test_random_weights_are_stored_as_they_are_said_to_be():
     packed = random_weights(kept_packed(parse_model_config(GPT_OSS)), jnp.dtype(jnp.float32), 0)
     own = packed["layers"][1]["mlp"]["experts"]["down_proj"]
     assert own["values"].dtype == own["scales"].dtype == jnp.uint8
-    assert (own["scales"] == 120).all()
-    assert own["values"].astype(jnp.float32).std() > 50
+    assert 0.01 < Mxfp4(own["values"], own["scales"], 1).widened(jnp.dtype(jnp.float32)).std() < 0.03
+    plain = random_weights(parse_model_config(GPT_OSS), jnp.dtype(jnp.float32), 0)
+    ours, theirs = (weights["layers"][1]["mlp"]["router"] for weights in (packed, plain))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
     with pytest.raises(ValueError, match="--weights mxfp4: no parameter of a qwen3 can have that format"):
         stored_as(SMALL, "mxfp4")
 
