@@ -4,7 +4,6 @@ JAX keeps what it compiles so, and a later call with arrays of these shapes and 
 """
 
 import atexit
-import threading
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -21,10 +20,8 @@ from jetspec_jax.device.thread_config import configured, thread_config
 from jetspec_jax.engine.compiler import end_all
 from jetspec_jax.engine.programs import KINDS, PREFILL, SCORES, Kind, Program
 from jetspec_jax.engine.round_kinds import decoder_for
+from jetspec_jax.engine.tracing import TRACING
 
-#: Held while a program is traced and lowered. Both hold the interpreter: more threads would be no faster, and
-#: the engine's thread would wait for each of them.
-TRACING = threading.Lock()
 # JAX is already imported, so its own exit functions run after this one.
 atexit.register(end_all)
 

@@ -25,7 +25,7 @@ from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.constrained import run_constrained
 from jetspec_jax.engine.known_costs import known_costs, learn_costs
-from jetspec_jax.engine.lowering import TRACING, Lowering
+from jetspec_jax.engine.lowering import Lowering
 from jetspec_jax.engine.memory import empty_snapshots, empty_state
 from jetspec_jax.engine.overlap import LaunchTimes
 from jetspec_jax.engine.planning import EnginePlan
@@ -49,6 +49,7 @@ from jetspec_jax.engine.round_costs import (
     timed_contexts,
 )
 from jetspec_jax.engine.round_kinds import PromptScores, concatenated, decoder_for, set_adjustments
+from jetspec_jax.engine.tracing import TRACING
 from jetspec_jax.progress import waiting
 from jetspec_jax.sampling.grammar import Matcher
 
@@ -169,6 +170,7 @@ class Runner:
             live = self._live(batch.live)
             constrained = functools.partial(run_constrained, decoder, matchers) if matchers else None
             run = decode or constrained or decoder.decode
+            TRACING.launched()
             with self._compiling(rounds):
                 self.state, records = run(self.weights, self.state, np.int32(batch.rounds), *live)
         last = jnp.copy(self.state.active) if records is None else None
@@ -358,7 +360,7 @@ class Runner:
         try:
             shape, context = (live, min(self.decoders)), min(64, self.size.capacity // 4)
             self._time(shape, context, 1)  # may compile
-            with TRACING:  # another engine's would hold the interpreter
+            with TRACING.lock:  # another engine's would hold the interpreter
                 launched, seconds = self._time(shape, context, _TIMED_LAUNCHES)
         finally:
             self.overlapped = False
