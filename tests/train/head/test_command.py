@@ -276,9 +276,9 @@ def test_fine_tuning_refuses_a_beginning_before_it_makes_documents(
     folder, plain_head, tmp_path, monkeypatch, capsys, change, complaint
 ):
     monkeypatch.setattr(head_command, "make_data", None)
-    given = ["finetune", "--target", str(folder / "target"), "--work", str(tmp_path), "--prompts", "log.jsonl"]
-    recipe = ["--recipe", "selector", "--set", change]
-    assert main([*given, *recipe, "--draft-head", str(plain_head)]) == 2
+    pair = ["--target", str(folder / "target"), "--draft-head", str(plain_head)]
+    given = ["finetune", *pair, "--work", str(tmp_path), "--prompts", "log.jsonl"]
+    assert main([*given, "--recipe", "selector", "--set", change]) == 2
     assert complaint in capsys.readouterr().err
 
 
