@@ -5,10 +5,11 @@ import json
 import jax
 import pytest
 
-from jetspec_jax import LLM, SamplingParams, generate, generate_tree
+from jetspec_jax import LLM, SamplingParams, generate, generate_tree, load_draft_head
 from jetspec_jax.decode.settings import TreeSettings, serving_algorithm
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_PROMPTS, DEMO_TARGET
 from jetspec_jax.llm import PLAIN_NOTICE
+from train.head.export import export_head
 
 MESSAGES = [{"role": "user", "content": "def read_lines(path):"}]
 
@@ -118,6 +119,14 @@ def test_settings_are_checked_also_without_a_head():
         LLM(DEMO_TARGET, budget=500)
 
 
+@pytest.fixture(scope="class")
+def plain_head(llm, tmp_path_factory):
+    """The demo's head without its selector."""
+    folder = tmp_path_factory.mktemp("plain") / "head"
+    export_head("demo", folder, "jetspec", without_selector=True)
+    return load_draft_head(folder, target=llm.target)
+
+
 class TestWithoutATreeThatIsNamed:
     """On a CPU."""
 
@@ -135,12 +144,15 @@ class TestWithoutATreeThatIsNamed:
         assert set(completion.accept_lengths) == {1}
         assert [one.message for one in caplog.records if "decoding plainly" in one.message] == [PLAIN_NOTICE]
 
-    def test_any_setting_of_a_tree_asks_for_trees(self, llm):
-        for settings in (
-            *({"budget": 16}, {"width": 3}, {"depth": 4}, {"candidates": 9}, {"algorithm": "accum_logp"}),
-            {"budget": 128},
-        ):
-            assert LLM(llm.target, llm.draft_head, **settings).settings == TreeSettings(**settings)
+    def test_any_setting_of_a_tree_asks_for_trees(self, llm, plain_head):
+        settings = {"budget": 16}, {"width": 3}, {"depth": 4}, {"candidates": 9}, {"algorithm": "accum_logp"}
+        for given in (*settings, {"budget": 128}):
+            assert LLM(llm.target, plain_head, **given).settings == TreeSettings(**given)
+            # The selector's candidates are the default: of the width too, up to the algorithm's.
+            chosen = {"candidates": 16, "width": 7 if "algorithm" in given else 16, **given}
+            if "candidates" in given:
+                del chosen["width"]
+            assert LLM(llm.target, llm.draft_head, **given).settings == TreeSettings(**chosen)
         assert LLM(llm.target, llm.draft_head, budget=1).settings.budget == 1
 
     def test_a_server_chooses_sizes_itself_on_a_gpu_alone(self, monkeypatch):
@@ -148,9 +160,10 @@ class TestWithoutATreeThatIsNamed:
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         assert serving_algorithm() == "auto"
 
-    def test_another_device_gets_the_default_tree(self, llm, monkeypatch):
+    def test_another_device_gets_the_default_tree(self, llm, plain_head, monkeypatch):
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        assert LLM(llm.target, llm.draft_head).settings == TreeSettings()
+        assert LLM(llm.target, plain_head).settings == TreeSettings()
+        assert LLM(llm.target, llm.draft_head).settings == TreeSettings(width=16, candidates=16)
 
 
 def test_the_pair_is_small():

@@ -13,6 +13,7 @@ from train.data.documents import Documents
 from train.data.manifest import DocumentsManifest
 from train.head import command as head_command
 from train.head.command import NOT_IMPROVED
+from train.head.export import export_head
 from train.loop.log import read_log
 
 RECIPE = """
@@ -54,6 +55,14 @@ def folder(tmp_path_factory):
     lines = [{"messages": [{"role": "user", "content": f"print {i}"}]} for i in range(8)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "tiny.toml").write_text(RECIPE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain_head(tmp_path_factory):
+    """The folder of the demo's head without its selector."""
+    folder = tmp_path_factory.mktemp("plain") / "head"
+    export_head("demo", folder, "jetspec", without_selector=True)
     return folder
 
 
@@ -225,7 +234,7 @@ def test_a_run_s_best_head_can_be_written_at_any_time(trained, folder, tmp_path,
     assert "holds no recipe.json" in capsys.readouterr().err
 
 
-def test_fine_tuning_on_the_answers_of_a_log_generates_nothing(folder, tmp_path, monkeypatch):
+def test_fine_tuning_on_the_answers_of_a_log_generates_nothing(folder, plain_head, tmp_path, monkeypatch):
     asked = {}
 
     def keep(*_, **settings):
@@ -233,8 +242,9 @@ def test_fine_tuning_on_the_answers_of_a_log_generates_nothing(folder, tmp_path,
         raise ValueError("enough")
 
     monkeypatch.setattr(head_command, "make_data", keep)
-    given = ["finetune", "--target", str(folder / "target"), "--draft-head", "demo", "--work", str(tmp_path)]
-    for mode, head in (("corpus", None), ("regenerate", "demo")):
+    pair = ["--target", str(folder / "target"), "--draft-head", str(plain_head)]
+    given = ["finetune", *pair, "--work", str(tmp_path)]
+    for mode, head in (("corpus", None), ("regenerate", str(plain_head))):
         assert main([*given, "--prompts", "log.jsonl", "--mode", mode, "--turns", "every"]) == 2
         assert (asked["mode"], asked["draft_head"], asked["turns"]) == (mode, head, "every")
 
@@ -258,16 +268,33 @@ def test_a_cache_that_holds_nothing_is_refused_before_anything_is_made(folder, t
     ("change", "complaint"),
     [
         ("selector.rank=0", "selector.rank must lie in 1.."),
-        ("selector.existing=replace", "demo/draft_head has no selector to replace"),
+        ("selector.existing=replace", "has no selector to replace"),
         ("head.layers=2", "a head that starts from a checkpoint keeps its settings; unset layers"),
     ],
 )
 def test_fine_tuning_refuses_a_beginning_before_it_makes_documents(
-    folder, tmp_path, monkeypatch, capsys, change, complaint
+    folder, plain_head, tmp_path, monkeypatch, capsys, change, complaint
+):
+    monkeypatch.setattr(head_command, "make_data", None)
+    pair = ["--target", str(folder / "target"), "--draft-head", str(plain_head)]
+    given = ["finetune", *pair, "--work", str(tmp_path), "--prompts", "log.jsonl"]
+    assert main([*given, "--recipe", "selector", "--set", change]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "complaint"),
+    [
+        ("selector", "demo/draft_head has a selector already, of rank 32"),
+        ("finetune", "demo/draft_head has a selector, which the recipe does not train"),
+    ],
+)
+def test_fine_tuning_refuses_a_head_with_a_selector_unless_told_what_to_do_with_it(
+    folder, tmp_path, monkeypatch, capsys, recipe, complaint
 ):
     monkeypatch.setattr(head_command, "make_data", None)
     given = ["finetune", "--target", str(folder / "target"), "--draft-head", "demo", "--work", str(tmp_path)]
-    assert main([*given, "--prompts", "log.jsonl", "--recipe", "selector", "--set", change]) == 2
+    assert main([*given, "--prompts", "log.jsonl", "--recipe", recipe]) == 2
     assert complaint in capsys.readouterr().err
 
 
