@@ -1,7 +1,7 @@
 """One of several processes that decode together: ``python -m tests.engine.processes_worker SETTINGS``.
 
-Keys of the settings, in JSON: "process" as ``[index, count, port]``, "case" as the name of a function below,
-and "out", a file for what that returns.
+Keys of the settings, in JSON: "process" as ``[index, count, port]``, "cases" as names of functions below, in
+the order in which they run, and "out", a file for their results by name.
 """
 
 import asyncio
@@ -81,10 +81,15 @@ def stopping(text):
 
 def together(mesh):
     """All that should be the same in all processes."""
-    admission.draw_seed = lambda: DRAWN + jax.process_index()
-    if not is_first():  # a clock that stands still would be noticed
-        runner.time = types.SimpleNamespace(perf_counter=lambda: 0.0)
-    target, head = pair(mesh)
+    still = types.SimpleNamespace(perf_counter=lambda: 0.0)  # a clock whose use would be noticed
+    with (
+        mock.patch.object(admission, "draw_seed", return_value=DRAWN + jax.process_index()),
+        contextlib.nullcontext() if is_first() else mock.patch.object(runner, "time", still),
+    ):
+        return _together(*pair(mesh))
+
+
+def _together(target, head):
     found = {
         "greedy": decoded(target, head, GREEDY),
         "drawn": decoded(target, head, SAMPLED),
@@ -182,9 +187,10 @@ def no_device(mesh):
 def memory_verdict(mesh):
     """Process 1 has less room than it needs, process 0 has much."""
     target, head = pair(mesh)
-    memory.free_bytes = lambda *_: 1000 if jax.process_index() else 10**12
+    free = 10**12 if is_first() else 1000
     try:
-        decoded(target, head, GREEDY)
+        with mock.patch.object(memory, "free_bytes", return_value=free):
+            decoded(target, head, GREEDY)
     except memory.DeviceMemoryError as error:
         return str(error)
 
@@ -306,11 +312,11 @@ def asked(count=20):
     ]
 
 
+@mock.patch.multiple(round_costs, REPEATS=1, DISPATCH_SECONDS=0.0)
 def led(mesh):
     """Process 0 serves what comes, the other follows; before and after both make calls together."""
     target, head = pair(mesh, with_windows(TINY, None))
     before = decoded(target, head, GREEDY)
-    round_costs.REPEATS, round_costs.DISPATCH_SECONDS = 1, 0.0
     llm = AsyncLLM(target, head, max_slots=4, algorithm="top_nodes", **TREES)
     if not is_first():
         try:
@@ -361,12 +367,12 @@ def of_forms(mesh=None):
     return placed(target, random_head(config, 4), mesh), prompts, params
 
 
+@mock.patch.multiple(round_costs, REPEATS=1, DISPATCH_SECONDS=0.0)
 def forms(mesh):
     """Calls of both processes, and then the first serves."""
     (target, head), prompts, params = of_forms(mesh)
     made = generate_tree(target, head, prompts, params, **TREES)
     together = [completion.token_ids for completion in made]
-    round_costs.REPEATS, round_costs.DISPATCH_SECONDS = 1, 0.0
     llm = AsyncLLM(target, head, max_slots=4, algorithm="top_nodes", **TREES)
     if not is_first():
         llm.follow()
@@ -385,9 +391,9 @@ def forms(mesh):
     return {"together": together, "got": asyncio.run(run())}
 
 
+@mock.patch.multiple(round_costs, REPEATS=1, DISPATCH_SECONDS=0.0)
 def led_astray(mesh):
     """Process 0 fails while it serves."""
-    round_costs.REPEATS, round_costs.DISPATCH_SECONDS = 1, 0.0
     llm = AsyncLLM(*pair(mesh), max_slots=1, algorithm="top_nodes", **TREES)
     if not is_first():
         llm.follow()
@@ -413,7 +419,9 @@ def main(settings):
     index, count, port = settings["process"]
     join_processes(f"127.0.0.1:{port}", count, index)
     mesh, out = make_mesh(2 * count), Path(settings["out"])
-    found = cache(mesh, out) if settings["case"] == "cache" else globals()[settings["case"]](mesh)
+    found = {
+        case: cache(mesh, out) if case == "cache" else globals()[case](mesh) for case in settings["cases"]
+    }
     out.write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -1,5 +1,6 @@
 """Two processes with two devices each, which share one model: what they decode, and how they end."""
 
+import contextlib
 import json
 import os
 import re
@@ -29,9 +30,27 @@ from tests.engine.processes_worker import (
 )
 from tests.events import PATIENCE
 
+#: The worker's cases after which its processes can run another case.
+RETURNING = ["together", "led", "forms", "unlike", "memory_verdict", "recovering", "turns", "looking"]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """By the name of a returning case, its results in both processes: one group runs all of these cases."""
+    folder = tmp_path_factory.mktemp("found")
+    with starting() as start:
+        both = results(start(cases(folder, *RETURNING)), folder)
+    return {case: [own[case] for own in both] for case in RETURNING}
+
 
 @pytest.fixture
 def start():
+    with starting() as begin:
+        yield begin
+
+
+@contextlib.contextmanager
+def starting():
     """Starts two processes, each with the arguments that a function of its number and a port gives."""
     started = []
 
@@ -45,30 +64,35 @@ def start():
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "JAX_NUM_CPU_DEVICES": "2"},
+                # Commands compile without optimisations, as the tests do.
+                env={**os.environ, "JAX_NUM_CPU_DEVICES": "2", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"},
             )
             started.append(process)
         return started[-2:]
 
-    yield begin
-    for process in started:
-        process.kill()
-        process.communicate()
+    try:
+        yield begin
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def cases(folder, *names):
+    """Arguments of the worker's processes for cases; they write ``0.json`` and ``1.json``."""
+
+    def arguments(index, port):
+        out = str(folder / f"{index}.json")
+        settings = {"process": [index, 2, port], "cases": names, "out": out}
+        return ["tests.engine.processes_worker", json.dumps(settings)]
+
+    return arguments
 
 
 @pytest.fixture
 def run(start, tmp_path):
-    """Starts processes of a case of the worker; they write ``0.json`` and ``1.json``."""
-
-    def begin(case):
-        def arguments(index, port):
-            out = str(tmp_path / f"{index}.json")
-            settings = {"process": [index, 2, port], "case": case, "out": out}
-            return ["tests.engine.processes_worker", json.dumps(settings)]
-
-        return start(arguments)
-
-    return begin
+    """Starts processes of one case of the worker."""
+    return lambda case: start(cases(tmp_path, case))
 
 
 @pytest.fixture
@@ -104,17 +128,16 @@ def listed(found):
 
 
 @pytest.mark.wide
-def test_processes_decode_as_one_device_does(run, tmp_path):
+def test_processes_decode_as_one_device_does(found):
     """Tokens, seeds that are drawn, budgets that clocks choose, stop strings, streams that one closes."""
-    processes = run("together")
     target, head = pair()
     greedy, sizes = listed(decoded(target, head, GREEDY))
     sampled, _ = decoded(target, head, type(SAMPLED)(**{**vars(SAMPLED), "seed": DRAWN}))
     stop, _ = decoded(target, head, stopping(target.tokenizer.decode(greedy)))
-    first, other = results(processes, tmp_path)
+    first, other = found["together"]
     # The stream of the other process ended where the first closed its own.
-    assert other.pop("completion") is None
-    assert first == other
+    assert "completion" not in first
+    assert other == {**first, "completion": None}
     assert first["greedy"] == [greedy, sizes]
     assert first["auto"][0] == greedy
     assert first["drawn"][0] == first["again"][0] == sampled != greedy
@@ -125,12 +148,11 @@ def test_processes_decode_as_one_device_does(run, tmp_path):
 
 
 @pytest.mark.wide
-def test_the_first_process_serves_what_comes(run, tmp_path):
+def test_the_first_process_serves_what_comes(found):
     """Requests of all kinds, some cancelled; and calls of both processes before and after."""
-    processes = run("led")
     target, _ = pair(config=with_windows(TINY, None))
     alone = [generate(target, [prompt], params)[0].token_ids for prompt, params, _ in asked()]
-    first, other = results(processes, tmp_path)
+    first, other = found["led"]
     assert other["refused"].startswith("requests go to process 0")
     assert first["before"] == first["again"] == other["before"] == other["again"]
     assert first["hits"] > 0
@@ -140,14 +162,13 @@ def test_the_first_process_serves_what_comes(run, tmp_path):
 
 
 @pytest.mark.wide
-def test_grammars_are_followed_by_all(run, tmp_path):
+def test_grammars_are_followed_by_all(found):
     """In calls of both processes, and in requests that the first serves beside others."""
-    processes = run("forms")
     (target, _), prompts, params = of_forms()
     alone = [
         generate(target, [prompt], own)[0].token_ids for prompt, own in zip(prompts, params, strict=True)
     ]
-    first, other = results(processes, tmp_path)
+    first, other = found["forms"]
     assert first["together"] == other["together"] == first["got"] == alone
 
 
@@ -159,8 +180,8 @@ def test_an_error_of_the_first_process_ends_those_that_follow(run):
 
 
 @pytest.mark.wide
-def test_what_differs_is_named_in_all_processes(run, tmp_path):
-    first, other = results(run("unlike"), tmp_path)
+def test_what_differs_is_named_in_all_processes(found):
+    first, other = found["unlike"]
     assert first | {"one": ""} == other | {"one": ""}
     assert "the target's config of process 0 and process 1" in first["config"]
     assert "the settings of the trees" in first["settings"]
@@ -178,17 +199,16 @@ def test_other_calls_are_an_error_and_no_hang(run):
 
 
 @pytest.mark.wide
-def test_the_fullest_process_decides(run, tmp_path):
-    first, other = results(run("memory_verdict"), tmp_path)
+def test_the_fullest_process_decides(found):
+    first, other = found["memory_verdict"]
     assert first == other
     assert re.match(r"too little memory on each of 4 x cpu: .* needed, 0\.00 GiB free on the fullest", first)
 
 
 @pytest.mark.wide
-def test_an_error_of_a_call_reaches_all_and_the_next_call_works(run, tmp_path):
-    processes = run("recovering")
+def test_an_error_of_a_call_reaches_all_and_the_next_call_works(found):
     tokens, _ = listed(decoded(*pair(), GREEDY))
-    first, other = results(processes, tmp_path)
+    first, other = found["recovering"]
     (bar, _), (room, _), (division, _) = first
     assert bar == "ZeroDivisionError: a mistake in a bar"
     assert room.startswith("DeviceMemoryError: too little memory on each of 4 x cpu")
@@ -199,12 +219,11 @@ def test_an_error_of_a_call_reaches_all_and_the_next_call_works(run, tmp_path):
 
 
 @pytest.mark.wide
-def test_streams_are_read_in_turns(run, tmp_path):
-    processes = run("turns")
+def test_streams_are_read_in_turns(found):
     target, head = pair()
     tokens, _ = listed(decoded(target, head, GREEDY))
     [second] = generate(target, [[*PROMPT, 1]], GREEDY)
-    first, other = results(processes, tmp_path)
+    first, other = found["turns"]
     assert first == other
     assert first["again"] == first["other"] == first["seen"] == tokens
     assert first["found"] == tokens[0]
@@ -213,17 +232,16 @@ def test_streams_are_read_in_turns(run, tmp_path):
 
 
 @pytest.mark.wide
-def test_what_looks_inside(run, tmp_path):
-    processes = run("looking")
+def test_what_looks_inside(found):
     target, head = pair()
     rounds, ids = listed(traced(target, head, GREEDY))
     whole = np.asarray(logits(target, [PROMPT]))
-    for found in results(processes, tmp_path):
-        np.testing.assert_allclose(found["logits"], whole, atol=1e-4)
-        np.testing.assert_allclose(found["last"], whole[:, -1:], atol=1e-4)
-        assert (found["rounds"], found["ids"]) == (rounds, ids)
-        assert found["again"] == ids
-        assert found["left"] == 0
+    for own in found["looking"]:
+        np.testing.assert_allclose(own["logits"], whole, atol=1e-4)
+        np.testing.assert_allclose(own["last"], whole[:, -1:], atol=1e-4)
+        assert (own["rounds"], own["ids"]) == (rounds, ids)
+        assert own["again"] == ids
+        assert own["left"] == 0
 
 
 @pytest.mark.wide
@@ -257,8 +275,8 @@ def test_all_end_with_one(run, case, codes, sentence):
 
 @pytest.mark.wide
 def test_programs_are_kept_where_all_see_the_folder(run, tmp_path):
-    found = results(run("cache"), tmp_path)
-    assert found == [[str(tmp_path / "shared"), None]] * 2
+    both = [own["cache"] for own in results(run("cache"), tmp_path)]
+    assert both == [[str(tmp_path / "shared"), None]] * 2
 
 
 @pytest.mark.wide

@@ -93,8 +93,7 @@ def test_kills_at_random_moments_change_nothing(data, tmp_path):
             break
         unfinished += unfinished_in(killed)
     assert unfinished
-    for work in (killed, whole):
-        wait(start(data, [(work, changes)]))
+    wait(start(data, [(killed, changes), (whole, changes)]))
     assert len(losses(killed)) == 60
     assert records(killed) == records(whole)
     for name in ("draft_head/model.safetensors", "draft_head/config.json", "evaluation.json", "recipe.json"):
@@ -217,7 +216,9 @@ def shared(tmp_path_factory, data):
         "1x1x2x2": {"mixture": True, **decoding},
         "1x1x1x4": {"head": {"start": "target"}, **decoding},
     }
-    train(data, [(base / "whole" / name, changes) for name, changes in runs.items()])
+    whole = {name: changes for name, changes in runs.items() if name != "1x2x1x2"}
+    train(data, [(base / "whole" / name, changes) for name, changes in whole.items()])
+    (base / "whole" / "1x2x1x2").symlink_to("2x1x1x2")  # on one device these two are the same run
     axes = ("data", "fsdp", "expert", "tensor")
     meshes = {name: dict(zip(axes, map(int, name.split("x")), strict=True)) for name in runs}
     own = [(base / name, {"mesh": meshes[name], **changes}) for name, changes in runs.items()]
