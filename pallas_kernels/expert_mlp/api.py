@@ -10,7 +10,6 @@ from pallas_kernels.activation import Activation
 from pallas_kernels.checks import FLOATS, refuse, wrong_arrays
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.expert_mlp import pallas_triton, reference
-from pallas_kernels.weight_tiles import stored_of
 from pallas_kernels.weights import Narrow, expected_weights
 
 
@@ -58,8 +57,7 @@ def expert_mlp(
         activation: between the two products.
         gate_up_bias: of any floating type, or none.
         down_bias: of any floating type, or none.
-        implementation: one of `implementations()`; None picks the best for the case, of experts in FP8 "xla":
-            the kernel reads them too, but was not measured with them.
+        implementation: one of `implementations()`; None picks the best for the case.
 
     Raises:
         ValueError: an argument is misshapen or of the wrong dtype (all of them are listed), or there is no
@@ -84,6 +82,4 @@ def expert_mlp(
         empty=False,
     )
     refuse("expert_mlp", wrong)
-    if implementation is None and not {stored_of(gate_up), stored_of(down)} <= pallas_triton.MEASURED:
-        implementation = "xla"
     return OPERATION.choose(implementation, *arrays)(*arrays, activation=activation)

@@ -44,8 +44,6 @@ from pallas_kernels.weight_tiles import (
 )
 from pallas_kernels.weights import Narrow
 
-#: The formats of weights that this was measured with on a GPU, and is taken for by default.
-MEASURED = frozenset({"plain", "mxfp4"})
 # Of the table in which a program looks up the rows of a block: tokens of a chunk times rows.
 _TABLE = 4096
 
