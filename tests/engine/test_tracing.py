@@ -1,4 +1,4 @@
-"""Who traces programs leaves the interpreter to engines that decode, half of the time."""
+"""A thread that traces programs leaves the interpreter to engines that decode half of the time."""
 
 import pytest
 
