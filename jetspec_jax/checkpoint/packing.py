@@ -16,6 +16,7 @@ from jetspec_jax.checkpoint.source import PACKED, WIDENED, Source
 from jetspec_jax.checkpoint.tensor_plan import expected_parameters
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.device.memory import TARGET_WEIGHTS, fits, weight_bytes
+from jetspec_jax.device.partition import cut_blocks
 from jetspec_jax.models import FAMILIES, kept_packed
 from jetspec_jax.models.quantized import is_quantized
 
@@ -72,7 +73,10 @@ def with_storage(source: Source, *meshes: Mesh | None) -> Source:
             raise ValueError(f"mxfp4={PACKED!r}: {problem}")
         return wide
     packed = replace(source, mxfp4=PACKED)
-    if source.mxfp4 == PACKED or FASTER.get(jax.default_backend()) == PACKED:
+    if source.mxfp4 == PACKED:
+        return packed
+    uncut = not any(cut_blocks(packed.target_config, mesh) for mesh in meshes if mesh is not None)
+    if uncut and FASTER.get(jax.default_backend()) == PACKED:
         return packed
     needed = {mesh: weight_bytes(config, dtype, mesh) for mesh in meshes or (None,)}
     if all(fits({TARGET_WEIGHTS: round(size / _SHARE)}, mesh) for mesh, size in needed.items()):

@@ -54,7 +54,7 @@ def check_partition(config: ModelConfig | DraftHeadConfig, mesh: Mesh | Abstract
         check_devices(mesh)
     if isinstance(config, DraftHeadConfig):
         return
-    wrong = _undivided(config, mesh) or _cut_blocks(config, mesh)
+    wrong = _undivided(config, mesh) or cut_blocks(config, mesh)
     if mesh.shape[shards.EXPERT] > 1 and all(layer.experts is None for layer in config.layers):
         wrong.append("expert_parallel_size above 1 is for models with experts, and this one has none")
     if wrong:
@@ -143,10 +143,10 @@ def channel_order(recurrence: Recurrence, parts: int) -> np.ndarray:
 
 
 def _undivided_of_head(config: DraftHeadConfig, mesh: Mesh | AbstractMesh) -> list[str]:
-    return _undivided(config.layers, mesh, features=True) or _cut_blocks(config, mesh)
+    return _undivided(config.layers, mesh, features=True) or cut_blocks(config, mesh)
 
 
-def _cut_blocks(config: ModelConfig | DraftHeadConfig, mesh: Mesh | AbstractMesh) -> list[str]:
+def cut_blocks(config: ModelConfig | DraftHeadConfig, mesh: Mesh | AbstractMesh) -> list[str]:
     """The quantised parameters whose shards would begin or end inside a block.
 
     An FP8 block that is as long as its axis may be cut, because every device has its scale.

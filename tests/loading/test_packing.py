@@ -73,6 +73,15 @@ def test_who_decides(folder, word, faster, room, kept, monkeypatch):
     assert asked == ([(round(wide / 0.8), None)] if (word, faster) == ("auto", "widened") else [])
 
 
+def test_blocks_that_a_mesh_would_cut_are_widened(folder, monkeypatch):
+    monkeypatch.setattr(packing, "fits", lambda *_: True)
+    monkeypatch.setattr(packing, "FASTER", {"cpu": "packed"})
+    for cut, kept in (([], "packed"), (["experts"], "widened")):
+        monkeypatch.setattr(packing, "cut_blocks", lambda *_, cut=cut: cut)
+        monkeypatch.setattr(packing, "weight_bytes", lambda *_: 1)
+        assert with_storage(Source(folder), object()).mxfp4 == kept
+
+
 class TestRefused:
     @pytest.mark.parametrize(
         ("place", "settings", "message"),
