@@ -60,7 +60,8 @@ def matmul(
     has full precision; in bfloat16 each of them is rounded once. Quantised weights have no derivatives.
 
     Args:
-        spec: as of `jnp.einsum`, such as ``bnm,mgre->bngre``; x ends with the axes that are summed over.
+        spec: as of `jnp.einsum`, such as ``bnm,mgre->bngre``; x ends with the axes that are summed over, and
+            the result has x's other axes, then those of w.
         x: of float32, bfloat16 or float16.
         w: the weights, in x's dtype or quantised.
         wide: whether the result is in float32, not in x's dtype.

@@ -43,13 +43,22 @@ def matmul(
 def _product(
     x: Float[Array, "*rows"], w: Float[Array, "*weights"], spec: str, wide: bool
 ) -> Float[Array, "*out"]:
-    """The product of rows and weights of one type."""
+    """The product of rows and weights of one type.
+
+    `jnp.einsum` may list the axes that are summed over in another order than they lie in memory, and XLA:CPU
+    would then copy the transposed weights in every call.
+    """
+    axes, others = spec.split("->")[0].split(",")
+    summed = [axis for axis in axes if axis in others]
+    contracted = [axes.index(axis) for axis in summed], [others.index(axis) for axis in summed]
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     alone = _is_multiplied_out(spec, x, w)
     if alone:
         x = jnp.concatenate([x, jnp.zeros_like(x)])
     dtype = jnp.float32 if wide else None
-    product = jnp.einsum(spec, x, w, precision=precision, preferred_element_type=dtype)
+    product = jax.lax.dot_general(
+        x, w, (contracted, ((), ())), precision=precision, preferred_element_type=dtype
+    )
     return product[:1] if alone else product
 
 
