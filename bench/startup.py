@@ -30,6 +30,8 @@ _STAGES = {
     "lowered s": "/jax/core/compile/jaxpr_to_mlir_module_duration",
     "compiled s": "/jax/core/compile/backend_compile_duration",
 }
+# Reported for each program that is read from the compilation cache.
+_CACHED = "/jax/compilation_cache/cache_hits"
 # Between two looks at the number of programs that are left.
 _LOOKS_EVERY = 0.05
 
@@ -63,18 +65,25 @@ def run(arguments: argparse.Namespace) -> int:
     check_least(arguments, 1, "max_slots", "prompt_tokens", "max_tokens")
     check_report(arguments)
     enable_compilation_cache(arguments.compilation_cache)
-    stages = dict.fromkeys(_STAGES, 0.0)
+    stages: dict[str, float] = dict.fromkeys(_STAGES, 0.0)
+    cached: list[str] = []
 
     def add_up(event: str, duration_secs: float, **_: Any) -> None:
         for name, stage in _STAGES.items():
             stages[name] += duration_secs if event == stage else 0.0
 
+    def count(event: str, **_: Any) -> None:
+        if event == _CACHED:
+            cached.append(event)
+
     llm = _llm(arguments)
     jax.monitoring.register_event_duration_secs_listener(add_up)
+    jax.monitoring.register_event_listener(count)
     try:
         times = asyncio.run(_measure(llm, arguments))
     finally:
         jax.monitoring.unregister_event_duration_listener(add_up)
+        jax.monitoring.unregister_event_listener(count)
     report = {
         **opening_of("startup", arguments),
         "processors": os.cpu_count(),
@@ -83,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         "algorithm": str(llm.llm.settings.algorithm),
         "seconds": times,
         "seconds_of_stages": stages,
+        "programs_from_cache": len(cached),
     }
     publish(arguments, report, [(f"{arguments.shape}, {measured_on(report)}", [_row(report)])], _NOTES)
     return 0

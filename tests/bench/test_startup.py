@@ -24,6 +24,7 @@ def test_a_start(tmp_path, capsys):
     assert list(times) == events
     assert [times[event] for event in events] == sorted(times.values())
     assert min(report["seconds_of_stages"].values()) > 0
+    assert report["programs_from_cache"] == 0
     assert (report["dtype"], report["algorithm"]) == ("float32", "top_nodes")
     assert "first answer s" in capsys.readouterr().out
 
