@@ -23,6 +23,8 @@ from jetspec_jax.tree import Hints
 
 #: The target's choice is not among a row's K candidates.
 NO_RANK = -1
+#: A branch is faithful if the head's and the target's sums of log-probabilities differ by at most these nats.
+FAITHFUL = 5.0
 
 
 class TracedRound(NamedTuple):

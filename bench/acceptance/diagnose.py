@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from bench.acceptance.counts import (
+    FAITHFUL,
     Counts,
     TracedRound,
     committed_tokens,
@@ -27,8 +28,6 @@ from bench.common.pair import describe_pair
 from bench.common.report import add_report_arguments, measured_on, opening_of, publish
 from jetspec_jax.decode.settings import TreeSettings
 
-# A branch is faithful if its two sums differ by at most this many nats.
-FAITHFUL = 5.0
 QUANTILES = (5, 25, 50, 75, 95)
 
 

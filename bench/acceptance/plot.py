@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench.acceptance.diagnose import FAITHFUL
+from bench.acceptance.counts import FAITHFUL
 from bench.common.picture import (
     BLUE,
     COLOURS,
