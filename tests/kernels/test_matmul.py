@@ -120,6 +120,12 @@ def test_a_loop_widens_a_part_of_one_product_at_a_time(monkeypatch):
     assert compiled.memory_analysis().temp_size_in_bytes < 1.2 * count * size * size
 
 
+def test_a_sum_over_two_axes_copies_no_weights():
+    x, w = jnp.ones((1, 5, 4, 64)), jnp.ones((4, 64, 256))
+    compiled = jax.jit(partial(matmul, "bnhe,hem->bnm")).lower(x, w).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < w.nbytes
+
+
 def test_rows_have_derivatives(monkeypatch):
     monkeypatch.setattr(reference, "_PART", 2**10)
     spec, shape, block = CASES["smaller than a block"]
