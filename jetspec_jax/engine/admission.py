@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.groups import Meshes, describe_meshes
 from jetspec_jax.device.processes import spans
-from jetspec_jax.engine.agreement import described_call, share
+from jetspec_jax.engine.agreement import check_alike_requests, refused_together
 from jetspec_jax.engine.bad_words import check_choices_left, encode_bad_words, endings_of
 from jetspec_jax.engine.grammars import matcher_for
 from jetspec_jax.engine.planning import EnginePlan, plan_calls
@@ -174,9 +174,7 @@ def plan_requests(
         RuntimeError: This process is a fork of the process that loaded the target.
     """
     check_models(target, head)
-
-    def make() -> tuple[EnginePlan, list[Request], Callable[[], dict[str, Any]]]:
-        """Also returns a function that describes the call, for the comparison between processes."""
+    with refused_together(target.mesh):
         models = target.config, None if head is None else head.config
         given = {"capacity": capacity, "mesh": target.mesh, **options}
         base = plan_calls(*models, settings, target.dtype, **given) if plan is None else plan
@@ -189,14 +187,9 @@ def plan_requests(
                 checked = check_request(target, *each, capacity=capacity)
             requests += checked.requests(settings, base.decoder, hints[number])
         made = base.for_requests(requests, len(target.meshes))
-
-        def asked() -> dict[str, Any]:
-            stops = [sorted(request.stop_ids) for request in requests]
-            return described_call(read, params, hints, settings, stops)
-
-        return made, requests, asked
-
-    return share(make) if spans(target.mesh) else make()[:2]
+    if spans(target.mesh):
+        check_alike_requests(made, read, params, hints, settings, requests)
+    return made, requests
 
 
 def check_single(sampling_params: SamplingParams | None) -> None:
