@@ -29,15 +29,9 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, eq=False)
 class CheckedRequest:
-    """A prompt and its parameters, checked by `check_request`.
+    """A prompt and its parameters, checked by `check_request`; see `Request` for the attributes.
 
-    Attributes:
-        prompt: The prompt.
-        params: Sampling parameters, with ``max_tokens`` set.
-        stop_ids: Tokens that end the request.
-        bad_words: Tokens of each bad word.
-        endings: Tokens that are forbidden before ``min_tokens``.
-        matcher: Grammar matcher at its initial state; None without a grammar.
+    Its ``params`` have ``max_tokens`` set, and its ``matcher`` is at its initial state.
     """
 
     prompt: EncodedPrompt
@@ -56,11 +50,7 @@ class CheckedRequest:
     ) -> list[Request]:
         """One request for each of the ``n`` completions; a request without a seed draws a random seed.
 
-        Args:
-            settings: The tree settings.
-            decoder: The engine's decoder.
-            hints: Routing hints of the prompt.
-            request_id: The caller's id; None is the next number of this process.
+        Without the caller's ``request_id`` they get the next number of this process.
         """
         prompt_id = str(next(_numbers)) if request_id is None else request_id
         return [

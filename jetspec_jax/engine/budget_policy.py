@@ -114,12 +114,9 @@ class FixedBudget:
     """Always one bucket, or plain decoding if no request has a larger budget."""
 
     def __init__(self, bucket: int, costs: RoundCosts | None = None, *, plain: bool = False):
-        """A policy for one bucket.
+        """A policy for one bucket, or with ``plain`` for it and plain rounds.
 
-        Args:
-            bucket: Nodes of a tree, root included.
-            costs: Round costs, for dispatches that are slices of time; None suits single calls.
-            plain: Whether plain rounds may be chosen.
+        With round costs dispatches are slices of time; without, their rounds suit single calls.
         """
         self._buckets = (1, bucket) if plain else (bucket,)
         self._pace = None if costs is None else Pace(costs)

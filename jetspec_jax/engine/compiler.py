@@ -57,11 +57,9 @@ class Compiler:
     """
 
     def __init__(self, compile: Callable[[Program], None], threads: int | None = None):
-        """A compiler without programs.
+        """A compiler without programs; several threads at once call ``compile``.
 
-        Args:
-            compile: Compiles a program; called in several threads at once.
-            threads: Most threads. None is `default_threads`; with 0, `wait` compiles, in order.
+        There are at most ``threads``, by default `default_threads`; with 0, `wait` compiles, in order.
         """
         self._compile, self._most = compile, default_threads() if threads is None else threads
         #: Whether `shape` queues wanted programs that larger ones replace.
@@ -136,10 +134,7 @@ class Compiler:
                 self.add(forgotten)
 
     def wait(self, programs: Sequence[Program] | None = None) -> None:
-        """Waits until programs are compiled, with a progress bar on a terminal.
-
-        Args:
-            programs: The programs; None is all that were added.
+        """Waits until programs, by default all, are compiled, with a progress bar on a terminal.
 
         Raises:
             RuntimeError: The compiler was stopped before.
@@ -190,11 +185,6 @@ class Compiler:
         If the wanted one is queued, larger trees or even smaller ones serve until it is compiled. Else only
         a program of more live slots with trees of the same size replaces it. A program that could not be
         compiled ahead is compiled when it is needed, unless a larger one exists.
-
-        Args:
-            kind: The kind of rounds, as in `Program`.
-            live: The wanted number of live slots, at least the decoding ones.
-            bucket: The wanted nodes of a tree.
 
         Returns:
             Live slots and nodes. Of the compiled shapes the one with the fewest rows that has as many of

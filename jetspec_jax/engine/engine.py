@@ -229,7 +229,7 @@ class Engine:
         """Compiles all prefill forwards, and the rounds of some kinds; nothing may be in flight.
 
         Args:
-            kinds: The kinds of rounds.
+            kinds: Optional parts of the rounds.
             counts: Numbers of decoding requests; None is any number.
             scores: Whether to compile log-probabilities of prompts.
             wait: Whether to wait until they are compiled; else an engine compiles them in the background, if

@@ -39,14 +39,7 @@ class Lowering:
         state: DecodeState,
         dtype: jnp.dtype,
     ):
-        """Keeps shapes, and JAX's settings of this thread.
-
-        Args:
-            decoders: The decoders by bucket.
-            weights: The parameters.
-            state: The state of all slots.
-            dtype: Type of the stores.
-        """
+        """Keeps shapes, the dtype of the stores, and JAX's settings of this thread."""
         self._dtype, self._config = dtype, thread_config()
         self.update(decoders, weights, state)
 

@@ -77,9 +77,7 @@ def empty_snapshots(plan: EnginePlan) -> Snapshots:
 def check_engine_memory(plan: EnginePlan, weights: Callable[[Mesh | None], Bytes] = lambda mesh: {}) -> None:
     """Checks that an engine's devices can hold it, with a margin: see `engine_bytes`.
 
-    Args:
-        plan: The engine plan.
-        weights: Weights that are not loaded yet: their bytes on one device of a mesh.
+    ``weights`` gives the bytes, on one device of a mesh, of weights that are not loaded yet.
 
     Raises:
         DeviceMemoryError: They cannot. The message lists all parts, their sum, and smaller settings that fit.

@@ -85,11 +85,9 @@ class EnginePlan:
         return replace(self, decoder=replace(self.decoder, mesh=mesh))
 
     def for_requests(self, requests: Sequence[Request], copies: int = 1) -> "EnginePlan":
-        """A plan that can serve these requests: with a longer capacity, and with the features they use.
+        """A plan with which ``copies`` engines can serve these requests.
 
-        Args:
-            requests: The requests.
-            copies: Number of engines that serve them.
+        It has a longer capacity if they need it, and the features they use.
         """
         size, need = self.size, max((request.most_tokens for request in requests), default=0)
         if need > size.capacity:

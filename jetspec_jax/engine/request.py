@@ -234,12 +234,9 @@ class Request:
         self.committed += len(new)
 
     def append_round(self, tokens: Sequence[int], tree_size: int, logprobs: Any = None) -> None:
-        """Appends a round's tokens; ignored once the request has ended.
+        """Appends a round's committed tokens, with log-probabilities as for `rows_of` if these are wanted.
 
-        Args:
-            tokens: Committed tokens.
-            tree_size: Nodes of the tree.
-            logprobs: Log-probabilities of the tokens, as for `rows_of`; None if not wanted.
+        Ignored once the request has ended.
         """
         if self.finish_reason is None:
             self.accept_lengths.append(len(tokens))

@@ -67,7 +67,6 @@ class Flight(NamedTuple):
     """A launched batch.
 
     Attributes:
-        batch: The batch.
         records: Records of its rounds, on the device; None without rounds.
         scored: Log-probabilities of prompts, by slot, in parts and on the device.
         started: Start of its rounds, by `time.perf_counter`; None if they are not timed.
@@ -89,12 +88,7 @@ class Runner:
     """
 
     def __init__(self, plan: EnginePlan, weights: DecodeWeights):
-        """Allocates the stores; rounds are compiled when they are first launched.
-
-        Args:
-            plan: The engine plan.
-            weights: The parameters.
-        """
+        """Allocates the stores; rounds are compiled when they are first launched."""
         #: Decoders by bucket.
         self.decoders = {decoder.bucket: decoder for decoder in plan.decoders}
         self.decoder = plan.decoders[-1]
@@ -132,7 +126,6 @@ class Runner:
         """Launches a batch; `collect` waits for it.
 
         Args:
-            batch: The batch.
             decode: Runs the rounds; None is `decode` of the bucket's decoder.
             matchers: Grammar matchers by slot; with any, this waits for all rounds but the last.
         """
@@ -259,13 +252,7 @@ class Runner:
         return [*wanted, *scoring]
 
     def collect(self) -> DispatchRecord:
-        """Waits for the oldest batch in flight; may be repeated until the engine removes it.
-
-        Raises:
-            RuntimeError: No batch was launched.
-        """
-        if not self.in_flight:
-            raise RuntimeError("no batch was launched")
+        """Waits for the oldest batch in flight; may be repeated until the engine removes it."""
         batch, records, scored, started, last = self.in_flight[0]
         # A round is too short for a progress line, which has a thread of its own.
         shown = contextlib.nullcontext() if self.overlapped else waiting("decoding")

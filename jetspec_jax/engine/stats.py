@@ -95,12 +95,9 @@ class Tally:
         self._rounds = EngineStats(**{**vars(self._rounds + dispatch), **last})
 
     def stats(self, requests: Iterable[Request], num_pages: int, pool: PagePool | None) -> EngineStats:
-        """Statistics so far.
+        """Statistics so far, with requests that have not been counted as ended.
 
-        Args:
-            requests: Requests that have not been counted as ended.
-            num_pages: Number of pages of the engine, or of the engine to come.
-            pool: The engine's page pool; None without an engine.
+        Without an engine there is no pool, and ``num_pages`` are those of the engine to come.
         """
         pages = EngineStats(pages=num_pages)
         if pool is not None:
