@@ -241,7 +241,8 @@ class Compiler:
             if not self._queue:
                 self._threads.discard(threading.current_thread())
                 return False
-            self._running.add(program := self._queue.popleft())
+            self._running.add(program := self._queue[0])  # first: `left` is read without the lock
+            self._queue.popleft()
         error = None
         try:
             self._compile(program)
