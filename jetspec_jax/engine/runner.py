@@ -24,7 +24,7 @@ from jetspec_jax.device.processes import agreed, spans, together
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.constrained import run_constrained
-from jetspec_jax.engine.known_costs import known_costs, learn_costs
+from jetspec_jax.engine.known_costs import CostKey, known_costs, learn_costs
 from jetspec_jax.engine.lowering import Lowering
 from jetspec_jax.engine.memory import empty_snapshots, empty_state
 from jetspec_jax.engine.overlap import LaunchTimes
@@ -95,7 +95,7 @@ class Runner:
         #: Whether every program is one round, and its launch waits for nothing; else programs are loops.
         self.overlapped = False
         self.weights, self.size = weights, plan.size
-        self._cost_key = plan.cost_key
+        self._dtype = plan.dtype
         # Releasing a free slot changes nothing, and compiles the program before the first request ends.
         self.state = self.decoder.release(empty_state(plan), np.int32(0))
         self._grow(())  # likewise
@@ -319,6 +319,11 @@ class Runner:
             costs |= yield from self._timed(missing)
             learn_costs(self._cost_key, costs)
         return costs
+
+    @property
+    def _cost_key(self) -> CostKey:
+        """As `EnginePlan.cost_key`, and other than it if programs are single rounds."""
+        return tuple(self.decoders.values()), self.size, self._dtype
 
     def _timed(self, shapes: Sequence[Pair]) -> Measurement:
         deepest = 1 + max(decoder.depth for decoder in self.decoders.values())

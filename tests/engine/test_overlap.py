@@ -10,6 +10,7 @@ import pytest
 from jetspec_jax import SamplingParams, generate
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.decode.state import DecodeWeights
+from jetspec_jax.engine import known_costs
 from jetspec_jax.engine.call import Call
 from jetspec_jax.engine.loop import EngineLoop, wait
 from jetspec_jax.engine.overlap import LaunchTimes, choose_overlap
@@ -65,6 +66,17 @@ class TestChoice:
         assert 0 < times.host <= times.device
         after = jax.device_get((engine.runner.state.slots, engine.runner.state.settings))
         np.testing.assert_equal(after, before)
+
+
+def test_round_times_of_loops_and_of_single_rounds_are_kept_apart(target, head, monkeypatch):
+    monkeypatch.setattr(known_costs, "_known", {})
+    monkeypatch.setattr(
+        Runner, "time_dispatch", lambda runner, pair, at, rounds: rounds * (2.0 if runner.overlapped else 1.0)
+    )
+    auto = TreeSettings(8, 3, algorithm="auto")
+    for overlapped, seconds in [(True, 2.0), (False, 1.0)]:
+        engine = TinyEngine(target, head, auto, overlapped=overlapped)
+        assert engine._costs.seconds == dict.fromkeys([(1, 1), (1, 8)], (seconds, seconds))
 
 
 def test_tokens_are_those_of_plain_decoding(target, head):
