@@ -409,7 +409,7 @@ class EngineLoop:
         """Fails the calls that the engine serves, or all calls; the next call makes a new engine."""
         with self._mutex:
             self.failed = True
-            failed, self._served = self._served, []
+            failed = [*self._served]  # they are counted until they have failed
             engine, self.engine = self.engine, None
             if everyone:
                 failed += self._waiting
@@ -423,8 +423,7 @@ class EngineLoop:
         for call in failed:
             call.fail(error)
         with self._mutex:
-            for request in [request for call in failed for request in call.admitted]:
-                self.tally.add_request(request)
+            self._forget()
         if engine is not None:
             engine.close()
         if ends:

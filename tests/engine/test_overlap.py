@@ -213,7 +213,7 @@ class TestLoop:
     def test_a_late_error_fails_the_requests_of_both_batches(self, loop, monkeypatch, expected):
         engine = loop.engine
         first, second = engine.request(PROMPT, PARAMS), engine.request(PROMPT, PARAMS)
-        collect, count = Runner.collect, []
+        collect, count, counted = Runner.collect, [], []
 
         def failing(runner):
             count.append(len(runner.in_flight))
@@ -221,6 +221,7 @@ class TestLoop:
                 raise RuntimeError("the device is lost")
             return collect(runner)
 
+        first.on_update = lambda: counted.append(loop.stats(0).prefix_queries)
         monkeypatch.setattr(Runner, "collect", failing)
         calls = [self.call(loop, request) for request in (first, second)]
         while not all(call.over for call in calls):
@@ -229,6 +230,8 @@ class TestLoop:
         assert count == [2, 2, 2]
         assert all("the device is lost" in str(request.error) for request in (first, second))
         assert engine.broken
+        loop.settle()
+        assert counted[-1] == loop.stats(0).prefix_queries == 2 * len(PROMPT), "counters only grow"
         third = engine.request(PROMPT, PARAMS)
         call = Call(loop, engine.plan, DecodeWeights(*engine.weights))
         call.queue.append(third)
