@@ -145,10 +145,8 @@ class _Choice(NamedTuple):
     """The basis on which a dispatch was chosen.
 
     Attributes:
-        acceptance: The acceptance estimate.
         context: Mean context of the requests.
-        rounds: Its rounds.
-        earned: Seconds that each of them adds to the account for probes; negative for a probe.
+        earned: Seconds that each of its rounds adds to the account for probes; negative for a probe.
         most: Most seconds in the account after it.
     """
 

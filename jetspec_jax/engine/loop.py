@@ -68,20 +68,17 @@ class EngineLoop:
     `jetspec_jax.engine.worker`.
 
     Attributes:
-        mesh: The target's devices.
         engine: The engine; None before the first call.
         failed: Whether the last dispatch failed. The error itself would keep its callers' frames alive, and
             so the target.
         server: Returns the call of an `AsyncLLM`, whose persistent engine other calls join; or None.
         has_workers: Whether the other processes follow the server; an error of the engine ends them.
         grammars: Grammars of process 0's requests, if this is another process; None without grammars.
-        tally: Statistics.
     """
 
     def __init__(
         self, mesh: Mesh | None, engine: Engine | None = None, grammars: WorkerMatchers | None = None
     ):
-        """A loop without a thread, with or without an engine."""
         self.mesh, self.engine, self.grammars = mesh, engine, grammars
         self.failed = False
         self.server: Callable[[], Call | None] = lambda: None
@@ -136,11 +133,8 @@ class EngineLoop:
     ) -> T:
         """Runs a function between two dispatches and waits for its result; no other call runs meanwhile.
 
-        Args:
-            work: The function.
-            plan: The engine that it requires; None if it needs no engine.
-            weights: That engine's parameters.
-            config: JAX's settings; None is those of this thread.
+        The ``plan`` and the parameters are those of the engine that it requires, if it needs one. Without a
+        ``config`` it runs under JAX's settings of this thread.
 
         Raises:
             Exception: The function's or the engine's error.
@@ -208,8 +202,7 @@ class EngineLoop:
     def stats(self, num_pages: int) -> EngineStats:
         """Statistics so far; from any thread, without waiting for a dispatch.
 
-        Args:
-            num_pages: Pages of the persistent engine, also before it exists.
+        ``num_pages`` are those of the persistent engine, also before it exists.
         """
         engine = self.engine
         with self._mutex:
@@ -341,7 +334,7 @@ class EngineLoop:
     def _prepare(self, call: Call) -> None:
         """Compiles what a call needs; an engine without memory for its features is made anew, smaller."""
         requests = call.requests[: call.count]
-        if self.engine is None or not requests:
+        if self.engine is None:
             return
         try:
             with configured(self._config):

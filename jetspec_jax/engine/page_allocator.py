@@ -117,9 +117,8 @@ class PageAllocator:
             full = request.committed // PAGE_SIZE
             if request.pages and full > request.cached_pages and self.pool.shares:
                 keys = self._keys(request)
-                self.pool.register(
-                    request.pages[request.cached_pages : full], keys[request.cached_pages : full]
-                )
+                new = slice(request.cached_pages, full)
+                self.pool.register(request.pages[new], keys[new])
                 request.cached_pages = full
 
     def waits_for_others(self, request: Request, running: Iterable[Request]) -> bool:

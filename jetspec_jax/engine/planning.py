@@ -105,13 +105,8 @@ class EnginePlan:
     ) -> "EnginePlan":
         """A persistent engine: for requests that arrive at any time, many of which decode together.
 
-        Args:
-            live: Numbers of live slots that have programs, besides all; None is 1, 2, 4, ….
-            prefill_tokens: Most prompt tokens between two dispatches; None is no limit.
-            most_rows: Most nodes of all live slots together that "auto" may choose; None is no limit.
-            least_nodes: Nodes of the smallest trees that "auto" may choose.
-            snapshots: Snapshots of slots, for targets with windows or recurrent layers: without any, requests
-                share no prefixes. None is the number of slots.
+        The arguments are those of the plan and of its `EngineSize`. By default there are programs for 1, 2,
+        4, … live slots, and as many snapshots as slots, if the target needs any to share prefixes.
         """
         live = powers(self.size.slots) if live is None else tuple(sorted(live))
         # A fixed budget holds for any number of slots.

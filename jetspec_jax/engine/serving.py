@@ -23,10 +23,9 @@ from jetspec_jax.progress import unseen
 
 
 class Bar(tqdm):
-    """A progress bar with a separate lock: an interrupt may leave tqdm's held, and others waiting."""
+    """A bar on terminals with a separate lock: an interrupt may leave tqdm's held, and others waiting."""
 
     def __init__(self, *arguments: Any, **settings: Any):
-        """As tqdm's, on a terminal only."""
         super().__init__(*arguments, **{"disable": unseen(), **settings})
 
 

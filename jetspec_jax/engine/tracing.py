@@ -20,7 +20,6 @@ class Tracing:
     """
 
     def __init__(self):
-        """Nothing is traced, and nothing decoded."""
         #: Held while a program is traced and lowered, and in the pause after it.
         self.lock = threading.Lock()
         self._began, self._launched = 0.0, -math.inf

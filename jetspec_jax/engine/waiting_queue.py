@@ -21,12 +21,8 @@ def rank(request: Request) -> tuple[int, int]:
     and the first request in order is never preempted.
     """
     if request.overtaken >= MOST_OVERTAKEN:
-        return _FIRST, request.number
+        return -(2**63), request.number  # below any priority that a caller can give
     return request.priority, request.number
-
-
-# Below any priority that a caller can give.
-_FIRST = -(2**63)
 
 
 def count_overtaken(admitted: Request, waiting: Iterable[Request]) -> None:

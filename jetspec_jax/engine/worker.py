@@ -66,10 +66,8 @@ class SharedRequest:
         """All processes make it, in the same order."""
         self.shared, self._request, self._about = spans(mesh), request, ""
         if self.shared:
-            self._about, request.on_cancel = (
-                f"a step of request {next(_REQUEST_NUMBERS)}",
-                shared_cancel(request),
-            )
+            self._about = f"a step of request {next(_REQUEST_NUMBERS)}"
+            request.on_cancel = shared_cancel(request)
 
     def run(self, call: Call, work: Callable[[], T], decode: Decode | None = None) -> T | None:
         """As `in_all_processes`; None if process 0 has cancelled the request."""
