@@ -221,7 +221,6 @@ def check_places(target: Meshes, head: Meshes) -> None:
 def _of_each(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
-    """The sampling parameters of each of ``count`` prompts."""
     if sampling_params is None:
         sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):

@@ -370,7 +370,6 @@ class EngineLoop:
                 call.ready.wait(_MOMENT)
 
     def _admit(self, engine: Engine) -> None:
-        """Admits requests of all calls, at most ``most_admitted`` of each."""
         for call in self._served:
             most = math.inf if call.most_admitted is None else min(call.count, engine.plan.size.slots)
             room = most - sum(request.open for request in call.admitted)

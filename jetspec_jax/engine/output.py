@@ -70,7 +70,6 @@ class Completion:
     finished: ClassVar[bool] = True
 
     def __repr__(self) -> str:
-        """The text, and how it was decoded."""
         number = f"index={self.index}, " if self.index else ""
         return (
             f"Completion({number}text={shown(self.text)}, {len(self.token_ids)} tokens, "

@@ -25,7 +25,6 @@ class Kind(NamedTuple):
     masked: bool = False
 
     def __str__(self) -> str:
-        """The kind in words."""
         parts = [name for name in ("adjusts", "logprobs") if getattr(self, name)]
         return " ".join([*(["masked"] if self.masked else []), "rounds", *parts])
 

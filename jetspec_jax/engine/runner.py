@@ -212,7 +212,6 @@ class Runner:
         self.state = self.decoder.grow(self.state, slots, tables)
 
     def _copy(self, copies: Iterable[SlotCopy]) -> None:
-        """Copies slots to snapshots and back, in order."""
         models = self.decoder.models
         for _, slot, place, restores in copies:
             where = np.int32(slot), np.int32(place)
@@ -264,22 +263,15 @@ class Runner:
         ended, before = time.perf_counter(), self._collected
         self._collected = ended
         prompts = tuple((slot, concatenated(parts)) for slot, parts in scored)
-        record = DispatchRecord(batch.bucket, batch.live, scored=prompts)
         if records is None:
-            return record
+            return DispatchRecord(batch.bucket, batch.live, scored=prompts)
         seconds = None if started is None else ended - max(started, before)
         # Rounds that ran come first.
         ran = int((records.tree_sizes > 0).any(axis=1).sum())
         records = jax.tree.map(lambda leaf: leaf[:ran], records)
-        expected, accepted = records.reach or (None, None)
-        return record._replace(
-            seconds=seconds,
-            tokens=records.tokens,
-            tree_sizes=records.tree_sizes,
-            expected=expected,
-            accepted=accepted,
-            logprobs=records.logprobs,
-        )
+        sizes, reach = records.tree_sizes, records.reach or (None, None)
+        found = records.tokens, sizes, *reach, records.logprobs, prompts
+        return DispatchRecord(batch.bucket, batch.live, seconds, *found)
 
     def free(self) -> None:
         """Deletes the stores, even if other references to them exist; the runner is unusable afterwards."""
