@@ -81,11 +81,7 @@ def check_request(
 ) -> CheckedRequest:
     """Checks a prompt and its parameters.
 
-    Args:
-        target: The target.
-        prompt: The prompt, in any form.
-        params: Sampling parameters and stop conditions; None is the defaults.
-        capacity: Tokens per slot; None is the target's whole context.
+    The ``capacity`` is the number of tokens per slot; None is the target's whole context.
 
     Raises:
         ImportError: The request has a grammar, and llguidance is not installed.

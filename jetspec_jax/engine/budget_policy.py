@@ -32,7 +32,6 @@ class LiveSlot(NamedTuple):
 
     Attributes:
         committed: Tokens in the stores.
-        remaining: Tokens that it may still get.
         sampled: Whether its temperature is above 0.
         watched: Whether the caller may end it at any token, because it has stop strings.
         fresh: Whether it has had no round yet.
@@ -48,12 +47,7 @@ class LiveSlot(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """The policy's choice for a dispatch.
-
-    Attributes:
-        bucket: Nodes of a tree, root included; 1 is plain decoding.
-        rounds: Most rounds.
-    """
+    """The policy's choice: nodes of a tree, root included (1 is plain decoding), and most rounds."""
 
     bucket: int
     rounds: int

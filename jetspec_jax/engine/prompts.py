@@ -101,13 +101,9 @@ def encode_text(target: Target, text: str, **settings: Any) -> EncodedPrompt:
 def encode_chat(
     target: Target, chat: Chat, arguments: Mapping[str, Any], ending: Ending = ANSWERED
 ) -> EncodedPrompt:
-    """Encodes a conversation with the tokenizer's chat template.
+    """Encodes a conversation from `read_chats` with the tokenizer's chat template.
 
-    Args:
-        target: The target.
-        chat: A conversation from `read_chats`.
-        arguments: Arguments of the template; see `check_template_arguments`.
-        ending: How the prompt ends.
+    The template gets the ``arguments``; see `check_template_arguments`.
 
     Raises:
         ValueError: There is no tokenizer or no template, the template refuses the conversation, fails, or

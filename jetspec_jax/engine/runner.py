@@ -237,12 +237,9 @@ class Runner:
     def programs(
         self, kinds: Sequence[Kind], lives: Collection[int] | None = None, *, scores: bool = False
     ) -> list[Program]:
-        """Prefill forwards, rounds of some kinds and prompts' scores, in the order of compiling.
+        """Prefill forwards, rounds of some kinds and, with ``scores``, log-probabilities of prompts.
 
-        Args:
-            kinds: The kinds of rounds.
-            lives: Numbers of live slots; None is all.
-            scores: Whether prompts are scored.
+        They are in the order of compiling, with rounds for some numbers of live slots or for all.
         """
         every = in_order(self.size, tuple(self.decoders), kinds)
         pages = [1 << power for power in range(scored_pages(self.size.capacity).bit_length())]
@@ -323,14 +320,9 @@ class Runner:
         return measure_round_costs(self.time_dispatch, shapes, (low, high), rounds)
 
     def time_dispatch(self, shape: Pair, context: int, rounds: int) -> float:
-        """Seconds of a dispatch of greedy rounds after ``context`` tokens in every slot.
+        """Seconds of a dispatch of greedy rounds of a shape after ``context`` tokens in every slot.
 
         All slots must be free. The contents of the `scratch` pages are lost.
-
-        Args:
-            shape: Number of live slots, and nodes of a tree, root included.
-            context: Committed tokens of each slot.
-            rounds: Number of rounds.
         """
         _, seconds = self._time(shape, context, rounds)
         if spans(self.decoder.mesh):

@@ -72,7 +72,6 @@ class Scheduler:
         """All slots and pages are free.
 
         Args:
-            size: The engine's size.
             policy: Chooses each dispatch.
             round_tokens: Most tokens that a round commits to a slot.
             compiler: Knows which shapes have programs; None if any has one.

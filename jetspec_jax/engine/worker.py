@@ -56,14 +56,11 @@ def in_all_processes(call: Call, about: str, work: Callable[[], T], decode: Deco
 
 
 class SharedRequest:
-    """A request with several calls, all of which all processes make, until process 0 cancels it.
-
-    Attributes:
-        shared: Whether several processes share the models.
-    """
+    """A request with several calls, all of which all processes make, until process 0 cancels it."""
 
     def __init__(self, mesh: Mesh | None, request: Request):
         """All processes make it, in the same order."""
+        #: Whether several processes share the models.
         self.shared, self._request, self._about = spans(mesh), request, ""
         if self.shared:
             self._about = f"a step of request {next(_REQUEST_NUMBERS)}"
