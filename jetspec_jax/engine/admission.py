@@ -140,9 +140,7 @@ def plan_requests(
     All processes that share the target make this call, and serve the requests.
 
     Args:
-        target: The target.
         head: A draft head; None decodes plainly unless a proposer is given.
-        settings: The tree settings.
         prompts: One prompt in any form, or several.
         sampling_params: One for all prompts, or one for each; ``n`` of them makes n requests of a prompt.
         routing: Routing hints for all prompts or for each: see `jetspec_jax.generate_tree`.

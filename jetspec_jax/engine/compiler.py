@@ -112,11 +112,7 @@ class Compiler:
                 thread.start()
 
     def compile(self, programs: Sequence[Program]) -> None:
-        """Compiles programs now, unless they are compiled already.
-
-        Raises:
-            Exception: As for `wait`.
-        """
+        """Compiles programs now, unless they are compiled already; raises as `wait`."""
         if not self._compiled.issuperset(programs):
             self.add(programs)
             self.wait(programs)

@@ -117,11 +117,7 @@ def _costs_of(kept: Any) -> RoundCosts:
 
 
 def _seconds(values: Sequence[Any]) -> tuple[float, float, float]:
-    """Seconds of a round at both contexts, and of a dispatch beside its rounds.
-
-    Raises:
-        ValueError: They are not three positive, plausible numbers.
-    """
+    """Seconds of a round at both contexts, and of a dispatch beside its rounds; ValueError if implausible."""
     first, last, beside = map(float, values)
     if not (0 < first < 1e6 and 0 < last < 1e6 and 0 <= beside < 1e6):
         raise ValueError("no measured seconds")

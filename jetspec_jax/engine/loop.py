@@ -150,11 +150,7 @@ class EngineLoop:
         return call.result
 
     def launch(self) -> None:
-        """Starts waiting calls, and launches as many batches as there are requests for and may be in flight.
-
-        Raises:
-            Exception: An error of the engine.
-        """
+        """Starts waiting calls, and launches batches while there are requests and room for them."""
         if self.engine is not None and self.engine.broken:
             self._fail(RuntimeError(LOST))
         while self.engine is None or self.engine.has_room:
@@ -174,11 +170,7 @@ class EngineLoop:
                     return
 
     def collect(self) -> None:
-        """Waits for the oldest batch in flight, if any, and hands out its tokens.
-
-        Raises:
-            Exception: An error of the engine.
-        """
+        """Waits for the oldest batch in flight, if any, and hands out its tokens."""
         if self.engine is not None and self._in_flight:
             for call in self._served:
                 call.ready.clear()
@@ -415,7 +407,9 @@ class EngineLoop:
         for call in failed:
             call.fail(error)
         with self._mutex:
-            self._forget()
+            for request in [request for call in failed for request in call.admitted]:
+                self.tally.add_request(request)
+            self._served = [call for call in self._served if call not in failed]
         if engine is not None:
             engine.close()
         if ends:

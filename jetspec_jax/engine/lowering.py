@@ -50,11 +50,7 @@ class Lowering:
         self._state: DecodeState = jax.tree.map(abstract, state)
 
     def compile(self, program: Program) -> None:
-        """Compiles a program; may be called in several threads at once.
-
-        Raises:
-            Exception: An error of the compiler.
-        """
+        """Compiles a program; may be called in several threads at once."""
         with configured(self._config):
             kind = KINDS.get(program.kind, Kind())
             all_live = program.slots == self._state.active.shape[0]

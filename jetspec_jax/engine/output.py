@@ -148,11 +148,7 @@ class Output:
         self._whole = True
 
     def update_by_round(self, count: int) -> list[Round]:
-        """As `update`, with each round's part.
-
-        Raises:
-            Exception: As `update`.
-        """
+        """As `update`, with each round's part."""
         added, lengths = [], self.request.accept_lengths
         while self.finish_reason is None and self._reached < count and self._rounds < len(lengths):
             text, known = len(self.settled_text), len(self.token_ids)

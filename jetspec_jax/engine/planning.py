@@ -164,13 +164,10 @@ def plan_engine(
     implementation: str | None = None,
     mesh: Mesh | None = None,
 ) -> EnginePlan:
-    """Plans an engine for tree settings.
+    """Plans an engine for tree settings, with stores of the weights' dtype.
 
     Args:
-        target: The target.
         head: A draft head; None decodes plainly unless a proposer is given.
-        settings: The tree settings.
-        dtype: Dtype of the weights.
         slots: Requests that decode at the same time.
         capacity: Tokens per slot, prompt and output together; None is the default capacity.
         num_pages: Pages of all slots together; None is enough for every slot to be full.
