@@ -107,9 +107,9 @@ class Compiler:
             starting = min(self._most, self.left) - len(self._threads)
             for _ in range(starting):
                 thread = threading.Thread(target=self._work, name="jetspec-compiler", daemon=True)
-                self._threads.add(thread)
                 _RUNNING.add(self)
-                thread.start()
+                thread.start()  # a thread that cannot start must not count as one
+                self._threads.add(thread)
 
     def compile(self, programs: Sequence[Program]) -> None:
         """Compiles programs now, unless they are compiled already; raises as `wait`."""
