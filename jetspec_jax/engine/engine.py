@@ -234,7 +234,6 @@ class Engine:
 
         Raises:
             DeviceMemoryError: The device cannot hold the arrays that such requests need.
-            Exception: An error of the compiler.
         """
         kind = Kind.union(kinds)
         bad_words = USUAL_BAD_WORDS if kind.adjusts and self.plan.persistent else (0, 0)

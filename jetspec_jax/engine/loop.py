@@ -303,7 +303,6 @@ class EngineLoop:
 
         Raises:
             DeviceMemoryError: The device cannot hold it.
-            Exception: An error of the compiler or the device.
         """
         if sends(self.mesh):
             send("engine")

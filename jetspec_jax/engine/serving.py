@@ -80,7 +80,6 @@ def serve(
 
     Raises:
         DeviceMemoryError: The device cannot hold the engine; earlier calls still work.
-        Exception: An error of the engine.
     """
     groups = least_busy(groups_of(target, head), len(requests))
     if not groups:
