@@ -266,8 +266,8 @@ class Runner:
         # Rounds that ran come first.
         ran = int((records.tree_sizes > 0).any(axis=1).sum())
         records = jax.tree.map(lambda leaf: leaf[:ran], records)
-        sizes, reach = records.tree_sizes, records.reach or (None, None)
-        found = records.tokens, sizes, *reach, records.logprobs, prompts
+        expected, accepted = records.reach or (None, None)
+        found = records.tokens, records.tree_sizes, expected, accepted, records.logprobs, prompts
         return DispatchRecord(batch.bucket, batch.live, seconds, *found)
 
     def free(self) -> None:
