@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.groups import Meshes, describe_meshes
 from jetspec_jax.device.processes import spans
-from jetspec_jax.engine.agreement import described_call, share
+from jetspec_jax.engine.agreement import check_alike_requests, refused_together
 from jetspec_jax.engine.bad_words import check_choices_left, encode_bad_words, endings_of
 from jetspec_jax.engine.grammars import matcher_for
 from jetspec_jax.engine.planning import EnginePlan, plan_calls
@@ -29,15 +29,9 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, eq=False)
 class CheckedRequest:
-    """A prompt and its parameters, checked by `check_request`.
+    """A prompt and its parameters, checked by `check_request`; see `Request` for the attributes.
 
-    Attributes:
-        prompt: The prompt.
-        params: Sampling parameters, with ``max_tokens`` set.
-        stop_ids: Tokens that end the request.
-        bad_words: Tokens of each bad word.
-        endings: Tokens that are forbidden before ``min_tokens``.
-        matcher: Grammar matcher at its initial state; None without a grammar.
+    Its ``params`` have ``max_tokens`` set, and its ``matcher`` is at its initial state.
     """
 
     prompt: EncodedPrompt
@@ -56,11 +50,7 @@ class CheckedRequest:
     ) -> list[Request]:
         """One request for each of the ``n`` completions; a request without a seed draws a random seed.
 
-        Args:
-            settings: The tree settings.
-            decoder: The engine's decoder.
-            hints: Routing hints of the prompt.
-            request_id: The caller's id; None is the next number of this process.
+        Without the caller's ``request_id`` they get the next number of this process.
         """
         prompt_id = str(next(_numbers)) if request_id is None else request_id
         return [
@@ -91,11 +81,7 @@ def check_request(
 ) -> CheckedRequest:
     """Checks a prompt and its parameters.
 
-    Args:
-        target: The target.
-        prompt: The prompt, in any form.
-        params: Sampling parameters and stop conditions; None is the defaults.
-        capacity: Tokens per slot; None is the target's whole context.
+    The ``capacity`` is the number of tokens per slot; None is the target's whole context.
 
     Raises:
         ImportError: The request has a grammar, and llguidance is not installed.
@@ -154,9 +140,7 @@ def plan_requests(
     All processes that share the target make this call, and serve the requests.
 
     Args:
-        target: The target.
         head: A draft head; None decodes plainly unless a proposer is given.
-        settings: The tree settings.
         prompts: One prompt in any form, or several.
         sampling_params: One for all prompts, or one for each; ``n`` of them makes n requests of a prompt.
         routing: Routing hints for all prompts or for each: see `jetspec_jax.generate_tree`.
@@ -174,9 +158,7 @@ def plan_requests(
         RuntimeError: This process is a fork of the process that loaded the target.
     """
     check_models(target, head)
-
-    def make() -> tuple[EnginePlan, list[Request], Callable[[], dict[str, Any]]]:
-        """Also returns a function that describes the call, for the comparison between processes."""
+    with refused_together(target.mesh):
         models = target.config, None if head is None else head.config
         given = {"capacity": capacity, "mesh": target.mesh, **options}
         base = plan_calls(*models, settings, target.dtype, **given) if plan is None else plan
@@ -189,14 +171,9 @@ def plan_requests(
                 checked = check_request(target, *each, capacity=capacity)
             requests += checked.requests(settings, base.decoder, hints[number])
         made = base.for_requests(requests, len(target.meshes))
-
-        def asked() -> dict[str, Any]:
-            stops = [sorted(request.stop_ids) for request in requests]
-            return described_call(read, params, hints, settings, stops)
-
-        return made, requests, asked
-
-    return share(make) if spans(target.mesh) else make()[:2]
+    if spans(target.mesh):
+        check_alike_requests(made, read, params, hints, settings, requests)
+    return made, requests
 
 
 def check_single(sampling_params: SamplingParams | None) -> None:
@@ -238,7 +215,6 @@ def check_places(target: Meshes, head: Meshes) -> None:
 def _of_each(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
-    """The sampling parameters of each of ``count`` prompts."""
     if sampling_params is None:
         sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):

@@ -1,20 +1,22 @@
 """Compares engines and requests between processes, so that all of them compute the same."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jetspec_jax.device.mesh import describe_mesh
-from jetspec_jax.device.processes import compare
+from jetspec_jax.device.processes import compare, spans
+from jetspec_jax.engine.planning import EnginePlan
+from jetspec_jax.engine.prompts import EncodedPrompt
 from jetspec_jax.engine.request import Request
 
 _REQUESTS = "new requests"
 
 
-def check_alike_engines(plan: Any) -> None:
+def check_alike_engines(plan: EnginePlan) -> None:
     """Checks that all processes make the same engine.
-
-    Args:
-        plan: An `EnginePlan`.
 
     Raises:
         ValueError: They differ, raised in every process; the message lists all differences.
@@ -22,43 +24,39 @@ def check_alike_engines(plan: Any) -> None:
     compare(_engine_parts(plan), "a new engine", "an engine")
 
 
-def share(
-    make: Callable[[], tuple[Any, list[Request], Callable[[], dict[str, Any]]]],
-) -> tuple[Any, list[Request]]:
-    """Compares requests that several processes serve together.
+@contextlib.contextmanager
+def refused_together(mesh: Mesh | None) -> Iterator[None]:
+    """Raises an error of the block in all processes of a mesh; they call `check_alike_requests` after it."""
+    try:
+        yield
+    except Exception as error:
+        if spans(mesh):
+            compare({}, _REQUESTS, "", refusal=f"{type(error).__name__}: {error}")
+        raise
 
-    Args:
-        make: Returns the engine plan, the requests, and a function that describes the call; raises if a
-            request cannot be served.
+
+def check_alike_requests(
+    plan: EnginePlan,
+    prompts: Sequence[EncodedPrompt],
+    params: Sequence[Any],
+    hints: Sequence[Any],
+    settings: Any,
+    requests: Sequence[Request],
+) -> None:
+    """Checks that all processes serve the same requests.
 
     Raises:
         ValueError: Another process refused its requests, or got different ones.
     """
-    try:
-        plan, requests, describe = make()
-    except Exception as error:
-        compare({}, _REQUESTS, "", refusal=f"{type(error).__name__}: {error}")
-        raise
-    compare({**_engine_parts(plan), **describe()}, _REQUESTS, "what was asked for")
-    return plan, requests
-
-
-def described_call(
-    prompts: Sequence[Any],
-    params: Sequence[Any],
-    hints: Sequence[Any],
-    settings: Any,
-    stops: Sequence[Sequence[int]],
-) -> dict[str, Any]:
-    """A call's arguments by name, for the comparison."""
-    parts: dict[str, Any] = {"the number of prompts": str(len(prompts))}
+    parts = {**_engine_parts(plan), "the number of prompts": str(len(prompts))}
     parts |= {f"prompts[{number}]": prompt.ids.tolist() for number, prompt in enumerate(prompts)}
-    parts |= {f"sampling_params[{number}]": each_params for number, each_params in enumerate(params)}
-    parts |= {"the tokens that end a sequence": stops, "routing": list(hints)}
-    return {**parts, "the settings of the trees": settings}
+    parts |= {f"sampling_params[{number}]": each for number, each in enumerate(params)}
+    parts["the tokens that end a sequence"] = [sorted(request.stop_ids) for request in requests]
+    parts |= {"routing": list(hints), "the settings of the trees": settings}
+    compare(parts, _REQUESTS, "what was asked for")
 
 
-def _engine_parts(plan: Any) -> dict[str, Any]:
+def _engine_parts(plan: EnginePlan) -> dict[str, Any]:
     decoder = plan.decoder
     return {
         "the mesh": describe_mesh(decoder.mesh),

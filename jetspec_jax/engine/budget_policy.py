@@ -32,7 +32,6 @@ class LiveSlot(NamedTuple):
 
     Attributes:
         committed: Tokens in the stores.
-        remaining: Tokens that it may still get.
         sampled: Whether its temperature is above 0.
         watched: Whether the caller may end it at any token, because it has stop strings.
         fresh: Whether it has had no round yet.
@@ -48,12 +47,7 @@ class LiveSlot(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """The policy's choice for a dispatch.
-
-    Attributes:
-        bucket: Nodes of a tree, root included; 1 is plain decoding.
-        rounds: Most rounds.
-    """
+    """The policy's choice: nodes of a tree, root included (1 is plain decoding), and most rounds."""
 
     bucket: int
     rounds: int
@@ -114,12 +108,9 @@ class FixedBudget:
     """Always one bucket, or plain decoding if no request has a larger budget."""
 
     def __init__(self, bucket: int, costs: RoundCosts | None = None, *, plain: bool = False):
-        """A policy for one bucket.
+        """A policy for one bucket, or with ``plain`` for it and plain rounds.
 
-        Args:
-            bucket: Nodes of a tree, root included.
-            costs: Round costs, for dispatches that are slices of time; None suits single calls.
-            plain: Whether plain rounds may be chosen.
+        With round costs dispatches are slices of time; without, their rounds suit single calls.
         """
         self._buckets = (1, bucket) if plain else (bucket,)
         self._pace = None if costs is None else Pace(costs)
@@ -148,10 +139,8 @@ class _Choice(NamedTuple):
     """The basis on which a dispatch was chosen.
 
     Attributes:
-        acceptance: The acceptance estimate.
         context: Mean context of the requests.
-        rounds: Its rounds.
-        earned: Seconds that each of them adds to the account for probes; negative for a probe.
+        earned: Seconds that each of its rounds adds to the account for probes; negative for a probe.
         most: Most seconds in the account after it.
     """
 

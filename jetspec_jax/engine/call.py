@@ -48,7 +48,6 @@ class Call:
     """Requests of one caller, or a function to run, for the loop of a target.
 
     Attributes:
-        loop: The loop.
         plan: The `EnginePlan` of the required engine; None if ``work`` needs no engine.
         weights: That engine's parameters, as `DecodeWeights`.
         queue: Requests that are not admitted yet; the calls of several copies of a target share one queue.
@@ -61,7 +60,6 @@ class Call:
         config: JAX's settings in the caller's thread.
         admitted: Requests in the engine.
         error: The engine's or the function's error; the requests have the same error.
-        result: The function's result.
     """
 
     loop: "EngineLoop"

@@ -57,11 +57,9 @@ class Compiler:
     """
 
     def __init__(self, compile: Callable[[Program], None], threads: int | None = None):
-        """A compiler without programs.
+        """A compiler without programs; several threads at once call ``compile``.
 
-        Args:
-            compile: Compiles a program; called in several threads at once.
-            threads: Most threads. None is `default_threads`; with 0, `wait` compiles, in order.
+        There are at most ``threads``, by default `default_threads`; with 0, `wait` compiles, in order.
         """
         self._compile, self._most = compile, default_threads() if threads is None else threads
         #: Whether `shape` queues wanted programs that larger ones replace.
@@ -109,16 +107,12 @@ class Compiler:
             starting = min(self._most, self.left) - len(self._threads)
             for _ in range(starting):
                 thread = threading.Thread(target=self._work, name="jetspec-compiler", daemon=True)
-                self._threads.add(thread)
                 _RUNNING.add(self)
-                thread.start()
+                thread.start()  # a thread that cannot start must not count as one
+                self._threads.add(thread)
 
     def compile(self, programs: Sequence[Program]) -> None:
-        """Compiles programs now, unless they are compiled already.
-
-        Raises:
-            Exception: As for `wait`.
-        """
+        """Compiles programs now, unless they are compiled already; raises as `wait`."""
         if not self._compiled.issuperset(programs):
             self.add(programs)
             self.wait(programs)
@@ -136,10 +130,7 @@ class Compiler:
                 self.add(forgotten)
 
     def wait(self, programs: Sequence[Program] | None = None) -> None:
-        """Waits until programs are compiled, with a progress bar on a terminal.
-
-        Args:
-            programs: The programs; None is all that were added.
+        """Waits until programs, by default all, are compiled, with a progress bar on a terminal.
 
         Raises:
             RuntimeError: The compiler was stopped before.
@@ -190,11 +181,6 @@ class Compiler:
         If the wanted one is queued, larger trees or even smaller ones serve until it is compiled. Else only
         a program of more live slots with trees of the same size replaces it. A program that could not be
         compiled ahead is compiled when it is needed, unless a larger one exists.
-
-        Args:
-            kind: The kind of rounds, as in `Program`.
-            live: The wanted number of live slots, at least the decoding ones.
-            bucket: The wanted nodes of a tree.
 
         Returns:
             Live slots and nodes. Of the compiled shapes the one with the fewest rows that has as many of
@@ -251,7 +237,8 @@ class Compiler:
             if not self._queue:
                 self._threads.discard(threading.current_thread())
                 return False
-            self._running.add(program := self._queue.popleft())
+            self._running.add(program := self._queue[0])  # first: `left` is read without the lock
+            self._queue.popleft()
         error = None
         try:
             self._compile(program)

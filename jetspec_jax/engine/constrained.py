@@ -28,17 +28,8 @@ def run_constrained(
 
     Waits for all rounds but the last. ``state`` is donated.
 
-    Args:
-        decoder: The decoder.
-        matchers: Grammar matchers by slot; other slots keep their tokens. They advance over all rounds but
-            the last.
-        weights: The parameters.
-        state: The state.
-        rounds: Number of rounds.
-        *live: As for `TreeDecoder.decode`.
-
-    Returns:
-        The state, and the records of the rounds that ran.
+    The ``matchers``, by slot, advance over all rounds but the last; tokens of slots without one are not
+    masked. Returns the state, and the records of the rounds that ran.
     """
     slots = live[0].tolist() if live else range(len(state.active))
     live_matchers = [matchers.get(slot) for slot in slots]

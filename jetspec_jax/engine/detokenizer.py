@@ -47,28 +47,16 @@ def whole_text(data: bytes) -> str | None:
 
 
 class _Token(NamedTuple):
-    """A token's properties.
-
-    Attributes:
-        data: Its bytes; empty if the tokenizer lacks it.
-        is_byte: Whether it is a byte of byte fallback.
-        special: Whether ``skip_special_tokens`` removes it.
-    """
-
-    data: bytes
-    is_byte: bool
-    special: bool
+    data: bytes  # empty if the tokenizer lacks it
+    is_byte: bool  # of byte fallback
+    special: bool  # ``skip_special_tokens`` removes it
 
 
 class Detokenizer:
     """Decodes the tokens of one tokenizer; thread-safe."""
 
     def __init__(self, backend: Any):
-        """Detects how the tokenizer splits characters.
-
-        Args:
-            backend: A tokenizer of the tokenizers library.
-        """
+        """Detects how a tokenizer of the tokenizers library splits characters."""
         self._backend = backend
         self._join = " ".join if backend.decoder is None else backend.decoder.decode
         self._byte_level = self._join(["Ã", "©"]) == "é"

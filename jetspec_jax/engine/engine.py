@@ -54,8 +54,6 @@ class Engine:
         """Allocates the stores, after a check of the device memory.
 
         Args:
-            plan: The engine plan.
-            weights: The parameters.
             overlapped: Whether to launch single rounds, with two batches in flight, instead of loops; None
                 chooses for the devices.
             background: Whether a persistent engine compiles here only the programs that can serve any
@@ -229,7 +227,6 @@ class Engine:
         """Compiles all prefill forwards, and the rounds of some kinds; nothing may be in flight.
 
         Args:
-            kinds: The kinds of rounds.
             counts: Numbers of decoding requests; None is any number.
             scores: Whether to compile log-probabilities of prompts.
             wait: Whether to wait until they are compiled; else an engine compiles them in the background, if
@@ -237,7 +234,6 @@ class Engine:
 
         Raises:
             DeviceMemoryError: The device cannot hold the arrays that such requests need.
-            Exception: An error of the compiler.
         """
         kind = Kind.union(kinds)
         bad_words = USUAL_BAD_WORDS if kind.adjusts and self.plan.persistent else (0, 0)

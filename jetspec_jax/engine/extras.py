@@ -38,7 +38,6 @@ class Extras:
         return found
 
     def __or__(self, other: "Extras") -> "Extras":
-        """The features of both."""
         (words, longest), (more, longer) = self.bad_words, other.bad_words
         return Extras(
             self.adjusts or other.adjusts,

@@ -20,11 +20,6 @@ _LOCK = threading.Lock()
 def matcher_for(target: Target, params: SamplingParams, stop_ids: Collection[int]) -> Matcher | None:
     """A request's grammar matcher; None without a grammar.
 
-    Args:
-        target: The target.
-        params: The request's parameters.
-        stop_ids: Tokens that end it.
-
     Raises:
         ImportError: llguidance is not installed.
         ValueError: The grammar does not work with this target: see `Vocabulary.matcher`.

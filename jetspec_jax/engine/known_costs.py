@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from jetspec_jax.checkpoint.files import write_json
 from jetspec_jax.decode.decoder import TreeDecoder
@@ -40,10 +39,10 @@ def known_costs(key: CostKey) -> RoundCosts:
 
     They are those of all trees, for some numbers of live slots.
     """
-    if key not in _known and _path is not None and not spans(_mesh(key)):
+    if key not in _known and (path := _path_for(key)) is not None:
         decoders, size, _ = key
         shapes = size.rounds(tuple(decoder.bucket for decoder in decoders))
-        costs = _costs_of(_read(_path).get(_name(key)))
+        costs = _costs_of(_read(path).get(_name(key)))
         lives = {live for live, _ in costs.seconds}
         if lives and set(costs.seconds) == {shape for shape in shapes if shape[0] in lives}:
             _known[key] = costs
@@ -51,14 +50,15 @@ def known_costs(key: CostKey) -> RoundCosts:
 
 
 def learn_costs(key: CostKey, costs: RoundCosts) -> None:
-    """Keeps measured costs; in the file only if one process has the engine, as several must choose alike."""
+    """Keeps measured costs, in the file too if there is one."""
     _known[key] = costs
-    if _path is not None and not spans(_mesh(key)):
-        _write(_path, _name(key), costs)
+    if (path := _path_for(key)) is not None:
+        _write(path, _name(key), costs)
 
 
-def _mesh(key: CostKey) -> Mesh | None:
-    return key[0][-1].mesh
+def _path_for(key: CostKey) -> Path | None:
+    """The file; None for an engine of several processes, which must choose alike."""
+    return None if spans(key[0][-1].mesh) else _path
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -117,11 +117,7 @@ def _costs_of(kept: Any) -> RoundCosts:
 
 
 def _seconds(values: Sequence[Any]) -> tuple[float, float, float]:
-    """Seconds of a round at both contexts, and of a dispatch beside its rounds.
-
-    Raises:
-        ValueError: They are not three positive, plausible numbers.
-    """
+    """Seconds of a round at both contexts, and of a dispatch beside its rounds; ValueError if implausible."""
     first, last, beside = map(float, values)
     if not (0 < first < 1e6 and 0 < last < 1e6 and 0 <= beside < 1e6):
         raise ValueError("no measured seconds")

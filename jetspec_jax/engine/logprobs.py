@@ -25,13 +25,11 @@ class Logprob:
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position, from the device.
+    """Log-probability and rank of the chosen token at one position, from the device.
 
     Attributes:
-        chosen: The chosen token's log-probability.
-        rank: The chosen token's rank.
         tokens: The likeliest tokens, best first.
-        likeliest: Log-probabilities of the likeliest tokens.
+        likeliest: Their log-probabilities.
     """
 
     chosen: float
@@ -55,13 +53,9 @@ def by_round(logprobs: Any, rounds: np.ndarray, place: int) -> Iterator[Any]:
 def describe(
     tokens: Sequence[int], rows: Sequence[TokenLogprobs], count: int, detokenizer: Detokenizer | None
 ) -> list[dict[int, Logprob]]:
-    """Log-probabilities of each token and of the likeliest tokens at its position, by token.
+    """Log-probabilities of each token and of the ``count`` likeliest tokens at its position, by token.
 
-    Args:
-        tokens: The tokens.
-        rows: The device's log-probabilities of each.
-        count: Number of likeliest tokens; the token itself is always included, and first.
-        detokenizer: The tokenizer's, or None.
+    The token itself is always included, and first. ``rows`` come from the device.
     """
 
     def text_of(token: int) -> str | None:

@@ -68,20 +68,17 @@ class EngineLoop:
     `jetspec_jax.engine.worker`.
 
     Attributes:
-        mesh: The target's devices.
         engine: The engine; None before the first call.
         failed: Whether the last dispatch failed. The error itself would keep its callers' frames alive, and
             so the target.
         server: Returns the call of an `AsyncLLM`, whose persistent engine other calls join; or None.
         has_workers: Whether the other processes follow the server; an error of the engine ends them.
         grammars: Grammars of process 0's requests, if this is another process; None without grammars.
-        tally: Statistics.
     """
 
     def __init__(
         self, mesh: Mesh | None, engine: Engine | None = None, grammars: WorkerMatchers | None = None
     ):
-        """A loop without a thread, with or without an engine."""
         self.mesh, self.engine, self.grammars = mesh, engine, grammars
         self.failed = False
         self.server: Callable[[], Call | None] = lambda: None
@@ -136,11 +133,8 @@ class EngineLoop:
     ) -> T:
         """Runs a function between two dispatches and waits for its result; no other call runs meanwhile.
 
-        Args:
-            work: The function.
-            plan: The engine that it requires; None if it needs no engine.
-            weights: That engine's parameters.
-            config: JAX's settings; None is those of this thread.
+        The ``plan`` and the parameters are those of the engine that it requires, if it needs one. Without a
+        ``config`` it runs under JAX's settings of this thread.
 
         Raises:
             Exception: The function's or the engine's error.
@@ -156,11 +150,7 @@ class EngineLoop:
         return call.result
 
     def launch(self) -> None:
-        """Starts waiting calls, and launches as many batches as there are requests for and may be in flight.
-
-        Raises:
-            Exception: An error of the engine.
-        """
+        """Starts waiting calls, and launches batches while there are requests and room for them."""
         if self.engine is not None and self.engine.broken:
             self._fail(RuntimeError(LOST))
         while self.engine is None or self.engine.has_room:
@@ -180,11 +170,7 @@ class EngineLoop:
                     return
 
     def collect(self) -> None:
-        """Waits for the oldest batch in flight, if any, and hands out its tokens.
-
-        Raises:
-            Exception: An error of the engine.
-        """
+        """Waits for the oldest batch in flight, if any, and hands out its tokens."""
         if self.engine is not None and self._in_flight:
             for call in self._served:
                 call.ready.clear()
@@ -208,8 +194,7 @@ class EngineLoop:
     def stats(self, num_pages: int) -> EngineStats:
         """Statistics so far; from any thread, without waiting for a dispatch.
 
-        Args:
-            num_pages: Pages of the persistent engine, also before it exists.
+        ``num_pages`` are those of the persistent engine, also before it exists.
         """
         engine = self.engine
         with self._mutex:
@@ -318,7 +303,6 @@ class EngineLoop:
 
         Raises:
             DeviceMemoryError: The device cannot hold it.
-            Exception: An error of the compiler or the device.
         """
         if sends(self.mesh):
             send("engine")
@@ -341,7 +325,7 @@ class EngineLoop:
     def _prepare(self, call: Call) -> None:
         """Compiles what a call needs; an engine without memory for its features is made anew, smaller."""
         requests = call.requests[: call.count]
-        if self.engine is None or not requests:
+        if self.engine is None:
             return
         try:
             with configured(self._config):
@@ -377,7 +361,6 @@ class EngineLoop:
                 call.ready.wait(_MOMENT)
 
     def _admit(self, engine: Engine) -> None:
-        """Admits requests of all calls, at most ``most_admitted`` of each."""
         for call in self._served:
             most = math.inf if call.most_admitted is None else min(call.count, engine.plan.size.slots)
             room = most - sum(request.open for request in call.admitted)
@@ -409,7 +392,7 @@ class EngineLoop:
         """Fails the calls that the engine serves, or all calls; the next call makes a new engine."""
         with self._mutex:
             self.failed = True
-            failed, self._served = self._served, []
+            failed = [*self._served]  # they are counted until they have failed
             engine, self.engine = self.engine, None
             if everyone:
                 failed += self._waiting
@@ -425,6 +408,7 @@ class EngineLoop:
         with self._mutex:
             for request in [request for call in failed for request in call.admitted]:
                 self.tally.add_request(request)
+            self._served = [call for call in self._served if call not in failed]
         if engine is not None:
             engine.close()
         if ends:

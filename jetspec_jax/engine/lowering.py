@@ -39,14 +39,7 @@ class Lowering:
         state: DecodeState,
         dtype: jnp.dtype,
     ):
-        """Keeps shapes, and JAX's settings of this thread.
-
-        Args:
-            decoders: The decoders by bucket.
-            weights: The parameters.
-            state: The state of all slots.
-            dtype: Type of the stores.
-        """
+        """Keeps shapes, the dtype of the stores, and JAX's settings of this thread."""
         self._dtype, self._config = dtype, thread_config()
         self.update(decoders, weights, state)
 
@@ -57,11 +50,7 @@ class Lowering:
         self._state: DecodeState = jax.tree.map(abstract, state)
 
     def compile(self, program: Program) -> None:
-        """Compiles a program; may be called in several threads at once.
-
-        Raises:
-            Exception: An error of the compiler.
-        """
+        """Compiles a program; may be called in several threads at once."""
         with configured(self._config):
             kind = KINDS.get(program.kind, Kind())
             all_live = program.slots == self._state.active.shape[0]

@@ -77,9 +77,7 @@ def empty_snapshots(plan: EnginePlan) -> Snapshots:
 def check_engine_memory(plan: EnginePlan, weights: Callable[[Mesh | None], Bytes] = lambda mesh: {}) -> None:
     """Checks that an engine's devices can hold it, with a margin: see `engine_bytes`.
 
-    Args:
-        plan: The engine plan.
-        weights: Weights that are not loaded yet: their bytes on one device of a mesh.
+    ``weights`` gives the bytes, on one device of a mesh, of weights that are not loaded yet.
 
     Raises:
         DeviceMemoryError: They cannot. The message lists all parts, their sum, and smaller settings that fit.
@@ -131,13 +129,13 @@ def engine_bytes(plan: EnginePlan) -> dict[str, int]:
     return {
         f"stores of {plan.size.slots} x {plan.size.capacity} tokens": state_bytes(plan),
         **snapshot_bytes(plan),
-        _workspace(plan): workspace_bytes(plan),
+        _workspace_name(plan): workspace_bytes(plan),
         **extra_bytes(plan),
         "margin": largest_parameter_bytes(plan.decoder.target, plan.dtype, plan.decoder.mesh),
     }
 
 
-def _workspace(plan: EnginePlan) -> str:
+def _workspace_name(plan: EnginePlan) -> str:
     size, bucket = plan.size, plan.decoder.bucket
     return (
         f"workspace for {f'{size.slots} x {bucket}' if size.most_rows is None else size.nodes(bucket)} nodes"
@@ -150,7 +148,7 @@ def check_extra_memory(plan: EnginePlan) -> None:
     Raises:
         DeviceMemoryError: The devices cannot hold them.
     """
-    needs = {**extra_bytes(plan), _workspace(plan): workspace_bytes(plan)}
+    needs = {**extra_bytes(plan), _workspace_name(plan): workspace_bytes(plan)}
     check_memory(lambda: needs, mesh=plan.decoder.mesh)
 
 

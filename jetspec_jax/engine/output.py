@@ -70,7 +70,6 @@ class Completion:
     finished: ClassVar[bool] = True
 
     def __repr__(self) -> str:
-        """The text, and how it was decoded."""
         number = f"index={self.index}, " if self.index else ""
         return (
             f"Completion({number}text={shown(self.text)}, {len(self.token_ids)} tokens, "
@@ -108,17 +107,10 @@ class Output:
     """
 
     def __init__(self, request: Request, tokenizer: Any):
-        """The output of a request without tokens so far.
-
-        Args:
-            request: The request.
-            tokenizer: A transformers tokenizer, or None.
-        """
+        """The output of a request, with a transformers tokenizer or None."""
         self.request = request
-        params = request.params
-        self._stop = tuple(params.stop or ())
-        self._keep_stop, self._skip_special = params.include_stop_str_in_output, params.skip_special_tokens
-        self._min_tokens = params.min_tokens
+        self._params = request.params
+        self._stop = tuple(request.params.stop or ())
         self._detokenizer = detokenizer_of(tokenizer)
         self._begin()
 
@@ -136,15 +128,14 @@ class Output:
         self._searched = 0
         # For each stop string, the number of its first characters that end the text.
         self._begun = [0] * len(self._stop)
-        detokenizer, skip = self._detokenizer, self._skip_special
-        self._stream = None if detokenizer is None else detokenizer.stream(skip_special_tokens=skip)
+        skip = self._params.skip_special_tokens
+        self._stream = self._detokenizer and self._detokenizer.stream(skip_special_tokens=skip)
         self._whole = True
 
     def update(self, count: int | None = None) -> None:
-        """Reads the request's new tokens; after an interrupted update, all its tokens.
+        """Reads the request's new tokens, or those among its first ``count``, as other threads may add more.
 
-        Args:
-            count: Reads only the first ``count`` tokens, as another thread may add more; None reads all.
+        After an interrupted update, reads all its tokens again.
 
         Raises:
             DeadlinePassed: The request's deadline passed.
@@ -157,11 +148,7 @@ class Output:
         self._whole = True
 
     def update_by_round(self, count: int) -> list[Round]:
-        """As `update`, with each round's part.
-
-        Raises:
-            Exception: As `update`.
-        """
+        """As `update`, with each round's part."""
         added, lengths = [], self.request.accept_lengths
         while self.finish_reason is None and self._reached < count and self._rounds < len(lengths):
             text, known = len(self.settled_text), len(self.token_ids)
@@ -186,7 +173,7 @@ class Output:
                 self.finish_reason = reason
                 if reason == "stop" and token in (request.params.stop_token_ids or ()):
                     self.stop_reason = token
-            hidden = token in request.stop_ids and not self._keep_stop
+            hidden = token in request.stop_ids and not self._params.include_stop_str_in_output
             if not hidden and self._decode(token):
                 self.finish_reason = "stop"
                 if request.ended is None:  # engines do not know stop strings
@@ -265,7 +252,7 @@ class Output:
         ]
         searched, settled = self._searched, len(self.text)
         self._searched = settled + len(held)
-        if not self._stop or len(self.token_ids) <= self._min_tokens:
+        if not self._stop or len(self.token_ids) <= self._params.min_tokens:
             return False
         begin = max(searched - max(map(len, self._stop)) + 1, 0)
         tail = self.text[begin:] + held[max(begin - settled, 0) :]
@@ -274,7 +261,8 @@ class Output:
         if found:
             start, length = min(found)
             self.stop_reason = tail[start : start + length]
-            self.text = (self.text + held)[: begin + start + length * self._keep_stop]
+            kept = length if self._params.include_stop_str_in_output else 0
+            self.text = (self.text + held)[: begin + start + kept]
         return bool(found)
 
     def _matched_prefix(self, stop: str, most: int) -> int:

@@ -24,15 +24,10 @@ SMALL_TARGET = 2 << 30
 
 
 class LaunchTimes(NamedTuple):
-    """Seconds of programs that are launched one after another, each in the mean.
+    """Mean seconds of programs that are launched one after another."""
 
-    Attributes:
-        host: Until the launch returns.
-        device: Until the next program can run.
-    """
-
-    host: float
-    device: float
+    host: float  # until the launch returns
+    device: float  # until the next program can run
 
 
 def choose_overlap(mesh: Mesh | None, target_bytes: int, time_launches: Callable[[], LaunchTimes]) -> bool:
@@ -41,12 +36,8 @@ def choose_overlap(mesh: Mesh | None, target_bytes: int, time_launches: Callable
     On a GPU overlapped rounds let requests come and go, and callers get tokens, with every round. Models
     whose rounds are shorter than `LAUNCH_SHARE` launches keep the loop, or the device would wait for the
     host. On a CPU a round takes longer than its launch, which may even compute, so nothing would overlap.
-    Several processes exchange a message per batch, which long loops make cheap.
-
-    Args:
-        mesh: The engine's devices; None is the default device.
-        target_bytes: Bytes of the target's parameters on one device.
-        time_launches: Times programs of one round.
+    Several processes exchange a message per batch, which long loops make cheap. ``target_bytes`` are those of
+    the target's parameters on one device.
     """
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     if platform not in ("gpu", "cuda", "rocm") or spans(mesh) or target_bytes < SMALL_TARGET:

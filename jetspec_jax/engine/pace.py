@@ -20,7 +20,6 @@ class Pace:
     """Round times: measured costs, times a running ratio of all shapes and of each shape."""
 
     def __init__(self, costs: RoundCosts):
-        """Starts with the measured costs."""
         self.costs = costs
         # Logarithms of the ratios.
         self._common, self._each = 0.0, dict.fromkeys(costs.seconds, 0.0)

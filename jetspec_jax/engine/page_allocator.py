@@ -32,12 +32,7 @@ class PageAllocator:
     """
 
     def __init__(self, size: EngineSize, round_tokens: int):
-        """All pages are free.
-
-        Args:
-            size: The engine's size.
-            round_tokens: Most tokens that a round commits to a slot.
-        """
+        """All pages are free; a round commits at most ``round_tokens`` tokens to a slot."""
         self.pool = PagePool(size.num_pages, shares=size.shares_pages)
         self.snapshots = Snapshots(size.snapshots, self.pool)
         self._table_size, self._round_tokens = size.pages_per_slot, round_tokens
@@ -122,9 +117,8 @@ class PageAllocator:
             full = request.committed // PAGE_SIZE
             if request.pages and full > request.cached_pages and self.pool.shares:
                 keys = self._keys(request)
-                self.pool.register(
-                    request.pages[request.cached_pages : full], keys[request.cached_pages : full]
-                )
+                new = slice(request.cached_pages, full)
+                self.pool.register(request.pages[new], keys[new])
                 request.cached_pages = full
 
     def waits_for_others(self, request: Request, running: Iterable[Request]) -> bool:

@@ -56,12 +56,7 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int, *, shares: bool = True):
-        """All pages are free.
-
-        Args:
-            num_pages: Pages of the pool.
-            shares: Whether pages may be shared and cached.
-        """
+        """All pages are free; only if the pool ``shares`` them, pages may be shared and cached."""
         self.num_pages, self.shares, self._lends = num_pages, shares, False
         self._free = deque(range(num_pages))
         self._reference_counts: dict[int, int] = {}
@@ -100,14 +95,9 @@ class PagePool:
         return key in self._pages
 
     def allocate(self, count: int, shared: Sequence[int] = (), *, spare: int = 0) -> list[int] | None:
-        """Allocates ``count`` pages: those that `find` found, and new ones.
+        """Allocates ``count`` pages: the ``shared`` ones that `find` found, and new ones.
 
-        Cached pages are evicted if there are too few free ones.
-
-        Args:
-            count: Number of pages.
-            shared: The found ones among them.
-            spare: Unused pages that must remain.
+        Cached pages are evicted if there are too few free ones; ``spare`` unused pages must remain.
 
         Returns:
             The pages, shared ones first; None, without any change, if there are too few.

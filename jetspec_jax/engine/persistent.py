@@ -28,14 +28,8 @@ def plan_persistent(
     On a CPU each row is work, and programs compile slowly: so there are programs for 1, 4, 16, … live slots,
     and trees of the budget or none.
 
-    Args:
-        target: The target, loaded.
-        head: A draft head; None decodes plainly.
-        settings: The tree settings.
-        max_slots: Requests that decode at the same time; None is as many as the devices' free memory allows,
-            a power of two up to `MOST_SLOTS`, and `MAX_SLOTS` without GPU kernels.
-        capacity: Tokens per slot; None is the default capacity.
-        implementation: Tree attention implementation; None picks the best.
+    Arguments are as for `plan_engine`. Without ``max_slots`` it has as many as the devices' free memory
+    allows, a power of two up to `MOST_SLOTS`, and `MAX_SLOTS` without GPU kernels.
 
     Raises:
         TypeError: A setting has a wrong type.

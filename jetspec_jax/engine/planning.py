@@ -85,11 +85,9 @@ class EnginePlan:
         return replace(self, decoder=replace(self.decoder, mesh=mesh))
 
     def for_requests(self, requests: Sequence[Request], copies: int = 1) -> "EnginePlan":
-        """A plan that can serve these requests: with a longer capacity, and with the features they use.
+        """A plan with which ``copies`` engines can serve these requests.
 
-        Args:
-            requests: The requests.
-            copies: Number of engines that serve them.
+        It has a longer capacity if they need it, and the features they use.
         """
         size, need = self.size, max((request.most_tokens for request in requests), default=0)
         if need > size.capacity:
@@ -107,13 +105,8 @@ class EnginePlan:
     ) -> "EnginePlan":
         """A persistent engine: for requests that arrive at any time, many of which decode together.
 
-        Args:
-            live: Numbers of live slots that have programs, besides all; None is 1, 2, 4, ….
-            prefill_tokens: Most prompt tokens between two dispatches; None is no limit.
-            most_rows: Most nodes of all live slots together that "auto" may choose; None is no limit.
-            least_nodes: Nodes of the smallest trees that "auto" may choose.
-            snapshots: Snapshots of slots, for targets with windows or recurrent layers: without any, requests
-                share no prefixes. None is the number of slots.
+        The arguments are those of the plan and of its `EngineSize`. By default there are programs for 1, 2,
+        4, … live slots, and as many snapshots as slots, if the target needs any to share prefixes.
         """
         live = powers(self.size.slots) if live is None else tuple(sorted(live))
         # A fixed budget holds for any number of slots.
@@ -171,13 +164,10 @@ def plan_engine(
     implementation: str | None = None,
     mesh: Mesh | None = None,
 ) -> EnginePlan:
-    """Plans an engine for tree settings.
+    """Plans an engine for tree settings, with stores of the weights' dtype.
 
     Args:
-        target: The target.
         head: A draft head; None decodes plainly unless a proposer is given.
-        settings: The tree settings.
-        dtype: Dtype of the weights.
         slots: Requests that decode at the same time.
         capacity: Tokens per slot, prompt and output together; None is the default capacity.
         num_pages: Pages of all slots together; None is enough for every slot to be full.

@@ -25,7 +25,6 @@ class Kind(NamedTuple):
     masked: bool = False
 
     def __str__(self) -> str:
-        """The kind in words."""
         parts = [name for name in ("adjusts", "logprobs") if getattr(self, name)]
         return " ".join([*(["masked"] if self.masked else []), "rounds", *parts])
 
@@ -72,11 +71,8 @@ def first_rounds(size: EngineSize, buckets: Sequence[int]) -> list[tuple[int, in
 def first_programs(size: EngineSize, buckets: Sequence[int]) -> list[Program]:
     """Programs that can serve any request without optional parts: `first_rounds`, and the largest chunk.
 
-    Of chunks with equally many rows the one with the fewest prompts: a long prompt fills it.
-
-    Args:
-        size: The engine's size.
-        buckets: Nodes of the trees, in rising order.
+    Of chunks with equally many rows the one with the fewest prompts: a long prompt fills it. The ``buckets``
+    are nodes of the trees, in rising order.
     """
     chunk = max(size.chunks, key=lambda shape: (shape[0] * shape[1], -shape[0]))
     return [Program(PREFILL, *chunk), *_named(Kind(), first_rounds(size, buckets))]
@@ -90,11 +86,6 @@ def in_order(size: EngineSize, buckets: Sequence[int], kinds: Sequence[Kind]) ->
     at a time, and where many run, the largest shape costs little more than the right one. For each number of
     live slots the largest trees come first, since they pay most where few requests share a round, then plain
     rounds, and then the other trees from large to small. Kinds without optional parts come before others.
-
-    Args:
-        size: The engine's size.
-        buckets: Nodes of the trees, in rising order.
-        kinds: The kinds of rounds.
     """
     kinds = sorted(kinds)
     first = [program for kind in kinds for program in _named(kind, first_rounds(size, buckets))]

@@ -84,10 +84,7 @@ def read_prompt(target: Target, prompt: Any) -> EncodedPrompt:
         return encode_text(target, prompt)
     if isinstance(prompt, bytes | Mapping) or not (isinstance(prompt, Sequence) or _is_array(prompt)):
         raise TypeError(f"a prompt must be {_FORMS}, not {shown(prompt)}")
-    ids = check_ids(prompt, "prompt", target.config.vocab_size)
-    if not ids.size:
-        raise ValueError("the prompt is empty; it needs at least one token")
-    return EncodedPrompt(ids)
+    return _encoded(target, prompt)
 
 
 def encode_text(target: Target, text: str, **settings: Any) -> EncodedPrompt:
@@ -96,25 +93,17 @@ def encode_text(target: Target, text: str, **settings: Any) -> EncodedPrompt:
     Raises:
         ValueError: There is no tokenizer, the text is not valid Unicode, or it has no tokens.
     """
-    if target.tokenizer is None:
-        raise ValueError("the target has no tokenizer; pass token ids to generate")
+    tokenizer = _tokenizer(target)
     check_text("the prompt", text)
-    ids = check_ids(target.tokenizer.encode(text, **settings), "prompt", target.config.vocab_size)
-    if not ids.size:
-        raise ValueError("the prompt is empty; it needs at least one token")
-    return EncodedPrompt(ids, text)
+    return _encoded(target, tokenizer.encode(text, **settings), text)
 
 
 def encode_chat(
     target: Target, chat: Chat, arguments: Mapping[str, Any], ending: Ending = ANSWERED
 ) -> EncodedPrompt:
-    """Encodes a conversation with the tokenizer's chat template.
+    """Encodes a conversation from `read_chats` with the tokenizer's chat template.
 
-    Args:
-        target: The target.
-        chat: A conversation from `read_chats`.
-        arguments: Arguments of the template; see `check_template_arguments`.
-        ending: How the prompt ends.
+    The template gets the ``arguments``; see `check_template_arguments`.
 
     Raises:
         ValueError: There is no tokenizer or no template, the template refuses the conversation, fails, or
@@ -145,14 +134,26 @@ def templated(target: Target) -> Any:
     Raises:
         ValueError: There is no tokenizer, or it has no template.
     """
-    if target.tokenizer is None:
-        raise ValueError("the target has no tokenizer; pass token ids to generate")
-    if not getattr(target.tokenizer, "chat_template", None):
+    tokenizer = _tokenizer(target)
+    if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "the target's tokenizer has no chat template: give one by --chat-template FILE or "
             "chat_template=…, or use generate"
         )
+    return tokenizer
+
+
+def _tokenizer(target: Target) -> Any:
+    if target.tokenizer is None:
+        raise ValueError("the target has no tokenizer; pass token ids to generate")
     return target.tokenizer
+
+
+def _encoded(target: Target, ids: Any, text: str | None = None) -> EncodedPrompt:
+    ids = check_ids(ids, "prompt", target.config.vocab_size)
+    if not ids.size:
+        raise ValueError("the prompt is empty; it needs at least one token")
+    return EncodedPrompt(ids, text)
 
 
 def check_ids(ids: Any, name: str, vocab_size: int) -> Int32[np.ndarray, "T"]:

@@ -14,14 +14,7 @@ from jetspec_jax.sampling.params import SamplingParams
 
 
 class Adjusting(NamedTuple):
-    """What a request's logit adjustments depend on, besides its parameters.
-
-    Attributes:
-        prompt: Its prompt.
-        output: Its tokens so far.
-        endings: Tokens that are forbidden before ``min_tokens``.
-        bad_words: Tokens of each bad word.
-    """
+    """Inputs of a request's logit adjustments, besides its parameters; see `Request` for the last two."""
 
     prompt: Int32[np.ndarray, "T"]
     output: tuple[int, ...]
@@ -30,23 +23,15 @@ class Adjusting(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """A request gets a slot.
+    """A request gets a slot. Attributes that are not listed are those of `Request`.
 
     Attributes:
-        slot: The slot.
         pages: Its block table, padded with `NO_PAGE`.
         length: Tokens that its pages already hold, always whole pages.
         anchor: The last token of the prompt, or of prompt and output after a preemption: the root of its
             first tree. Tokens between ``length`` and the anchor are prefilled.
         active: Whether it decodes at once, because nothing remains to prefill.
         params: Sampling parameters, with a seed and without texts.
-        remaining: Tokens that it may still get.
-        stop_ids: Tokens that end it.
-        budget: Most nodes of its trees, root included.
-        depth: Largest depth of its trees.
-        routing: Routing hints, as names and values.
-        adjusting: Inputs of its logit adjustments; None without adjustments.
-        scored: Its prompt, if log-probabilities of the prompt are wanted and not known yet.
         output: Its tokens so far, if it follows a grammar.
     """
 
@@ -67,12 +52,7 @@ class Admission(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """A slot gets more pages.
-
-    Attributes:
-        slot: The slot.
-        pages: Its whole new block table; earlier pages keep their position.
-    """
+    """A slot gets more pages: its whole new block table, in which earlier pages keep their position."""
 
     slot: int
     pages: Int32[np.ndarray, "T"]
@@ -99,7 +79,6 @@ class SlotCopy(NamedTuple):
 
     Attributes:
         after: Number of the batch's prefill forwards before it.
-        slot: The slot.
         place: The snapshot.
         restores: Whether the snapshot is copied to the slot; else the slot to the snapshot.
     """

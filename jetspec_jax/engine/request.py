@@ -42,7 +42,6 @@ class Request:
     """A prompt in an engine, and its output.
 
     Attributes:
-        prompt: Its tokens.
         params: Sampling parameters and stop conditions, with a seed and ``max_tokens``.
         stop_ids: Tokens that end it.
         budget: Most nodes of its trees, root included.
@@ -63,7 +62,6 @@ class Request:
         cancelled: Whether it gets no more tokens, because no caller waits for it. Any thread may set it, by
             `cancel`.
         readable: Number of its tokens that other threads may read, and its finish reason if these are all.
-        error: Why it failed.
         tokens: Its output; a token that ended it is the last.
         accept_lengths: Tokens that each of its rounds committed, before any cut.
         tree_sizes: Nodes of each round's tree.
@@ -75,11 +73,9 @@ class Request:
         first_token: When it got its first token.
         ended: When it ended.
         prefix_tokens: Tokens of its prompt that were in the prefix cache.
-        preemptions: Number of preemptions.
         number: Its place in the order of arrival.
         overtaken: How often a later request was admitted before it.
         slot: Its slot, also after its end; -1 while it waits.
-        pages: Its pages.
         committed: Its tokens in the stores, except those of rounds in flight.
         in_flight_tokens: Most tokens that rounds in flight commit to it; 0 if it takes part in none.
         keys: Keys of its first full pages: see `page_keys`.
@@ -234,12 +230,9 @@ class Request:
         self.committed += len(new)
 
     def append_round(self, tokens: Sequence[int], tree_size: int, logprobs: Any = None) -> None:
-        """Appends a round's tokens; ignored once the request has ended.
+        """Appends a round's committed tokens, with log-probabilities as for `rows_of` if these are wanted.
 
-        Args:
-            tokens: Committed tokens.
-            tree_size: Nodes of the tree.
-            logprobs: Log-probabilities of the tokens, as for `rows_of`; None if not wanted.
+        Ignored once the request has ended.
         """
         if self.finish_reason is None:
             self.accept_lengths.append(len(tokens))
@@ -278,7 +271,7 @@ class Request:
         )
 
     def notify(self) -> None:
-        """Calls ``on_update``."""
+        """Calls ``on_update``, and fails the request if that raises."""
         on_update = self.on_update
         try:
             if on_update is not None:

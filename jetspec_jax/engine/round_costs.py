@@ -156,14 +156,7 @@ def complete_costs(
     shapes and beyond the last. So costs are piecewise linear in the nodes for each number of live slots, and
     in the live slots for each number of nodes. Plain rounds draft nothing, and are interpolated apart.
     """
-    every = sorted(set(pairs))
-    low, high = ({pair: both[at] for pair, both in seconds.items()} for at in (0, 1))
-    return RoundCosts(
-        contexts,
-        {pair: (_guess(low, pair), _guess(high, pair)) for pair in every},
-        {pair: _guess(dispatches, pair) for pair in every},
-        frozenset(every) - frozenset(seconds),
-    )
+    return _complete(RoundCosts(contexts, seconds, dispatches), pairs, _guess)
 
 
 def complete_by_rows(first: RoundCosts, pairs: Iterable[Pair]) -> RoundCosts:
@@ -182,13 +175,19 @@ def complete_by_rows(first: RoundCosts, pairs: Iterable[Pair]) -> RoundCosts:
         share = max(live * bucket - slots, 0) / (slots * tree[1] - slots)
         return max(values[plain] + share * (values[tree] - values[plain]), values[plain])
 
+    return _complete(first, pairs, between)
+
+
+def _complete(
+    timed: RoundCosts, pairs: Iterable[Pair], guess: Callable[[Mapping[Pair, float], Pair], float]
+) -> RoundCosts:
     every = sorted(set(pairs))
-    low, high = ({pair: both[at] for pair, both in first.seconds.items()} for at in (0, 1))
+    low, high = ({pair: both[at] for pair, both in timed.seconds.items()} for at in (0, 1))
     return RoundCosts(
-        first.contexts,
-        {pair: first.seconds.get(pair, (between(low, pair), between(high, pair))) for pair in every},
-        {pair: between(first.dispatches, pair) for pair in every},
-        frozenset(every) - frozenset(first.seconds),
+        timed.contexts,
+        {pair: timed.seconds.get(pair) or (guess(low, pair), guess(high, pair)) for pair in every},
+        {pair: guess(timed.dispatches, pair) for pair in every},
+        frozenset(every) - frozenset(timed.seconds),
     )
 
 

@@ -57,9 +57,9 @@ class PromptScores:
     def launch(self, batch: Batch) -> list[tuple[int, list[Logprobs]]]:
         """Log-probabilities of a batch's admissions that want them, by slot: in parts, and on the device."""
         scored = ((admission.slot, admission.scored) for admission in batch.admissions)
-        return [(slot, self._of(prompt)) for slot, prompt in scored if prompt is not None]
+        return [(slot, self._score(prompt)) for slot, prompt in scored if prompt is not None]
 
-    def _of(self, prompt: np.ndarray) -> list[Logprobs]:
+    def _score(self, prompt: np.ndarray) -> list[Logprobs]:
         if self._last[0] != prompt.tobytes():
             models, weights, dtype = self._arguments
             self._last = prompt.tobytes(), score_prompt(models, weights, prompt, dtype)

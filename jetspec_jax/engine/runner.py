@@ -24,7 +24,7 @@ from jetspec_jax.device.processes import agreed, spans, together
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.constrained import run_constrained
-from jetspec_jax.engine.known_costs import known_costs, learn_costs
+from jetspec_jax.engine.known_costs import CostKey, known_costs, learn_costs
 from jetspec_jax.engine.lowering import Lowering
 from jetspec_jax.engine.memory import empty_snapshots, empty_state
 from jetspec_jax.engine.overlap import LaunchTimes
@@ -67,7 +67,6 @@ class Flight(NamedTuple):
     """A launched batch.
 
     Attributes:
-        batch: The batch.
         records: Records of its rounds, on the device; None without rounds.
         scored: Log-probabilities of prompts, by slot, in parts and on the device.
         started: Start of its rounds, by `time.perf_counter`; None if they are not timed.
@@ -89,19 +88,14 @@ class Runner:
     """
 
     def __init__(self, plan: EnginePlan, weights: DecodeWeights):
-        """Allocates the stores; rounds are compiled when they are first launched.
-
-        Args:
-            plan: The engine plan.
-            weights: The parameters.
-        """
+        """Allocates the stores; rounds are compiled when they are first launched."""
         #: Decoders by bucket.
         self.decoders = {decoder.bucket: decoder for decoder in plan.decoders}
         self.decoder = plan.decoders[-1]
         #: Whether every program is one round, and its launch waits for nothing; else programs are loops.
         self.overlapped = False
         self.weights, self.size = weights, plan.size
-        self._cost_key = plan.cost_key
+        self._dtype = plan.dtype
         # Releasing a free slot changes nothing, and compiles the program before the first request ends.
         self.state = self.decoder.release(empty_state(plan), np.int32(0))
         self._grow(())  # likewise
@@ -132,7 +126,6 @@ class Runner:
         """Launches a batch; `collect` waits for it.
 
         Args:
-            batch: The batch.
             decode: Runs the rounds; None is `decode` of the bucket's decoder.
             matchers: Grammar matchers by slot; with any, this waits for all rounds but the last.
         """
@@ -219,7 +212,6 @@ class Runner:
         self.state = self.decoder.grow(self.state, slots, tables)
 
     def _copy(self, copies: Iterable[SlotCopy]) -> None:
-        """Copies slots to snapshots and back, in order."""
         models = self.decoder.models
         for _, slot, place, restores in copies:
             where = np.int32(slot), np.int32(place)
@@ -245,12 +237,9 @@ class Runner:
     def programs(
         self, kinds: Sequence[Kind], lives: Collection[int] | None = None, *, scores: bool = False
     ) -> list[Program]:
-        """Prefill forwards, rounds of some kinds and prompts' scores, in the order of compiling.
+        """Prefill forwards, rounds of some kinds and, with ``scores``, log-probabilities of prompts.
 
-        Args:
-            kinds: The kinds of rounds.
-            lives: Numbers of live slots; None is all.
-            scores: Whether prompts are scored.
+        They are in the order of compiling, with rounds for some numbers of live slots or for all.
         """
         every = in_order(self.size, tuple(self.decoders), kinds)
         pages = [1 << power for power in range(scored_pages(self.size.capacity).bit_length())]
@@ -259,13 +248,7 @@ class Runner:
         return [*wanted, *scoring]
 
     def collect(self) -> DispatchRecord:
-        """Waits for the oldest batch in flight; may be repeated until the engine removes it.
-
-        Raises:
-            RuntimeError: No batch was launched.
-        """
-        if not self.in_flight:
-            raise RuntimeError("no batch was launched")
+        """Waits for the oldest batch in flight; may be repeated until the engine removes it."""
         batch, records, scored, started, last = self.in_flight[0]
         # A round is too short for a progress line, which has a thread of its own.
         shown = contextlib.nullcontext() if self.overlapped else waiting("decoding")
@@ -277,22 +260,15 @@ class Runner:
         ended, before = time.perf_counter(), self._collected
         self._collected = ended
         prompts = tuple((slot, concatenated(parts)) for slot, parts in scored)
-        record = DispatchRecord(batch.bucket, batch.live, scored=prompts)
         if records is None:
-            return record
+            return DispatchRecord(batch.bucket, batch.live, scored=prompts)
         seconds = None if started is None else ended - max(started, before)
         # Rounds that ran come first.
         ran = int((records.tree_sizes > 0).any(axis=1).sum())
         records = jax.tree.map(lambda leaf: leaf[:ran], records)
         expected, accepted = records.reach or (None, None)
-        return record._replace(
-            seconds=seconds,
-            tokens=records.tokens,
-            tree_sizes=records.tree_sizes,
-            expected=expected,
-            accepted=accepted,
-            logprobs=records.logprobs,
-        )
+        found = records.tokens, records.tree_sizes, expected, accepted, records.logprobs, prompts
+        return DispatchRecord(batch.bucket, batch.live, seconds, *found)
 
     def free(self) -> None:
         """Deletes the stores, even if other references to them exist; the runner is unusable afterwards."""
@@ -333,20 +309,20 @@ class Runner:
             learn_costs(self._cost_key, costs)
         return costs
 
+    @property
+    def _cost_key(self) -> CostKey:
+        """As `EnginePlan.cost_key`, and other than it if programs are single rounds."""
+        return tuple(self.decoders.values()), self.size, self._dtype
+
     def _timed(self, shapes: Sequence[Pair]) -> Measurement:
         deepest = 1 + max(decoder.depth for decoder in self.decoders.values())
         low, high, rounds = timed_contexts(self.size.capacity, USUAL_ROUNDS, deepest)
         return measure_round_costs(self.time_dispatch, shapes, (low, high), rounds)
 
     def time_dispatch(self, shape: Pair, context: int, rounds: int) -> float:
-        """Seconds of a dispatch of greedy rounds after ``context`` tokens in every slot.
+        """Seconds of a dispatch of greedy rounds of a shape after ``context`` tokens in every slot.
 
         All slots must be free. The contents of the `scratch` pages are lost.
-
-        Args:
-            shape: Number of live slots, and nodes of a tree, root included.
-            context: Committed tokens of each slot.
-            rounds: Number of rounds.
         """
         _, seconds = self._time(shape, context, rounds)
         if spans(self.decoder.mesh):

@@ -27,13 +27,7 @@ MASKED_ROUNDS = 4
 
 
 class _ScheduledBatch(NamedTuple):
-    """The requests of a batch in flight.
-
-    Attributes:
-        running: Requests with a slot.
-        decoding: Requests that take part in its rounds.
-        tokens: Most tokens that it commits to each of these.
-    """
+    """Requests with a slot, and those that a batch in flight decodes, with at most ``tokens`` for each."""
 
     running: Sequence[Request]
     decoding: Sequence[Request]
@@ -78,7 +72,6 @@ class Scheduler:
         """All slots and pages are free.
 
         Args:
-            size: The engine's size.
             policy: Chooses each dispatch.
             round_tokens: Most tokens that a round commits to a slot.
             compiler: Knows which shapes have programs; None if any has one.

@@ -23,10 +23,9 @@ from jetspec_jax.progress import unseen
 
 
 class Bar(tqdm):
-    """A progress bar with a separate lock: an interrupt may leave tqdm's held, and others waiting."""
+    """A bar on terminals with a separate lock: an interrupt may leave tqdm's held, and others waiting."""
 
     def __init__(self, *arguments: Any, **settings: Any):
-        """As tqdm's, on a terminal only."""
         super().__init__(*arguments, **{"disable": unseen(), **settings})
 
 
@@ -36,12 +35,7 @@ BAR = functools.partial(Bar, delay=2, miniters=0, leave=False)
 
 
 class Group(NamedTuple):
-    """Devices with a copy of the models.
-
-    Attributes:
-        target: The target on these devices.
-        head: The draft head on these devices; None without a head.
-    """
+    """Devices with a copy of the target, and of its draft head if there is one."""
 
     target: Target
     head: Head | None
@@ -82,16 +76,10 @@ def serve(
 ) -> list[Completion]:
     """Serves requests to their ends, with the target and its copies, at most one copy per request.
 
-    Args:
-        target: The target.
-        head: Its draft head, or None.
-        plan: The plan of each copy's engine.
-        requests: The requests, in order; any engine with a free slot serves the next one.
-        bar: Makes a progress bar, called like tqdm; None for no bar.
+    Any engine with a free slot serves the next request. The ``bar`` is called like tqdm; None is no bar.
 
     Raises:
         DeviceMemoryError: The device cannot hold the engine; earlier calls still work.
-        Exception: An error of the engine.
     """
     groups = least_busy(groups_of(target, head), len(requests))
     if not groups:

@@ -62,9 +62,9 @@ class EngineSize:
         slots: int,
         capacity: int | None,
         num_pages: int | None = None,
-        chunks: tuple[tuple[int, int], ...] | None = None,
+        chunks: tuple[tuple[int, int], ...] = _CPU_CHUNKS,
     ) -> "EngineSize":
-        """A checked size; None is the default capacity, pages for every slot to be full, or a CPU's chunks.
+        """A checked size; None is the default capacity, or pages for every slot to be full.
 
         Raises:
             TypeError: A value is not an integer.
@@ -75,7 +75,6 @@ class EngineSize:
         check_integer("max_slots", slots, 1)
         check_integer("capacity", capacity, 1, limit)
         num_pages = slots * pages_for(capacity) if num_pages is None else num_pages
-        chunks = _CPU_CHUNKS if chunks is None else chunks
         return cls(slots, capacity, num_pages, chunks, pages_alone=not target.layers_with_places)
 
     @property

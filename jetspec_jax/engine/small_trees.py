@@ -36,7 +36,6 @@ class SmallTrees:
     """Chooses between plain decoding and small trees, call by call."""
 
     def __init__(self, target: Target, trees: EnginePlan):
-        """Keeps the target, on one device, and the plan of engines for small trees."""
         self._target, self._trees = target, trees
         self._tokens = 0
         # Tokens of the last plain call, which `_tokens` does not count yet.

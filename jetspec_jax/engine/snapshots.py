@@ -17,12 +17,7 @@ class Snapshots:
     """
 
     def __init__(self, count: int, pool: PagePool):
-        """All places are free.
-
-        Args:
-            count: Number of places; with 0, requests share prefixes by pages alone.
-            pool: The page pool.
-        """
+        """All places are free; if their count is 0, requests share prefixes by pages alone."""
         self.count, self._pool = count, pool
         self._free = deque(range(count))
         # Places by key, the most recently used last.

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -57,7 +57,6 @@ class EngineStats:
     programs_left: int = 0
 
     def __add__(self, other: "EngineStats") -> "EngineStats":
-        """Statistics of both engines together."""
         summed = {name: value + getattr(other, name) for name, value in vars(self).items()}
         depths = itertools.zip_longest(self.accepted_by_depth, other.accepted_by_depth, fillvalue=0)
         summed |= {"accepted_by_depth": tuple(map(sum, depths)), "bucket": max(self.bucket, other.bucket)}
@@ -68,16 +67,15 @@ class Tally:
     """Counts the work of a loop, over all its engines."""
 
     def __init__(self) -> None:
-        self._ended = EngineStats()
-        self._rounds = EngineStats()
+        self._counted = EngineStats()
 
     def add_request(self, request: Request) -> None:
         """Counts a request that has ended."""
-        self._ended += _of_request(request)
+        self._counted += _of_request(request)
 
     def add_dispatch(self, record: DispatchRecord) -> None:
         """Counts a dispatch."""
-        self._rounds += EngineStats(idle_rounds=record.idle_rounds)
+        self._counted += EngineStats(idle_rounds=record.idle_rounds)
         if not len(record.tokens):
             return
         ran = record.tree_sizes > 0
@@ -91,21 +89,18 @@ class Tally:
             accepted_tokens=int(accepted.sum()),
             accepted_by_depth=tuple(map(int, reached)),
         )
-        last = {"bucket": record.bucket, "live_slots": len(record.live)}
-        self._rounds = EngineStats(**{**vars(self._rounds + dispatch), **last})
+        both = self._counted + dispatch
+        self._counted = replace(both, bucket=record.bucket, live_slots=len(record.live))
 
     def stats(self, requests: Iterable[Request], num_pages: int, pool: PagePool | None) -> EngineStats:
-        """Statistics so far.
+        """Statistics so far, with requests that have not been counted as ended.
 
-        Args:
-            requests: Requests that have not been counted as ended.
-            num_pages: Number of pages of the engine, or of the engine to come.
-            pool: The engine's page pool; None without an engine.
+        Without an engine there is no pool, and ``num_pages`` are those of the engine to come.
         """
         pages = EngineStats(pages=num_pages)
         if pool is not None:
             pages += EngineStats(pages_used=pool.num_used, pages_cached=pool.num_cached)
-        return sum(map(_of_request, requests), self._ended + self._rounds + pages)
+        return sum(map(_of_request, requests), self._counted + pages)
 
 
 def _of_request(request: Request) -> EngineStats:

@@ -3,7 +3,6 @@
 import math
 import threading
 import time
-from types import TracebackType
 
 # Rounds follow each other at shorter intervals, in seconds, while requests are decoded on a GPU.
 _DECODING = 0.1
@@ -20,7 +19,6 @@ class Tracing:
     """
 
     def __init__(self):
-        """Nothing is traced, and nothing decoded."""
         #: Held while a program is traced and lowered, and in the pause after it.
         self.lock = threading.Lock()
         self._began, self._launched = 0.0, -math.inf
@@ -33,9 +31,7 @@ class Tracing:
         self.lock.acquire()
         self._began = time.monotonic()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             ended = time.monotonic()
             pause = ended + (ended - self._began)

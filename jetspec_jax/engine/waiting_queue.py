@@ -21,12 +21,8 @@ def rank(request: Request) -> tuple[int, int]:
     and the first request in order is never preempted.
     """
     if request.overtaken >= MOST_OVERTAKEN:
-        return _FIRST, request.number
+        return -(2**63), request.number  # below any priority that a caller can give
     return request.priority, request.number
-
-
-# Below any priority that a caller can give.
-_FIRST = -(2**63)
 
 
 def count_overtaken(admitted: Request, waiting: Iterable[Request]) -> None:
@@ -37,12 +33,9 @@ def count_overtaken(admitted: Request, waiting: Iterable[Request]) -> None:
 
 
 def check_room(waiting: int, coming: int, most: int) -> None:
-    """Raises QueueFull if more than ``most`` requests would wait.
+    """Raises QueueFull if more than ``most`` requests would wait once ``coming`` new ones have come.
 
-    Args:
-        waiting: Requests beyond the number of slots, before the new ones; negative if slots are free.
-        coming: New requests.
-        most: Length limit of the queue.
+    ``waiting`` are the present ones beyond the number of slots; negative if slots are free.
     """
     if waiting + coming > most:
         beside = f", and {coming} have come" if coming > 1 else ""

@@ -29,11 +29,8 @@ def in_all_processes(call: Call, about: str, work: Callable[[], T], decode: Deco
     Args:
         call: A call of the function, with the plan of any engine that it makes.
         about: A description of the call, the same in all processes.
-        work: The function; its result has a type that `broadcast.pack` encodes.
+        work: The function; its result, which all processes get, has a type that `broadcast.pack` encodes.
         decode: Runs the rounds of the batches; None is the decoder that process 0 chooses.
-
-    Returns:
-        The function's result, in all processes.
 
     Raises:
         OutOfStep: Another process makes another call.
@@ -59,20 +56,15 @@ def in_all_processes(call: Call, about: str, work: Callable[[], T], decode: Deco
 
 
 class SharedRequest:
-    """A request with several calls, all of which all processes make, until process 0 cancels it.
-
-    Attributes:
-        shared: Whether several processes share the models.
-    """
+    """A request with several calls, all of which all processes make, until process 0 cancels it."""
 
     def __init__(self, mesh: Mesh | None, request: Request):
         """All processes make it, in the same order."""
+        #: Whether several processes share the models.
         self.shared, self._request, self._about = spans(mesh), request, ""
         if self.shared:
-            self._about, request.on_cancel = (
-                f"a step of request {next(_REQUEST_NUMBERS)}",
-                shared_cancel(request),
-            )
+            self._about = f"a step of request {next(_REQUEST_NUMBERS)}"
+            request.on_cancel = shared_cancel(request)
 
     def run(self, call: Call, work: Callable[[], T], decode: Decode | None = None) -> T | None:
         """As `in_all_processes`; None if process 0 has cancelled the request."""
@@ -90,12 +82,7 @@ def run_worker(call: Call, decode: Decode | None = None) -> Any:
     A worker does not wait for its devices, except for batches with grammars: process 0 waits before it
     schedules again.
 
-    Args:
-        call: The call, as in process 0, with the plan of any engine that it makes.
-        decode: As for `in_all_processes`.
-
-    Returns:
-        The result of the call.
+    Returns the call's result; see `in_all_processes`.
 
     Raises:
         OutOfStep: Process 0 does something else.

@@ -10,6 +10,7 @@ import pytest
 from jetspec_jax import SamplingParams, generate
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.decode.state import DecodeWeights
+from jetspec_jax.engine import known_costs
 from jetspec_jax.engine.call import Call
 from jetspec_jax.engine.loop import EngineLoop, wait
 from jetspec_jax.engine.overlap import LaunchTimes, choose_overlap
@@ -65,6 +66,17 @@ class TestChoice:
         assert 0 < times.host <= times.device
         after = jax.device_get((engine.runner.state.slots, engine.runner.state.settings))
         np.testing.assert_equal(after, before)
+
+
+def test_round_times_of_loops_and_of_single_rounds_are_kept_apart(target, head, monkeypatch):
+    monkeypatch.setattr(known_costs, "_known", {})
+    monkeypatch.setattr(
+        Runner, "time_dispatch", lambda runner, pair, at, rounds: rounds * (2.0 if runner.overlapped else 1.0)
+    )
+    auto = TreeSettings(8, 3, algorithm="auto")
+    for overlapped, seconds in [(True, 2.0), (False, 1.0)]:
+        engine = TinyEngine(target, head, auto, overlapped=overlapped)
+        assert engine._costs.seconds == dict.fromkeys([(1, 1), (1, 8)], (seconds, seconds))
 
 
 def test_tokens_are_those_of_plain_decoding(target, head):
@@ -201,7 +213,7 @@ class TestLoop:
     def test_a_late_error_fails_the_requests_of_both_batches(self, loop, monkeypatch, expected):
         engine = loop.engine
         first, second = engine.request(PROMPT, PARAMS), engine.request(PROMPT, PARAMS)
-        collect, count = Runner.collect, []
+        collect, count, counted = Runner.collect, [], []
 
         def failing(runner):
             count.append(len(runner.in_flight))
@@ -209,6 +221,7 @@ class TestLoop:
                 raise RuntimeError("the device is lost")
             return collect(runner)
 
+        first.on_update = lambda: counted.append(loop.stats(0).prefix_queries)
         monkeypatch.setattr(Runner, "collect", failing)
         calls = [self.call(loop, request) for request in (first, second)]
         while not all(call.over for call in calls):
@@ -217,6 +230,8 @@ class TestLoop:
         assert count == [2, 2, 2]
         assert all("the device is lost" in str(request.error) for request in (first, second))
         assert engine.broken
+        loop.settle()
+        assert counted[-1] == loop.stats(0).prefix_queries == 2 * len(PROMPT), "counters only grow"
         third = engine.request(PROMPT, PARAMS)
         call = Call(loop, engine.plan, DecodeWeights(*engine.weights))
         call.queue.append(third)

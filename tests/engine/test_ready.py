@@ -5,6 +5,7 @@ import contextlib
 import subprocess
 import sys
 import threading
+from collections import deque
 
 import httpx
 import pytest
@@ -408,6 +409,34 @@ class TestCompiler:
         assert compiler.left == 0
         compiler.compile([program])
         assert compiler.shape("rounds", 1, 4) == (1, 4)
+
+    def test_a_thread_that_cannot_start_is_started_later(self, monkeypatch):
+        def full(thread):
+            raise RuntimeError("can't start new thread")
+
+        first, second = Program("rounds", 1, 4), Program("rounds", 2, 4)
+        compiler = Compiler(lambda program: None, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", full)
+            with pytest.raises(RuntimeError, match="can't start"):
+                compiler.compile([first])
+        assert not compiler._threads
+        compiler.compile([first, second])
+        assert compiler.left == 0
+        compiler.join()
+
+    def test_a_program_is_left_from_its_addition_to_its_end(self):
+        class Queue(deque):
+            def popleft(self):
+                program = super().popleft()
+                seen.append(compiler.left)  # as another thread may read it now
+                return program
+
+        compiler, seen = Compiler(lambda program: seen.append(compiler.left), 0), []
+        compiler._queue = Queue()
+        compiler.compile([Program("rounds", 1, 4), Program("rounds", 2, 4)])
+        assert seen == [2, 2, 1, 1]
+        assert compiler.left == 0
 
     def test_a_program_that_is_forgotten_while_it_is_compiled_is_compiled_again(self):
         compiler, gates = self.compiler(threads=1)
