@@ -109,12 +109,9 @@ class LLM:
     ):
         """Checks all settings and the device memory, then loads the models.
 
-        If you set no tree option (budget, width, depth, algorithm, candidates), the device's fastest decoding
-        is
-        used: the default tree on a GPU, and plain decoding on a CPU, which is logged once. On a CPU a large
-            target uses "auto" with trees of 8 nodes in later calls for one greedy completion each. See "On a
-            CPU" in
-        docs/algorithms.md.
+        If you set no tree option (budget, width, depth, algorithm, candidates), the default tree is used on a
+        GPU, and plain decoding on a CPU, which is logged once. On a CPU a large target uses "auto" with trees
+        of 8 nodes in later calls for one greedy completion each: see "On a CPU" in docs/algorithms.md.
 
         Args:
             target: A folder, a GGUF file, a hub id, a loaded target, or the name of a pair: "demo" (the
@@ -128,8 +125,8 @@ class LLM:
             depth: Largest depth of a tree; None is all that the head drafts.
             algorithm: Tree algorithm: a name, or an algorithm with options from
                 `jetspec_jax.tree.get_algorithm`; None is `jetspec_jax.tree.DEFAULT_ALGORITHM`.
-            candidates: Number of candidate tokens per draft row; None is the width, or without one the
-                algorithm's default.
+            candidates: Number of candidate tokens per draft row; None is the number of the head's selector.
+                Without a selector it is the width, or without one the algorithm's default.
             dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on a GPU, float32 on a CPU. Loaded
                 models keep theirs.
             capacity: Tokens of prompt and output per slot; None is 1024, or more if a request needs more.
