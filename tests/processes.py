@@ -3,6 +3,7 @@
 Imported before JAX, by ``conftest.py`` and by the programs that tests start.
 """
 
+import gc
 import os
 import signal
 import tempfile
@@ -35,6 +36,8 @@ os.environ |= {
 }
 # Shells start background jobs with interrupts ignored, and whatever those start inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Tracing makes many objects, few of them in cycles: the default of 700 took 7 % of the time.
+gc.set_threshold(20_000)
 
 import jax
 from jax._src import compiler

@@ -103,6 +103,18 @@ def test_random_weights_are_stored_as_they_are_said_to_be():
         stored_as(SMALL, "mxfp4")
 
 
+def test_random_weights_in_bfloat16_have_no_mean():
+    # `jax.random.normal` in bfloat16 has a mean of -0.011 deviations. The outputs of all matrices would get a
+    # common part, and all tokens would choose the same experts.
+    large = dataclasses.replace(SMALL.target, vocab_size=2**14)
+    rows = random_weights(large, jnp.dtype(jnp.bfloat16), 0)["embed_tokens"]
+    assert rows.dtype == jnp.bfloat16
+    values = np.asarray(rows, np.float64)
+    # The standard error of a million values is 0.001 deviations.
+    assert values.size == 2**20
+    assert abs(values.mean()) < 5e-3 * values.std()
+
+
 def test_the_floor_reads_them_once_and_computes_those_of_every_row():
     given = {"batch": 1, "context": 10, "budget": 16, "itemsize": 2}
     assert parameters(TARGET, EXPERTS) == 2 * 16 * ONE_EXPERT

@@ -1,7 +1,7 @@
 """One of several processes that decode together: ``python -m tests.engine.processes_worker SETTINGS``.
 
 Keys of the settings, in JSON: "process" as ``[index, count, port]``, "cases" as names of functions below, in
-the order in which they run, and "out", a file for their results by name.
+the order in which they run, and "out", a folder for their results: ``CASE-INDEX.json``.
 """
 
 import asyncio
@@ -282,9 +282,8 @@ def looking(mesh):
 
 def cache(mesh, out):
     """A folder that all see, and one of each process's own."""
-    own = out.parent / f"own-{jax.process_index()}"
     found = []
-    for folder in (out.parent / "shared", own):
+    for folder in (out / "shared", out / f"own-{jax.process_index()}"):
         jax.config.update("jax_compilation_cache_dir", None)
         enable_compilation_cache(folder, together=True)
         found.append(jax.config.jax_compilation_cache_dir)
@@ -419,10 +418,9 @@ def main(settings):
     index, count, port = settings["process"]
     join_processes(f"127.0.0.1:{port}", count, index)
     mesh, out = make_mesh(2 * count), Path(settings["out"])
-    found = {
-        case: cache(mesh, out) if case == "cache" else globals()[case](mesh) for case in settings["cases"]
-    }
-    out.write_text(json.dumps(found), encoding="utf-8")
+    for case in settings["cases"]:
+        found = cache(mesh, out) if case == "cache" else globals()[case](mesh)
+        (out / f"{case}-{index}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

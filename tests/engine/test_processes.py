@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -36,11 +37,35 @@ RETURNING = ["together", "led", "forms", "unlike", "memory_verdict", "recovering
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """By the name of a returning case, its results in both processes: one group runs all of these cases."""
-    folder = tmp_path_factory.mktemp("found")
-    with starting() as start:
-        both = results(start(cases(folder, *RETURNING)), folder)
-    return {case: [own[case] for own in both] for case in RETURNING}
+    """A returning case's results in both processes, by its name; raises the error of a case that failed.
+
+    One group of processes runs all cases. A failing case ends its group, and another runs the cases after it.
+    """
+    outcomes, left = {}, RETURNING
+    while left:
+        folder, failure = tmp_path_factory.mktemp("found"), None
+        with starting() as start:
+            try:
+                end_well(start(cases(folder, *left)))
+            except (AssertionError, subprocess.TimeoutExpired) as error:
+                failure = error
+        outcomes |= {
+            case: results(folder, case) for case in left if all(map(Path.exists, files(folder, case)))
+        }
+        missing = [case for case in left if case not in outcomes]
+        if failure or missing:
+            failed = (missing or left[-1:])[0]
+            outcomes[failed] = failure or AssertionError(
+                f"the processes ended well without results of {failed}"
+            )
+        left = missing[1:]
+
+    def of(case):
+        if isinstance(outcomes[case], Exception):
+            raise outcomes[case]
+        return outcomes[case]
+
+    return of
 
 
 @pytest.fixture
@@ -79,11 +104,10 @@ def starting():
 
 
 def cases(folder, *names):
-    """Arguments of the worker's processes for cases; they write ``0.json`` and ``1.json``."""
+    """Arguments of the worker's processes for cases; they write ``CASE-0.json`` and ``CASE-1.json``."""
 
     def arguments(index, port):
-        out = str(folder / f"{index}.json")
-        settings = {"process": [index, 2, port], "cases": names, "out": out}
+        settings = {"process": [index, 2, port], "cases": names, "out": str(folder)}
         return ["tests.engine.processes_worker", json.dumps(settings)]
 
     return arguments
@@ -109,18 +133,24 @@ def command(start):
     return begin
 
 
-def results(processes, folder):
-    """What the processes wrote, once they have ended as they should."""
-    for process in processes:
-        _, errors = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 0, errors[-3000:]
-    return [json.loads((folder / f"{index}.json").read_text()) for index in range(2)]
+def files(folder, case):
+    return [folder / f"{case}-{index}.json" for index in range(2)]
+
+
+def results(folder, case):
+    """The results that both processes wrote."""
+    return [json.loads(file.read_text()) for file in files(folder, case)]
 
 
 def endings(processes):
     """Exit codes and standard errors."""
     errors = [process.communicate(timeout=PATIENCE)[1] for process in processes]
     return [process.returncode for process in processes], errors
+
+
+def end_well(processes):
+    codes, errors = endings(processes)
+    assert codes == [0, 0], "\n".join(error[-3000:] for error in errors)
 
 
 def listed(found):
@@ -134,7 +164,7 @@ def test_processes_decode_as_one_device_does(found):
     greedy, sizes = listed(decoded(target, head, GREEDY))
     sampled, _ = decoded(target, head, type(SAMPLED)(**{**vars(SAMPLED), "seed": DRAWN}))
     stop, _ = decoded(target, head, stopping(target.tokenizer.decode(greedy)))
-    first, other = found["together"]
+    first, other = found("together")
     # The stream of the other process ended where the first closed its own.
     assert "completion" not in first
     assert other == {**first, "completion": None}
@@ -152,7 +182,7 @@ def test_the_first_process_serves_what_comes(found):
     """Requests of all kinds, some cancelled; and calls of both processes before and after."""
     target, _ = pair(config=with_windows(TINY, None))
     alone = [generate(target, [prompt], params)[0].token_ids for prompt, params, _ in asked()]
-    first, other = found["led"]
+    first, other = found("led")
     assert other["refused"].startswith("requests go to process 0")
     assert first["before"] == first["again"] == other["before"] == other["again"]
     assert first["hits"] > 0
@@ -168,7 +198,7 @@ def test_grammars_are_followed_by_all(found):
     alone = [
         generate(target, [prompt], own)[0].token_ids for prompt, own in zip(prompts, params, strict=True)
     ]
-    first, other = found["forms"]
+    first, other = found("forms")
     assert first["together"] == other["together"] == first["got"] == alone
 
 
@@ -181,7 +211,7 @@ def test_an_error_of_the_first_process_ends_those_that_follow(run):
 
 @pytest.mark.wide
 def test_what_differs_is_named_in_all_processes(found):
-    first, other = found["unlike"]
+    first, other = found("unlike")
     assert first | {"one": ""} == other | {"one": ""}
     assert "the target's config of process 0 and process 1" in first["config"]
     assert "the settings of the trees" in first["settings"]
@@ -200,7 +230,7 @@ def test_other_calls_are_an_error_and_no_hang(run):
 
 @pytest.mark.wide
 def test_the_fullest_process_decides(found):
-    first, other = found["memory_verdict"]
+    first, other = found("memory_verdict")
     assert first == other
     assert re.match(r"too little memory on each of 4 x cpu: .* needed, 0\.00 GiB free on the fullest", first)
 
@@ -208,7 +238,7 @@ def test_the_fullest_process_decides(found):
 @pytest.mark.wide
 def test_an_error_of_a_call_reaches_all_and_the_next_call_works(found):
     tokens, _ = listed(decoded(*pair(), GREEDY))
-    first, other = found["recovering"]
+    first, other = found("recovering")
     (bar, _), (room, _), (division, _) = first
     assert bar == "ZeroDivisionError: a mistake in a bar"
     assert room.startswith("DeviceMemoryError: too little memory on each of 4 x cpu")
@@ -223,7 +253,7 @@ def test_streams_are_read_in_turns(found):
     target, head = pair()
     tokens, _ = listed(decoded(target, head, GREEDY))
     [second] = generate(target, [[*PROMPT, 1]], GREEDY)
-    first, other = found["turns"]
+    first, other = found("turns")
     assert first == other
     assert first["again"] == first["other"] == first["seen"] == tokens
     assert first["found"] == tokens[0]
@@ -236,7 +266,7 @@ def test_what_looks_inside(found):
     target, head = pair()
     rounds, ids = listed(traced(target, head, GREEDY))
     whole = np.asarray(logits(target, [PROMPT]))
-    for own in found["looking"]:
+    for own in found("looking"):
         np.testing.assert_allclose(own["logits"], whole, atol=1e-4)
         np.testing.assert_allclose(own["last"], whole[:, -1:], atol=1e-4)
         assert (own["rounds"], own["ids"]) == (rounds, ids)
@@ -275,8 +305,8 @@ def test_all_end_with_one(run, case, codes, sentence):
 
 @pytest.mark.wide
 def test_programs_are_kept_where_all_see_the_folder(run, tmp_path):
-    both = [own["cache"] for own in results(run("cache"), tmp_path)]
-    assert both == [[str(tmp_path / "shared"), None]] * 2
+    end_well(run("cache"))
+    assert results(tmp_path, "cache") == [[str(tmp_path / "shared"), None]] * 2
 
 
 @pytest.mark.wide
