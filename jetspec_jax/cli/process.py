@@ -92,10 +92,12 @@ def run_interruptibly(main: Callable[[], int], message: str = "jetspec-jax: inte
         calls.put(None)
 
     try:
-        # A daemon: Python does not wait for this thread at exit. The main thread waits for `outcome`.
-        threading.Thread(target=work, name="jetspec-jax", daemon=True).start()
+        # A daemon: after an interrupt nothing waits for it.
+        thread = threading.Thread(target=work, name="jetspec-jax", daemon=True)
+        thread.start()
         while (call := calls.get()) is not None:
             call()
+        thread.join()  # it may still free arrays, which must not meet the interpreter's end
         return outcome.result()
     except KeyboardInterrupt:
         try:

@@ -14,31 +14,25 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from tqdm import tqdm
 
 from jetspec_jax.engine.programs import PREFILL, Program
+from jetspec_jax.engine.threads import PROGRAM_ENDED, EngineThread, join_threads
 from jetspec_jax.progress import unseen
 
 #: Most threads that compile at the same time, in all engines of the process: XLA uses several threads for a
 #: large program itself, and each program that is compiled needs host memory, a gigabyte and more.
 MOST_THREADS = 8
 _AT_ONCE = threading.BoundedSemaphore(MOST_THREADS)
-# Compilers that have had threads. A fork has none of them.
-_RUNNING: "weakref.WeakSet[Compiler]" = weakref.WeakSet()
-_PROGRAM_ENDED = threading.Event()
+# A fork has none of these.
+_COMPILERS: "weakref.WeakSet[Compiler]" = weakref.WeakSet()
+os.register_at_fork(after_in_child=_COMPILERS.clear)
 _log = logging.getLogger("jetspec_jax")
 
 
 def end_all() -> None:
-    """Stops all compilers, and waits for the programs that they are compiling.
-
-    The interpreter must not end before: a thread in compiled code at exit aborts the process.
-    """
-    _PROGRAM_ENDED.set()
-    for compiler in tuple(_RUNNING):
+    """Ends all threads of engines: waits for the programs that they compile, and for rounds in flight."""
+    PROGRAM_ENDED.set()
+    for compiler in tuple(_COMPILERS):
         compiler.stop()
-    for compiler in tuple(_RUNNING):
-        compiler.join()
-
-
-os.register_at_fork(after_in_child=_RUNNING.clear)
+    join_threads()
 
 
 def default_threads() -> int:
@@ -77,6 +71,7 @@ class Compiler:
         self._threads: set[threading.Thread] = set()
         # When programs were added to an empty queue, and the number compiled since then.
         self._since, self._count = 0.0, 0
+        _COMPILERS.add(self)
 
     @property
     def left(self) -> int:
@@ -100,14 +95,13 @@ class Compiler:
         """Queues programs, unless they are compiled already, or the interpreter ends."""
         with self._changed:
             known = {*self._queue, *self._running, *self._compiled, *self._errors}
-            new = [program for program in programs if program not in known and not _PROGRAM_ENDED.is_set()]
+            new = [program for program in programs if program not in known and not PROGRAM_ENDED.is_set()]
             if not self.left:
                 self._since, self._count = time.monotonic(), 0
             self._queue += new
             starting = min(self._most, self.left) - len(self._threads)
             for _ in range(starting):
-                thread = threading.Thread(target=self._work, name="jetspec-compiler", daemon=True)
-                _RUNNING.add(self)
+                thread = EngineThread(self._work, "jetspec-compiler")
                 thread.start()  # a thread that cannot start must not count as one
                 self._threads.add(thread)
 
@@ -169,11 +163,6 @@ class Compiler:
         with self._changed:
             self._queue.clear()
             self._changed.notify_all()
-
-    def join(self) -> None:
-        """Waits for the threads to end."""
-        for thread in tuple(self._threads):
-            thread.join()
 
     def shape(self, kind: str, live: int, bucket: int) -> tuple[int, int]:
         """The shape of rounds to run: the wanted one, or a larger one that exists before it is compiled.

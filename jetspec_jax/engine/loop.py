@@ -1,10 +1,8 @@
 """The engine loop: one thread that owns a target's engine and serves all callers."""
 
-import atexit
 import itertools
 import logging
 import math
-import os
 import threading
 import time
 import weakref
@@ -21,38 +19,21 @@ from jetspec_jax.device.thread_config import configured, thread_config
 from jetspec_jax.engine.broadcast import send, send_end, sends
 from jetspec_jax.engine.budget_policy import ROUNDS_TO_AN_END
 from jetspec_jax.engine.call import Call
-from jetspec_jax.engine.compiler import end_all as end_compilers
 from jetspec_jax.engine.engine import LOST, Engine
 from jetspec_jax.engine.grammars import WorkerMatchers
 from jetspec_jax.engine.memory import with_slots_that_fit
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.request import EngineFailed, Request
 from jetspec_jax.engine.stats import EngineStats, Tally
+from jetspec_jax.engine.threads import PROGRAM_ENDED, EngineThread, in_engine_thread
 from jetspec_jax.engine.waiting_queue import check_room
 
 T = TypeVar("T")
-# Loops with a running thread. It ends before the interpreter does: a thread in compiled code at exit aborts
-# the process. A fork has none of these threads.
-_RUNNING: "set[EngineLoop]" = set()
-_PROGRAM_ENDED = threading.Event()
 # Seconds that the loop waits for a caller to read its tokens, and between two checks whether a thread ended.
 _MOMENT = 0.02
 # Held for a step in a caller's thread.
 _CALLERS_STEP = threading.RLock()
 _log = logging.getLogger("jetspec_jax")
-
-
-def _end_all() -> None:
-    _PROGRAM_ENDED.set()
-    end_compilers()
-    for loop in tuple(_RUNNING):
-        if (thread := loop._thread) is not None:
-            thread.join()
-
-
-# JAX is already imported, so its own exit functions run after this one.
-atexit.register(_end_all)
-os.register_at_fork(after_in_child=_RUNNING.clear)
 
 
 class EngineLoop:
@@ -88,6 +69,7 @@ class EngineLoop:
         self._mutex = threading.Lock()
         self._waiting: deque[Call] = deque()
         self._served: list[Call] = []
+        self._failing: list[Call] = []
         self._thread: threading.Thread | None = None
 
     @property
@@ -103,7 +85,7 @@ class EngineLoop:
                 calls have not admitted yet.
             RuntimeError: The program is exiting.
         """
-        if _PROGRAM_ENDED.is_set():
+        if PROGRAM_ENDED.is_set():
             raise RuntimeError("the program has ended")
         with self._mutex:
             if most_waiting is not None and call.plan is not None:
@@ -122,7 +104,7 @@ class EngineLoop:
         If two threads start at once, one ends. An interrupt may occur here: the next call starts a thread.
         """
         if self._thread is None:
-            threading.Thread(target=self._run, name="jetspec-engine", daemon=True).start()
+            EngineThread(self._run, "jetspec-engine").start()
 
     def run(
         self,
@@ -213,7 +195,6 @@ class EngineLoop:
             if self._thread is not None:
                 return
             self._thread = threading.current_thread()
-            _RUNNING.add(self)
         try:
             while self._has_work():
                 try:
@@ -227,7 +208,7 @@ class EngineLoop:
             self._fail(failed, everyone=True)
 
     def _has_work(self) -> bool:
-        if _PROGRAM_ENDED.is_set():
+        if PROGRAM_ENDED.is_set():
             self._fail(RuntimeError("the program has ended"), everyone=True)
         with self._mutex:
             self._forget()
@@ -239,7 +220,6 @@ class EngineLoop:
         if self.engine is not None:
             self.engine.scheduler.drop_closed()  # their errors keep callers' frames alive, and so the target
         self._thread = None
-        _RUNNING.discard(self)
 
     def _forget(self) -> None:
         """Removes requests and calls that have ended."""
@@ -316,7 +296,7 @@ class EngineLoop:
         self.engine.planned, loop = call.plan, weakref.ref(self)
 
         def on_end() -> None:
-            if (ready := loop()) is not None and not _PROGRAM_ENDED.is_set():
+            if (ready := loop()) is not None and not PROGRAM_ENDED.is_set():
                 with ready._mutex:  # the thread may be about to end
                     ready._start()  # measures the round times, if nobody calls
 
@@ -392,12 +372,13 @@ class EngineLoop:
         """Fails the calls that the engine serves, or all calls; the next call makes a new engine."""
         with self._mutex:
             self.failed = True
-            failed = [*self._served]  # they are counted until they have failed
+            failed, self._served = self._served, []
             engine, self.engine = self.engine, None
             if everyone:
                 failed += self._waiting
                 self._waiting.clear()
                 self._end_thread()
+            self._failing = failed  # counted until they have failed
         # Workers get the same error for a lack of memory, and continue.
         ends = self.has_workers and not isinstance(error, DeviceMemoryError)
         self.has_workers = self.has_workers and not ends  # before a caller submits again
@@ -408,7 +389,7 @@ class EngineLoop:
         with self._mutex:
             for request in [request for call in failed for request in call.admitted]:
                 self.tally.add_request(request)
-            self._served = [call for call in self._served if call not in failed]
+            self._failing = []
         if engine is not None:
             engine.close()
         if ends:
@@ -440,7 +421,7 @@ class EngineLoop:
     def _counted(self) -> list[Request]:
         """Waiting and running requests, except those that calls have not admitted yet."""
         counted = []
-        for call in self._calls:
+        for call in [*self._calls, *self._failing]:
             counted += call.requests if call.most_admitted is None else call.admitted
         return counted
 
@@ -463,7 +444,7 @@ def wait(calls: Sequence[Call]) -> None:
             has no such thread.
         Exception: The error of an engine or a function.
     """
-    if threading.current_thread() in [loop._thread for loop in tuple(_RUNNING)]:
+    if in_engine_thread():
         raise RuntimeError("an engine calls this function, and cannot wait for one: use another thread")
     thread = calls[0].loop._thread
     if thread is not None and not thread.is_alive():

@@ -423,7 +423,6 @@ class TestCompiler:
         assert not compiler._threads
         compiler.compile([first, second])
         assert compiler.left == 0
-        compiler.join()
 
     def test_a_program_is_left_from_its_addition_to_its_end(self):
         class Queue(deque):
