@@ -261,7 +261,7 @@ MODELS = Group(
             "candidates per draft row",
             int,
             metavar="N",
-            unset="the algorithm's",
+            unset="the selector's, else the algorithm's",
         ),
         Option("depth", "largest depth of a tree", int, metavar="N", unset="the head's draft depth"),
         Option(

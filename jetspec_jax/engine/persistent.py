@@ -28,8 +28,8 @@ def plan_persistent(
     On a CPU each row is work, and programs compile slowly: so there are programs for 1, 4, 16, … live slots,
     and trees of the budget or none.
 
-    Arguments are as for `plan_engine`. Without ``max_slots`` it has as many as the devices' free memory
-    allows, a power of two up to `MOST_SLOTS`, and `MAX_SLOTS` without GPU kernels.
+    The models are loaded; the other arguments are as for `plan_engine`. Without ``max_slots`` it has as many
+    as the devices' free memory allows, a power of two up to `MOST_SLOTS`; without GPU kernels `MAX_SLOTS`.
 
     Raises:
         TypeError: A setting has a wrong type.

@@ -311,7 +311,7 @@ class Runner:
 
     @property
     def _cost_key(self) -> CostKey:
-        """As `EnginePlan.cost_key`, and other than it if programs are single rounds."""
+        """`EnginePlan.cost_key`, but of decoders of one round if programs are single rounds."""
         return tuple(self.decoders.values()), self.size, self._dtype
 
     def _timed(self, shapes: Sequence[Pair]) -> Measurement:

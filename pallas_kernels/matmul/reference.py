@@ -48,8 +48,11 @@ def _product(
     `jnp.einsum` may list the axes that are summed over in another order than they lie in memory, and XLA:CPU
     would then copy the transposed weights in every call.
     """
-    axes, others = spec.split("->")[0].split(",")
+    operands, out = spec.split("->")
+    axes, others = operands.split(",")
     summed = [axis for axis in axes if axis in others]
+    if list(out) != [axis for axis in axes + others if axis not in summed]:
+        raise ValueError(f"{spec}: the result must have the rows' axes and then those of the weights")
     contracted = [axes.index(axis) for axis in summed], [others.index(axis) for axis in summed]
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     alone = _is_multiplied_out(spec, x, w)

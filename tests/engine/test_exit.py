@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+import time
+
+from jetspec_jax.engine.threads import EngineThread, in_engine_thread, join_threads
 
 
 def test_a_program_forks_and_ends_while_it_decodes():
@@ -10,3 +13,16 @@ def test_a_program_forks_and_ends_while_it_decodes():
     ran = subprocess.run(command, capture_output=True, text=True)
     assert (ran.stdout, ran.returncode) == ("refused\nended\n", 3), ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+def test_threads_that_only_return_are_waited_for():
+    freed = []
+
+    def work():
+        time.sleep(0.1)
+        freed.append(in_engine_thread())
+
+    EngineThread(work, "jetspec-test").start()
+    join_threads()
+    assert freed == [True]
+    assert not in_engine_thread()

@@ -142,6 +142,9 @@ def test_wrong_arrays_are_all_listed():
         matmul("bm,mf->bf", jnp.ones((1, 256)), wrong)
     with pytest.raises(ValueError, match="no implementation 'triton'"):
         matmul("bm,mf->bf", jnp.ones((1, 256)), w, implementation="triton")
+    for spec in ("bm,mf->fb", "bm,bm->bm"):
+        with pytest.raises(ValueError, match=f"{spec}: the result must have"):
+            matmul(spec, jnp.ones((4, 4)), jnp.ones((4, 4)))
 
 
 @pytest.mark.usefixtures("no_type_checks")
