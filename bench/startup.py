@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_least(arguments, 1, "max_slots", "prompt_tokens", "max_tokens")
     check_report(arguments)
     enable_compilation_cache(arguments.compilation_cache)
-    stages: dict[str, float] = dict.fromkeys(_STAGES, 0.0)
+    stages = dict.fromkeys(_STAGES, 0.0)
     cached: list[str] = []
 
     def add_up(event: str, duration_secs: float, **_: Any) -> None:

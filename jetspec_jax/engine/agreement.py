@@ -53,7 +53,7 @@ def check_alike_requests(
     parts |= {f"sampling_params[{number}]": each for number, each in enumerate(params)}
     parts["the tokens that end a sequence"] = [sorted(request.stop_ids) for request in requests]
     parts |= {"routing": list(hints), "the settings of the trees": settings}
-    compare(parts, _REQUESTS, "what was asked for")
+    compare(parts, _REQUESTS, "the call")
 
 
 def _engine_parts(plan: EnginePlan) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def check_choices_left(
 ) -> None:
     """Checks that the token ids in a request's parameters exist, and that some token can be chosen.
 
-    ``words`` are tokens of each bad word, ``endings`` those that are forbidden before ``min_tokens``.
+    ``words`` are the tokens of each bad word, ``endings`` tokens that are forbidden before ``min_tokens``.
 
     Raises:
         ValueError: A token id is outside the vocabulary, or every token is forbidden.

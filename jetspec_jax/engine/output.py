@@ -128,8 +128,8 @@ class Output:
         self._searched = 0
         # For each stop string, the number of its first characters that end the text.
         self._begun = [0] * len(self._stop)
-        skip = self._params.skip_special_tokens
-        self._stream = self._detokenizer and self._detokenizer.stream(skip_special_tokens=skip)
+        detokenizer, skip = self._detokenizer, self._params.skip_special_tokens
+        self._stream = None if detokenizer is None else detokenizer.stream(skip_special_tokens=skip)
         self._whole = True
 
     def update(self, count: int | None = None) -> None:

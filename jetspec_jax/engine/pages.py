@@ -95,7 +95,7 @@ class PagePool:
         return key in self._pages
 
     def allocate(self, count: int, shared: Sequence[int] = (), *, spare: int = 0) -> list[int] | None:
-        """Allocates ``count`` pages: the ``shared`` ones that `find` found, and new ones.
+        """Allocates ``count`` pages: the ``shared`` pages, which `find` returned, and new pages.
 
         Cached pages are evicted if there are too few free ones; ``spare`` unused pages must remain.
 

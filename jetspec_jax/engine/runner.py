@@ -267,8 +267,17 @@ class Runner:
         ran = int((records.tree_sizes > 0).any(axis=1).sum())
         records = jax.tree.map(lambda leaf: leaf[:ran], records)
         expected, accepted = records.reach or (None, None)
-        found = records.tokens, records.tree_sizes, expected, accepted, records.logprobs, prompts
-        return DispatchRecord(batch.bucket, batch.live, seconds, *found)
+        return DispatchRecord(
+            batch.bucket,
+            batch.live,
+            seconds=seconds,
+            tokens=records.tokens,
+            tree_sizes=records.tree_sizes,
+            expected=expected,
+            accepted=accepted,
+            logprobs=records.logprobs,
+            scored=prompts,
+        )
 
     def free(self) -> None:
         """Deletes the stores, even if other references to them exist; the runner is unusable afterwards."""

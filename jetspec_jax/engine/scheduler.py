@@ -27,7 +27,7 @@ MASKED_ROUNDS = 4
 
 
 class _ScheduledBatch(NamedTuple):
-    """Requests with a slot, and those that a batch in flight decodes, with at most ``tokens`` for each."""
+    """Requests with a slot; the requests that a batch in flight decodes, with at most ``tokens`` for each."""
 
     running: Sequence[Request]
     decoding: Sequence[Request]

@@ -8,7 +8,7 @@ PROGRAM_ENDED = threading.Event()
 
 
 class EngineThread(threading.Thread):
-    """A thread that `join_threads` waits for, also while it only frees what it had: that may be arrays."""
+    """A thread that `join_threads` waits for until it has freed all its objects, which may be arrays."""
 
     def __init__(self, work: Callable[[], None], name: str):
         """A thread that has not started."""
