@@ -31,13 +31,12 @@ from jetspec_jax.checkpoint.source import AUTO, Source, resolve_dtype
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.settings import PLAIN, TreeSettings, fastest_settings
 from jetspec_jax.demo import DEMO
-from jetspec_jax.device.compilation_cache import enable_compilation_cache, notes_folder
+from jetspec_jax.device.compilation_cache import enable_compilation_cache
 from jetspec_jax.device.groups import Meshes, describe_meshes, meshes_for, say_unused
 from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
 from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.admission import check_places, check_single, plan_requests
 from jetspec_jax.engine.agreement import check_alike_engines
-from jetspec_jax.engine.known_costs import keep_costs_in
 from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.memory import check_engine_memory
 from jetspec_jax.engine.output import Completion
@@ -47,8 +46,7 @@ from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, encode_chat, namin
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import BAR, compile_ahead, groups_of, least_busy, serve
 from jetspec_jax.engine.size import DEFAULT_CAPACITY, MAX_SLOTS, powers
-from jetspec_jax.engine.small_trees import SMALL_TREES, SmallTrees, can_pay
-from jetspec_jax.engine.stream import STREAM_ROUNDS, Stream
+from jetspec_jax.engine.stream import Stream
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Algorithm, Hints
 from jetspec_jax.tree.routing import deprecate_hints
@@ -110,8 +108,7 @@ class LLM:
         """Checks all settings and the device memory, then loads the models.
 
         If you set no tree option (budget, width, depth, algorithm, candidates), the default tree is used on a
-        GPU, and plain decoding on a CPU, which is logged once. On a CPU a large target uses "auto" with trees
-        of 8 nodes in later calls for one greedy completion each: see "On a CPU" in docs/algorithms.md.
+        GPU, and plain decoding on a CPU, which is logged once: see "On a CPU" in docs/algorithms.md.
 
         Args:
             target: A folder, a GGUF file, a hub id, a loaded target, or the name of a pair: "demo" (the
@@ -237,19 +234,11 @@ class LLM:
             say_unused(meshes)
         self.target = read_target(ours, *meshes) if isinstance(ours, Source) else ours
         self.draft_head = read_draft_head(head, self.target) if isinstance(head, Source) else head
-        self._small_trees = None
-        if self._notice is not None and can_pay(self.target):
-            trees = plan_calls(config, head_config, SMALL_TREES, stores_dtype, **options)
-            self._small_trees = SmallTrees(self.target, trees)
-            self._notice = None
-            keep_costs_in(notes_folder(compilation_cache))
 
     def __repr__(self) -> str:
         """The models, their devices, and the trees."""
         tree = self.settings
         trees = f"budget={tree.budget}" if tree.budget > 1 else "plain decoding"
-        if self._small_trees is not None:
-            trees += f", budget={SMALL_TREES.budget} for one greedy request"
         return f"LLM({self.target!r}, {self.draft_head!r}, {trees})"
 
     def generate(
@@ -354,7 +343,7 @@ class LLM:
         check_single(sampling_params)
         plan, [request] = self._requests([prompt], sampling_params, routing)
         [group] = least_busy(groups_of(self.target, self.draft_head), 1)
-        call = group.call(plan, [request], most_rounds=STREAM_ROUNDS)
+        call = group.call(plan, [request])
         return Stream(call, request, self.target.tokenizer)
 
     def warm_up(self, num_prompts: int | None = None, sampling_params: SamplingParams | None = None) -> None:
@@ -382,10 +371,6 @@ class LLM:
         limit = min(self.target.config.max_position_embeddings, self._capacity or DEFAULT_CAPACITY)
         # The last token of a prompt is the first anchor, the tokens before it are prefilled.
         prompt, kinds = [0] * min(2, limit - 1), kinds_to_compile(sampling_params)
-        greedy = sampling_params is None or sampling_params.temperature == 0
-        if self._small_trees is not None and greedy and counts[-1] == 1:
-            self._small_trees.begin()
-            kinds += [replace(params, temperature=1.0) for params in kinds]  # these are decoded plainly
         for done, count in enumerate(BAR(counts, desc="compiling", unit=" batch sizes")):
             for params in kinds:
                 self.generate([prompt] * (count * copies), params, use_tqdm=False)
@@ -441,8 +426,6 @@ class LLM:
         if self._notice is not None:
             _log.warning(self._notice)
             self._notice = None
-        if self._small_trees is not None:
-            plan = self._small_trees.plan(plan, requests)
         return plan, requests
 
 

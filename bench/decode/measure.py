@@ -19,7 +19,6 @@ from jetspec_jax.engine.planning import EnginePlan, plan_engine
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import complete, groups_of
 from jetspec_jax.engine.size import default_capacity
-from jetspec_jax.engine.stream import STREAM_ROUNDS
 
 # Enough tokens to compile one round of every kind.
 WARM_UP_TOKENS = 4
@@ -213,6 +212,6 @@ class Bench:
             started = time.perf_counter()
             engine.admit(request)
             while not request.tokens:
-                engine.step(STREAM_ROUNDS)
+                engine.step()
             yield time.perf_counter() - started
             request.cancel()

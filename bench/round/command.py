@@ -23,7 +23,7 @@ from bench.common.scene import Scene, random_weights
 from bench.common.shapes import SHAPES, STORED, PairShape, find_pair_shape, stored_as, with_selector
 from bench.common.timing import peak_bytes
 from bench.round.attention import implementation_of
-from bench.round.measure import CaseRuns, RoundCase, Setup, measure
+from bench.round.measure import ROUNDS, CaseRuns, RoundCase, Setup, measure
 from bench.round.report import notes_of, row_of, tables_of
 from jetspec_jax import (
     DecodeWeights,
@@ -36,7 +36,6 @@ from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.memory import free_bytes
 from jetspec_jax.device.mesh import describe_mesh, size_of
 from jetspec_jax.device.partition import check_partition
-from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.progress import Progress
 from jetspec_jax.tree import DEFAULT_ALGORITHM, bucket_for
 from pallas_kernels.tree_attention import implementations
@@ -79,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=0.0, help="slot i has seed i (default: 0)")
     add("--top-p", type=float, help="with a temperature (default: all tokens)")
     add("--implementation", help=f"tree attention: {', '.join(implementations())} (default: the best)")
-    add("--rounds", type=int, default=USUAL_ROUNDS, help="rounds per dispatch (default: the engine's)")
+    add("--rounds", type=int, default=ROUNDS, help="rounds per dispatch (default: %(default)s)")
     add("--repeats", type=int, default=7, help="timed dispatches, interleaved (default: 7)")
     MODELS.add(parser, PARALLEL[:-1])
     add_switch(
@@ -133,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
         "shapes": shapes_of(shape.target, shape.head),
         "dtype": str(dtype),
         "implementation": ", ".join(sorted(set(attention.values()))),
-        "rounds_per_dispatch": USUAL_ROUNDS,
+        "rounds_per_dispatch": ROUNDS,
         "compilation_cache": bool(getattr(jax.config, "jax_compilation_cache_dir", None)),
         "peak_memory_bytes": peak,
         "ceilings": ceilings.entry(),

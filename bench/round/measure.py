@@ -27,6 +27,8 @@ from jetspec_jax.tree import DEFAULT_ALGORITHM, bucket_for
 
 # A phase is repeated until its program takes this long, so that the launch (about 0.1 ms) is negligible.
 PHASE_SECONDS = 0.05
+#: Rounds of a loop, by default.
+ROUNDS = 64
 
 
 class RoundCase(NamedTuple):

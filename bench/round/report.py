@@ -10,9 +10,8 @@ from bench.common.kernel_trace import summarise
 from bench.common.methods import CHAIN
 from bench.common.shapes import PairShape
 from bench.common.timing import median
-from bench.round.measure import CaseRuns, RoundCase, Setup
+from bench.round.measure import ROUNDS, CaseRuns, RoundCase, Setup
 from bench.round.work import round_work
-from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.tree import bucket_for
 
 # The default length of an output, for which the number of waits is given.
@@ -90,8 +89,8 @@ def row_of(
 def host_work(tokens_per_round: float) -> dict[str, float]:
     """The dispatches of loops per round, and the waits for an output: one for each dispatch."""
     return {
-        "dispatches_per_round": 1 / USUAL_ROUNDS,
-        f"waits_per_{TOKENS}_tokens": math.ceil(TOKENS / (tokens_per_round * USUAL_ROUNDS)),
+        "dispatches_per_round": 1 / ROUNDS,
+        f"waits_per_{TOKENS}_tokens": math.ceil(TOKENS / (tokens_per_round * ROUNDS)),
     }
 
 
@@ -138,9 +137,9 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
         f"{ceilings['matmul'] / 1e12:,.2f} TFLOP/s, whichever takes longer; both measured here.",
         "Singly, ms: each round is a program of its own, launched while the one before runs, and fetched "
         "while the next one runs, as by engines on a GPU; all other times are of loops on the device.",
-        f"Host: a loop has one dispatch and one wait for {USUAL_ROUNDS} rounds: "
-        f"{1 / USUAL_ROUNDS:g} dispatches per round, and for {TOKENS} tokens {TOKENS} / (tokens per "
-        f"round x {USUAL_ROUNDS}) waits, rounded up.",
+        f"Host: a loop has one dispatch and one wait for {ROUNDS} rounds: "
+        f"{1 / ROUNDS:g} dispatches per round, and for {TOKENS} tokens {TOKENS} / (tokens per "
+        f"round x {ROUNDS}) waits, rounded up.",
         "Compile: tracing and compiling the program of the rounds, "
         + ("with a persistent cache." if report["compilation_cache"] else "without a persistent cache."),
     ]

@@ -70,23 +70,6 @@ def enable_compilation_cache(folder: str | Path = "auto", *, together: bool = Fa
     compilation_cache.reset_cache()
 
 
-def notes_folder(folder: str | Path = "auto") -> Path | None:
-    """The folder for measurements of this machine, beside the compiled programs; None if there is none.
-
-    Args:
-        folder: As for `enable_compilation_cache`, which must have been called. "auto" is JAX's cache folder
-            if it has one, else the user's cache folder, also on a CPU; "off" means none.
-    """
-    if folder != "auto":
-        return None if folder == "off" else Path(folder).expanduser().absolute()
-    if not getattr(jax.config, _ENABLED):
-        return None
-    chosen = getattr(jax.config, _FOLDER)
-    if not chosen:
-        return _users_folder()
-    return None if "://" in chosen else Path(chosen)  # a cloud bucket is not a folder
-
-
 def _users_folder() -> Path:
     import platformdirs
 

@@ -53,7 +53,6 @@ class Call:
         queue: Requests that are not admitted yet; the calls of several copies of a target share one queue.
         most_admitted: Most requests that are admitted at a time, so that other callers' requests run in
             between; None admits all.
-        most_rounds: Most rounds per dispatch, unless the engine is persistent.
         work: A function that the loop runs once, between two dispatches; None afterwards.
         news: Set when requests have new tokens or the call has failed; calls that share a queue share it.
         ready: Set while the caller waits, having read all tokens.
@@ -67,7 +66,6 @@ class Call:
     weights: Any = None
     queue: deque[Request] = field(default_factory=deque)
     most_admitted: int | None = None
-    most_rounds: int | None = None
     work: Callable[[], Any] | None = None
     news: Flag = field(default_factory=Flag)
     ready: Flag = field(default_factory=Flag)

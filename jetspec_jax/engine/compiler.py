@@ -58,8 +58,6 @@ class Compiler:
         self._compile, self._most = compile, default_threads() if threads is None else threads
         #: Whether `shape` queues wanted programs that larger ones replace.
         self.ahead = False
-        #: Called by a thread that ends when no program is left.
-        self.on_end: Callable[[], None] = lambda: None
         # Protects the attributes below.
         self._changed = threading.Condition(threading.RLock())
         self._queue: deque[Program] = deque()
@@ -217,8 +215,6 @@ class Compiler:
         while going_on:
             with _AT_ONCE:
                 going_on = self._next()
-        if not self.left:
-            self.on_end()
 
     def _next(self) -> bool:
         """Compiles the next program; without one, this thread is no longer one of the compiler's."""

@@ -7,18 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from jetspec_jax.decode.state import DecodeWeights
-from jetspec_jax.device.memory import weight_bytes
 from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.broadcast import send, sends
-from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget
 from jetspec_jax.engine.extras import USUAL_BAD_WORDS, Extras
 from jetspec_jax.engine.memory import check_engine_memory, check_extra_memory
-from jetspec_jax.engine.overlap import choose_overlap
-from jetspec_jax.engine.planning import EnginePlan
+from jetspec_jax.engine.planning import EnginePlan, overlaps
+from jetspec_jax.engine.policy import AutoBudget, BudgetPolicy, FixedBudget
 from jetspec_jax.engine.programs import PREFILL, Kind, Program, first_programs
 from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.round_costs import NO_COSTS, Measurement, RoundCosts
 from jetspec_jax.engine.runner import Decode, Runner
 from jetspec_jax.engine.scheduler import Scheduler
 from pallas_kernels.dispatch import gpu_problem
@@ -33,7 +30,7 @@ class Engine:
     """A fixed number of slots over one page pool.
 
     Callers repeat `admit`, `launch` and `collect`; only `collect` waits for the device. On a GPU a batch may
-    be launched while the one before is in flight: see `choose_overlap` and `Scheduler`. Text is handled in
+    be launched while the one before is in flight: see `overlaps` and `Scheduler`. Text is handled in
     `jetspec_jax.engine.output`. An engine is not thread-safe.
 
     If several processes share the mesh, all of them make the engine, but only process 0 has requests. It
@@ -57,8 +54,8 @@ class Engine:
             overlapped: Whether to launch single rounds, with two batches in flight, instead of loops; None
                 chooses for the devices.
             background: Whether a persistent engine compiles here only the programs that can serve any
-                request, and all others in the background, and measures their round times later: see
-                `measure`. Processes that share devices compile everything here.
+                request, and all others in the background. Processes that share devices compile everything
+                here.
 
         Raises:
             DeviceMemoryError: The device cannot hold the stores and a round's workspace.
@@ -74,19 +71,13 @@ class Engine:
         self.compiler = self.runner.compiler
         self.broken = False
         self._background = background and plan.persistent and not spans(plan.decoder.mesh)
-        self._measurement: Measurement | None = None
-        self._costs = NO_COSTS
         #: Record of the last batch.
         self.record: DispatchRecord | None = None
         try:
             if plan.extras.adjusts:
                 self.runner.extend(plan.extras.bad_words)
             if overlapped is None:
-                mesh = plan.decoder.mesh
-                read = weight_bytes(plan.decoder.target, plan.dtype, mesh)
-                # With a program that a server needs first, or a call of one prompt.
-                live = plan.size.slots if plan.persistent else plan.size.live_for(1)
-                overlapped = choose_overlap(mesh, read, lambda: self.runner.time_launches(live))
+                overlapped = overlaps(plan)
             if overlapped:
                 self.runner.overlap()
             most_tokens = 1 + max(decoder.depth for decoder in plan.decoders)
@@ -131,7 +122,7 @@ class Engine:
         self.plan = extended
 
     def prepare(self, requests: Sequence[Request]) -> None:
-        """Compiles the programs of requests that begin together, and measures their rounds.
+        """Compiles the programs of requests that begin together.
 
         So later ends of some requests compile nothing: more live slots than needed are used. Persistent
         engines compile ahead instead. No request may wait or run, and nothing may be in flight.
@@ -145,18 +136,10 @@ class Engine:
         requests = requests[: self.plan.size.slots]
         self.extend(Extras.of(requests))
         kind = Kind.union(Kind.of(request.params) for request in requests)
-        lives = [self.plan.size.live_for(len(requests))]
         chunks = [Program(PREFILL, *shape) for shape in self.scheduler.prompt_shapes(requests)]
-        measures = self._uses_costs and not self._costs.buckets(lives[0])
-        kinds = [Kind(), kind] if measures and kind != Kind() else [kind]
-        rounds = [program for each in kinds for program in self.runner.rounds_of(each, lives)]
+        rounds = self.runner.rounds_of(kind, [self.plan.size.live_for(len(requests))])
         with self._all_or_broken():
             self._compile([*chunks, *rounds])
-        if measures:
-            with self._measures_now():
-                if self._broadcasts:
-                    send("measure", lives, self.runner.scratch)
-                self._use(self.runner.round_costs(lives))
 
     def launch(self, most_rounds: int | None = None, decode: Decode | None = None) -> bool:
         """Launches the next batch: admissions, prefill, and rounds.
@@ -250,32 +233,8 @@ class Engine:
             send("compile", programs)
         self.compiler.compile(programs)
 
-    @property
-    def measures(self) -> bool:
-        """Whether all programs are there, and round times are to be measured; never if a program failed."""
-        compiler = self.compiler
-        return self._measurement is not None and not compiler.left and not compiler.failed
-
-    def measure(self) -> None:
-        """Times one more dispatch, after the last of which the policy gets the times.
-
-        Nothing may be in flight, and no request may have a slot.
-
-        Requests may run between two calls. Only pages without content are overwritten, or one cached page if
-        there is no other.
-        """
-        if (measurement := self._measurement) is None:
-            return
-        with self._measures_now():
-            try:
-                next(measurement)
-            except StopIteration as end:
-                self._measurement = None
-                self._use(end.value)
-
     def stop_background(self) -> None:
         """Ends what it does in the background: programs are compiled when they are needed."""
-        self._measurement = None
         self.compiler.stop()
 
     def close(self) -> None:
@@ -304,36 +263,13 @@ class Engine:
         return self.scheduler.busy
 
     def _policy(self) -> BudgetPolicy:
-        auto, buckets = self.plan.auto, tuple(self.runner.decoders)
+        auto, shapes = self.plan.auto, self.plan.size.rounds(tuple(self.runner.decoders))
         if auto is None:
-            costs = NO_COSTS if self._uses_costs else None
-            return FixedBudget(buckets[-1], costs, plain=len(buckets) > 1)
-        shape = functools.partial(self.compiler.shape, str(Kind()))
-        return AutoBudget(
-            buckets,
-            NO_COSTS,
-            auto.probing,
-            shape,
-            sliced=self._sliced,
-            overlapped=self.runner.overlapped,
-        )
-
-    @property
-    def _uses_costs(self) -> bool:
-        """Whether the policy uses round times."""
-        return self.plan.auto is not None or self._sliced
-
-    @property
-    def _sliced(self) -> bool:
-        """Whether dispatches are slices of time: loops, while requests come and go."""
-        return self.plan.persistent and not self.runner.overlapped
-
-    def _use(self, costs: RoundCosts) -> None:
-        self._costs = costs
-        self.scheduler.policy.use(costs.overlapped() if self.runner.overlapped else costs)
+            return FixedBudget(shapes, overlapped=self.runner.overlapped)
+        return AutoBudget(shapes, auto.probing, overlapped=self.runner.overlapped)
 
     def _compile_first(self) -> None:
-        """Compiles what must exist before any request, and measures it; the rest comes later.
+        """Compiles what must exist before any request; the rest comes later.
 
         An engine with several numbers of live slots that is not persistent compiles nothing: see `prepare`.
         """
@@ -341,24 +277,9 @@ class Engine:
         if self._background:
             compiler.ahead = True
             compiler.compile(first_programs(self.plan.size, tuple(runner.decoders)))
-            if self._uses_costs:
-                self._use(costs := runner.first_costs())
-                if costs.guessed:
-                    self._measurement = runner.measurement()
             compiler.add(runner.programs([Kind()]))
         elif self.plan.persistent or not self.plan.size.live:
-            if self._uses_costs:
-                self._use(runner.round_costs())
-            elif self.plan.persistent:
-                compiler.compile(runner.rounds_of(Kind()))
-
-    @contextlib.contextmanager
-    def _measures_now(self) -> Iterator[None]:
-        """Lends unused pages to a measurement; nothing may be in flight, and no request may have a slot."""
-        assert not self.runner.in_flight, "measurements change the state"
-        self.scheduler.drop_closed()
-        with self._all_or_broken(), self.scheduler.pool.lent() as self.runner.scratch:
-            yield
+            compiler.compile(runner.rounds_of(Kind()))
 
 
 @functools.cache

@@ -17,7 +17,6 @@ from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.device.thread_config import configured, thread_config
 from jetspec_jax.engine.broadcast import send, send_end, sends
-from jetspec_jax.engine.budget_policy import ROUNDS_TO_AN_END
 from jetspec_jax.engine.call import Call
 from jetspec_jax.engine.engine import LOST, Engine
 from jetspec_jax.engine.grammars import WorkerMatchers
@@ -139,16 +138,13 @@ class EngineLoop:
             if self._begin() or self.engine is None:
                 return
             if not self._served:
-                if self._measures and not self._in_flight:
-                    with configured(self._config):
-                        self.engine.measure()
                 return
             self._wait_for_readers(self.engine)
             self._admit(self.engine)
             if not self.engine.busy:
                 return
             with configured(self._config):
-                if not self.engine.launch(self._most_rounds(self.engine)):
+                if not self.engine.launch():
                     return
 
     def collect(self) -> None:
@@ -169,9 +165,8 @@ class EngineLoop:
 
     @property
     def warms_up(self) -> bool:
-        """Whether programs are still compiled or round times measured in the background."""
-        engine = self.engine
-        return engine is not None and (engine.compiler.left > 0 or engine.measures)
+        """Whether programs are still compiled in the background."""
+        return self.engine is not None and self.engine.compiler.left > 0
 
     def stats(self, num_pages: int) -> EngineStats:
         """Statistics so far; from any thread, without waiting for a dispatch.
@@ -212,7 +207,7 @@ class EngineLoop:
             self._fail(RuntimeError("the program has ended"), everyone=True)
         with self._mutex:
             self._forget()
-            if not (self._waiting or self._served or self._in_flight or self._measures):
+            if not (self._waiting or self._served or self._in_flight):
                 self._end_thread()
             return self._thread is threading.current_thread()
 
@@ -293,14 +288,7 @@ class EngineLoop:
         with configured(self._config):
             plan = call.plan if call.plan.persistent else with_slots_that_fit(call.plan, [self.mesh])
             self.engine = Engine(plan, call.weights, background=True)
-        self.engine.planned, loop = call.plan, weakref.ref(self)
-
-        def on_end() -> None:
-            if (ready := loop()) is not None and not PROGRAM_ENDED.is_set():
-                with ready._mutex:  # the thread may be about to end
-                    ready._start()  # measures the round times, if nobody calls
-
-        self.engine.compiler.on_end = on_end
+        self.engine.planned = call.plan
 
     def _prepare(self, call: Call) -> None:
         """Compiles what a call needs; an engine without memory for its features is made anew, smaller."""
@@ -360,14 +348,6 @@ class EngineLoop:
                 return None
             return call.admitted[-1]
 
-    def _most_rounds(self, engine: Engine) -> int | None:
-        if engine.plan.persistent:
-            return None
-        most = [call.most_rounds for call in self._served if call.most_rounds is not None]
-        if any(call.queue and call.count > 1 for call in self._served):
-            most.append(ROUNDS_TO_AN_END)  # requests wait, though not in the scheduler
-        return min(most, default=None)
-
     def _fail(self, error: Exception, *, everyone: bool = False) -> None:
         """Fails the calls that the engine serves, or all calls; the next call makes a new engine."""
         with self._mutex:
@@ -409,10 +389,6 @@ class EngineLoop:
     @property
     def _in_flight(self) -> bool:
         return self.engine is not None and bool(self.engine.runner.in_flight)
-
-    @property
-    def _measures(self) -> bool:
-        return self.engine is not None and self.engine.measures
 
     @property
     def _calls(self) -> list[Call]:

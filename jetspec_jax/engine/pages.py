@@ -1,9 +1,8 @@
 """The page pool on the host: reference counts, the prefix cache, and free pages."""
 
-import contextlib
 import hashlib
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from jaxtyping import Int32
@@ -57,7 +56,7 @@ class PagePool:
 
     def __init__(self, num_pages: int, *, shares: bool = True):
         """All pages are free; only if the pool ``shares`` them, pages may be shared and cached."""
-        self.num_pages, self.shares, self._lends = num_pages, shares, False
+        self.num_pages, self.shares = num_pages, shares
         self._free = deque(range(num_pages))
         self._reference_counts: dict[int, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -77,8 +76,8 @@ class PagePool:
 
     @property
     def num_used(self) -> int:
-        """Pages of requests; none has any while pages are lent. From any thread."""
-        return 0 if self._lends else self.num_pages - self.num_free
+        """Pages of requests; from any thread."""
+        return self.num_pages - self.num_free
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """The pages of the longest cached prefix."""
@@ -123,22 +122,6 @@ class PagePool:
                 self._cached[page] = None
             else:
                 self._free.append(page)
-
-    @contextlib.contextmanager
-    def lent(self) -> Iterator[list[int]]:
-        """Pages to overwrite meanwhile: all free ones, or if there are none, one that is cached.
-
-        No page may be in use.
-        """
-        assert not self._reference_counts, "requests use pages"
-        self._lends = True
-        pages = self.allocate(max(len(self._free), 1))
-        assert pages is not None
-        try:
-            yield pages
-        finally:
-            self.free(pages)
-            self._lends = False
 
     def register(self, pages: Sequence[int], keys: Sequence[bytes]) -> None:
         """Puts full pages into the prefix cache; a key that another page has stays with that page."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -12,9 +13,10 @@ from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.proposer import Proposer
 from jetspec_jax.decode.settings import TreeSettings, make_decoder
-from jetspec_jax.engine.budget_policy import MAX_ROUNDS
+from jetspec_jax.device.memory import weight_bytes
+from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.extras import NO_EXTRAS, Extras
-from jetspec_jax.engine.known_costs import CostKey
+from jetspec_jax.engine.policy import MAX_ROUNDS
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.size import (
     MAX_SLOTS,
@@ -27,6 +29,10 @@ from jetspec_jax.engine.size import (
 )
 from jetspec_jax.tree import BUCKETS, USUAL_LEAST, Auto, algorithm_of, tree_buckets
 from pallas_kernels.dispatch import gpu_problem
+
+#: Bytes of a target on one device whose rounds are shorter than their launch on every GPU: at 4 TB/s they are
+#: read in half a millisecond, and a launch of all kernels of a round takes longer.
+SMALL_TARGET = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -72,11 +78,6 @@ class EnginePlan:
             replace(self.decoder, bucket=bucket, algorithm=auto.shape, observes=buckets) for bucket in buckets
         )
         return (plain, *trees)
-
-    @property
-    def cost_key(self) -> CostKey:
-        """Everything that determines its round times."""
-        return self.decoders, self.size, self.dtype
 
     def on(self, mesh: Mesh | None) -> "EnginePlan":
         """The same engine on other devices."""
@@ -141,6 +142,21 @@ class EnginePlan:
         if self.persistent and not other.persistent:
             decoder, required = _as_shaped(decoder), _as_shaped(required)
         return decoder == required
+
+
+def overlaps(plan: EnginePlan) -> bool:
+    """Whether an engine overlaps single rounds: the host launches one while the device runs the one before.
+
+    On a GPU overlapped rounds let requests come and go, and callers get tokens, with every round. Models
+    whose rounds are shorter than a launch keep a loop of rounds on the device, or the device would wait for
+    the host. On a CPU a round takes longer than its launch, which may even compute, so nothing would overlap.
+    Several processes exchange a message per batch, which long loops make cheap.
+    """
+    mesh = plan.decoder.mesh
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    if platform not in ("gpu", "cuda", "rocm") or spans(mesh):
+        return False
+    return weight_bytes(plan.decoder.target, plan.dtype, mesh) >= SMALL_TARGET
 
 
 def _as_shaped(decoder: TreeDecoder) -> TreeDecoder:

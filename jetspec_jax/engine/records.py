@@ -123,7 +123,8 @@ class DispatchRecord(NamedTuple):
     Attributes:
         bucket: Nodes of the trees, root included.
         live: Slots of the rounds, in the order of the arrays.
-        seconds: Seconds of the rounds; None if they were not timed alone.
+        seconds: Seconds of the prefill forwards and the rounds; None if they were not timed.
+        forwards: Shapes of the prefill forwards: prompts, and rows of each.
         tokens: Committed tokens, -1 as padding.
         tree_sizes: Nodes of each tree; 0 for a slot that did not decode.
         expected: Drafted tokens that the head expected trees of each bucket up to this one to have accepted;
@@ -138,6 +139,7 @@ class DispatchRecord(NamedTuple):
     bucket: int
     live: tuple[int, ...]
     seconds: float | None = None
+    forwards: tuple[tuple[int, int], ...] = ()
     tokens: Int32[np.ndarray, "R L D1"] = np.zeros((0, 0, 0), np.int32)
     tree_sizes: Int32[np.ndarray, "R L"] = np.zeros((0, 0), np.int32)
     expected: Float32[np.ndarray, "R L K"] | None = None
@@ -145,3 +147,13 @@ class DispatchRecord(NamedTuple):
     logprobs: Any = None
     scored: tuple[tuple[int, Any], ...] = ()
     idle_rounds: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Live slots and nodes of the rounds."""
+        return len(self.live), self.bucket
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds in which a slot decoded."""
+        return int((self.tree_sizes > 0).any(axis=1).sum())

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import logging
 import time
 import weakref
 from collections import deque
@@ -19,15 +18,11 @@ from jetspec_jax.decode.logprobs import Logprobs
 from jetspec_jax.decode.scoring import scored_pages
 from jetspec_jax.decode.snapshots import keep, restore
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, SlotSettings
-from jetspec_jax.device.mesh import on_all_devices
-from jetspec_jax.device.processes import agreed, spans, together
-from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
+from jetspec_jax.device.processes import spans, together
 from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.constrained import run_constrained
-from jetspec_jax.engine.known_costs import CostKey, known_costs, learn_costs
 from jetspec_jax.engine.lowering import Lowering
 from jetspec_jax.engine.memory import empty_snapshots, empty_state
-from jetspec_jax.engine.overlap import LaunchTimes
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.programs import (
     KINDS,
@@ -35,19 +30,9 @@ from jetspec_jax.engine.programs import (
     SCORES,
     Kind,
     Program,
-    first_rounds,
     in_order,
 )
 from jetspec_jax.engine.records import Batch, Chunk, DispatchRecord, Growth, SlotCopy
-from jetspec_jax.engine.round_costs import (
-    Measurement,
-    Pair,
-    RoundCosts,
-    complete_by_rows,
-    measure_round_costs,
-    measured_at_once,
-    timed_contexts,
-)
 from jetspec_jax.engine.round_kinds import PromptScores, concatenated, decoder_for, set_adjustments
 from jetspec_jax.engine.tracing import TRACING
 from jetspec_jax.progress import waiting
@@ -56,11 +41,6 @@ from jetspec_jax.sampling.grammar import Matcher
 #: Runs rounds, as `TreeDecoder.decode` does: weights, state (donated), most rounds, and the live slots unless
 #: these are all.
 Decode = Callable[..., tuple[DecodeState, RoundRecord]]
-# More tokens than any dispatch emits: no slot may stop while it is timed.
-_ENDLESS = 2**30
-# Programs that are launched one after another to time their launches: few enough that no queue is full.
-_TIMED_LAUNCHES = 8
-_log = logging.getLogger("jetspec_jax")
 
 
 class Flight(NamedTuple):
@@ -69,7 +49,7 @@ class Flight(NamedTuple):
     Attributes:
         records: Records of its rounds, on the device; None without rounds.
         scored: Log-probabilities of prompts, by slot, in parts and on the device.
-        started: Start of its rounds, by `time.perf_counter`; None if they are not timed.
+        started: When its launch began, by `time.perf_counter`; None if it is not timed.
         last: An array to wait for if there are no rounds, which no launch donates; else None.
     """
 
@@ -104,8 +84,6 @@ class Runner:
         if plan.size.snapshots:
             self._copy([SlotCopy(0, 0, 0, restores=False), SlotCopy(0, 0, 0, restores=True)])  # likewise
         self._scores = PromptScores(self.decoder.alone, weights.target, plan.dtype)
-        #: Pages that `time_dispatch` may overwrite.
-        self.scratch: Sequence[int] = range(plan.size.num_pages)
         #: The batches in flight, in order.
         self.in_flight: deque[Flight] = deque()
         self._collected = 0.0  # when the last batch was, by `time.perf_counter`
@@ -148,16 +126,18 @@ class Runner:
             start = anchor, np.int32(admission.length), np.bool_(admission.active)
             self.state = decoder.insert(self.state, slot, admission.pages, settings, *start)
             self.state = set_adjustments(decoder, self.state, admission)
+        # Batches that wait for the compiler or for the host are not timed.
+        programs = {Program(PREFILL, *chunk.tokens.shape) for chunk in batch.chunks}
+        programs |= {rounds} if batch.rounds else set()
+        started = time.perf_counter() if programs <= self._called and not (batch.copies or matchers) else None
         scored = self._scores.launch(batch)
+        started = None if scored else started
         if batch.growths:
             self._grow(batch.growths)
         for number, chunk in enumerate(batch.chunks):
             self._copy(copy for copy in batch.copies if copy.after == number)
             self._prefill(chunk)
         self._copy(copy for copy in batch.copies if copy.after == len(batch.chunks))
-        # Rounds that wait for a prompt, for the compiler or for the host are not timed.
-        alone = not (batch.chunks or batch.copies or scored or matchers)
-        started = time.perf_counter() if alone and rounds in self._called else None
         records = None
         if batch.rounds:
             live = self._live(batch.live)
@@ -260,9 +240,10 @@ class Runner:
         ended, before = time.perf_counter(), self._collected
         self._collected = ended
         prompts = tuple((slot, concatenated(parts)) for slot, parts in scored)
-        if records is None:
-            return DispatchRecord(batch.bucket, batch.live, scored=prompts)
         seconds = None if started is None else ended - max(started, before)
+        forwards = tuple(chunk.tokens.shape for chunk in batch.chunks)
+        if records is None:
+            return DispatchRecord(batch.bucket, batch.live, seconds, forwards, scored=prompts)
         # Rounds that ran come first.
         ran = int((records.tree_sizes > 0).any(axis=1).sum())
         records = jax.tree.map(lambda leaf: leaf[:ran], records)
@@ -270,7 +251,8 @@ class Runner:
         return DispatchRecord(
             batch.bucket,
             batch.live,
-            seconds=seconds,
+            seconds,
+            forwards,
             tokens=records.tokens,
             tree_sizes=records.tree_sizes,
             expected=expected,
@@ -284,114 +266,6 @@ class Runner:
         self.in_flight.clear()
         for array in jax.tree.leaves((self.state, self.snapshots)):
             array.delete()
-
-    def round_costs(self, lives: Collection[int] | None = None) -> RoundCosts:
-        """Round times for some numbers of live slots or for all, measured once for each kind of engine.
-
-        All slots must be free. Compiles these programs, so that a change of the bucket compiles nothing.
-        """
-        self.compiler.compile(self.rounds_of(Kind(), lives))
-        return measured_at_once(self.measurement(lives))
-
-    def first_costs(self) -> RoundCosts:
-        """Round times of all shapes, of which only `first_rounds` are measured, unless all are known.
-
-        All slots must be free, and `first_rounds` compiled. Nothing may be compiled meanwhile: on a CPU that
-        would double the times.
-        """
-        buckets = tuple(self.decoders)
-        shapes, first = self.size.rounds(buckets), first_rounds(self.size, buckets)
-        costs = known_costs(self._cost_key)
-        if costs.seconds.keys() >= set(shapes):
-            return costs
-        return complete_by_rows(measured_at_once(self._timed(first)), shapes)
-
-    def measurement(self, lives: Collection[int] | None = None) -> Measurement:
-        """A measurement of the compiled rounds of some numbers of live slots or of all; it is kept.
-
-        Shapes whose times are known are not measured.
-        """
-        costs = known_costs(self._cost_key)
-        shapes = [(program.slots, program.size) for program in self.rounds_of(Kind(), lives)]
-        if missing := [shape for shape in shapes if shape not in costs.seconds]:
-            costs |= yield from self._timed(missing)
-            learn_costs(self._cost_key, costs)
-        return costs
-
-    @property
-    def _cost_key(self) -> CostKey:
-        """`EnginePlan.cost_key`, but of decoders of one round if programs are single rounds."""
-        return tuple(self.decoders.values()), self.size, self._dtype
-
-    def _timed(self, shapes: Sequence[Pair]) -> Measurement:
-        deepest = 1 + max(decoder.depth for decoder in self.decoders.values())
-        low, high, rounds = timed_contexts(self.size.capacity, USUAL_ROUNDS, deepest)
-        return measure_round_costs(self.time_dispatch, shapes, (low, high), rounds)
-
-    def time_dispatch(self, shape: Pair, context: int, rounds: int) -> float:
-        """Seconds of a dispatch of greedy rounds of a shape after ``context`` tokens in every slot.
-
-        All slots must be free. The contents of the `scratch` pages are lost.
-        """
-        _, seconds = self._time(shape, context, rounds)
-        if spans(self.decoder.mesh):
-            seconds = agreed(seconds, "the seconds of a dispatch")
-        return seconds
-
-    def time_launches(self, live: int) -> LaunchTimes:
-        """Times programs of one round of so many live slots, with the smallest trees; see `time_dispatch`."""
-        loops = self.decoders, self.weights
-        self.overlap()
-        try:
-            shape, context = (live, min(self.decoders)), min(64, self.size.capacity // 4)
-            self._time(shape, context, 1)  # may compile
-            with TRACING.lock:  # another engine's would hold the interpreter
-                launched, seconds = self._time(shape, context, _TIMED_LAUNCHES)
-        finally:
-            self.overlapped = False
-            self.decoders, self.weights = loops
-            self._forget(KINDS)
-        times = LaunchTimes(launched / _TIMED_LAUNCHES, seconds / _TIMED_LAUNCHES)
-        _log.info(
-            "a launch of a round takes %.2f ms, the round %.2f ms", 1e3 * times.host, 1e3 * times.device
-        )
-        return times
-
-    def _time(self, shape: Pair, context: int, rounds: int) -> tuple[float, float]:
-        """Seconds until a dispatch is launched, and until it is over."""
-        live, bucket = shape
-        decoder, free = self.decoders[bucket], replace(self.state, adjust=None)
-        batch, pages = free.slots.block_tables.shape
-        # If there are fewer pages than in all block tables, several slots use one page.
-        tables = np.resize(np.array(self.scratch, np.int32), (batch, pages))
-        put = functools.partial(on_all_devices, decoder.mesh)
-        state = replace(
-            free,
-            slots=free.slots._replace(
-                block_tables=put(tables),
-                lengths=put(np.full(batch, context, np.int32)),
-            ),
-            room=put(np.full(batch, 2 * _ENDLESS - 1, np.int32)),
-            active=put(np.ones(batch, bool)),
-            settings=free.settings._replace(
-                budget=put(np.full(batch, bucket, np.int32)),
-                depth=put(np.full(batch, decoder.depth, np.int32)),
-                remaining=put(np.full(batch, _ENDLESS, np.int32)),
-            ),
-        )
-        kept = jax.tree.map(jnp.copy, replace(free, stores=(), proposer=None))
-        state = jax.block_until_ready(state)
-        slots, records = self._live(range(live)), None
-        started = time.perf_counter()
-        with self._compiling(Program(str(Kind()), live, bucket)):
-            for _ in range(rounds if self.overlapped else 1):
-                state, records = decoder.decode(self.weights, state, np.int32(rounds), *slots)
-        launched = time.perf_counter()
-        with together(decoder.mesh):
-            jax.device_get(records)
-        ended = time.perf_counter()
-        self.state = replace(kept, stores=state.stores, proposer=state.proposer, adjust=self.state.adjust)
-        return launched - started, ended - started
 
     @contextlib.contextmanager
     def _compiling(self, program: Program) -> Iterator[None]:

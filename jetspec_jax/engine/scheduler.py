@@ -1,5 +1,6 @@
 """The scheduler: waiting and running requests, slots, pages, and the next batch. It uses no device."""
 
+import functools
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -7,12 +8,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from jetspec_jax.cache.pages import PAGE_SIZE
-from jetspec_jax.engine.budget_policy import BudgetPolicy, Dispatch, LiveSlot
 from jetspec_jax.engine.chunks import cut_prompts
 from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.logprobs import by_round
 from jetspec_jax.engine.page_allocator import PageAllocator
 from jetspec_jax.engine.pages import PagePool
+from jetspec_jax.engine.policy import BudgetPolicy, LiveSlot, Shape
 from jetspec_jax.engine.programs import Kind
 from jetspec_jax.engine.records import Admission, Batch, Chunk, DispatchRecord, Growth, SlotCopy
 from jetspec_jax.engine.request import Request
@@ -180,7 +181,11 @@ class Scheduler:
         if self._in_flight and not (decoding or chunks):
             return None
         kind = Kind.union(Kind.of(request.params) for request in decoding)
-        choice, tokens, live = self._choose(decoding, kind, waiting, most_rounds)
+        forwards = [chunk.tokens.shape for chunk in chunks]
+        bucket, rounds, live = self._choose(decoding, kind, waiting, forwards, most_rounds)
+        tokens = rounds * (1 if bucket == 1 else self._round_tokens)
+        for request in decoding:
+            self._allocator.grow(request, tokens)
         for request in decoding:
             request.in_flight_tokens += tokens
         self._in_flight.append(_ScheduledBatch(running, decoding, tokens))
@@ -192,8 +197,8 @@ class Scheduler:
             tuple(Growth(request.slot, table(request)) for request in running if request in changed),
             tuple(chunks),
             live,
-            choice.bucket,
-            choice.rounds,
+            bucket,
+            rounds,
             kind,
             tuple(copies),
             tuple(sorted(self.matchers)),
@@ -224,8 +229,7 @@ class Scheduler:
             if not request.open:
                 self._allocator.free(request)
             request.publish()
-        if batch.decoding:
-            self.policy.observe(record)
+        self.policy.observe(record)
         return served
 
     def drop_closed(self, now: float | None = None) -> None:
@@ -313,31 +317,30 @@ class Scheduler:
         return chunks, copies
 
     def _choose(
-        self, decoding: Sequence[Request], kind: Kind, waiting: int, most_rounds: int | None
-    ) -> tuple[Dispatch, int, tuple[int, ...]]:
-        """The policy's choice, or a larger shape that is compiled, with pages for all rounds if possible.
+        self,
+        decoding: Sequence[Request],
+        kind: Kind,
+        waiting: int,
+        forwards: Sequence[Shape],
+        most_rounds: int | None,
+    ) -> tuple[int, int, tuple[int, ...]]:
+        """The bucket and the rounds of a batch, and its live slots.
 
-        A slot that reaches the end of its pages pauses for the rest of the dispatch.
-
-        Returns:
-            The dispatch; the most tokens that it commits to a slot; and its live slots, of which some may be
-            idle, as only some numbers of live slots have programs.
+        Some live slots may be idle, as only some numbers of live slots have programs. A slot that reaches the
+        end of its pages pauses for the rest of the dispatch.
         """
         if not decoding:
-            return Dispatch(1, 0), 0, ()
-        bucket, rounds = self.policy.choose([_live_slot(request) for request in decoding], waiting)
-        live = self.size.live_for(len(decoding))
-        live, bucket = self._compiler.shape(str(kind), live, bucket)
+            return 1, 0, ()
+        slots = [_live_slot(request) for request in decoding]
+        shape_of = functools.partial(self._compiler.shape, str(kind))
+        (live, bucket), rounds = self.policy.choose(slots, waiting, forwards, shape_of)
         rounds = rounds if most_rounds is None else min(rounds, most_rounds)
         if kind.masked:
             rounds = min(rounds, MASKED_ROUNDS)
         rounds = 1 if self._overlapped else rounds
-        tokens = rounds * (1 if bucket == 1 else self._round_tokens)
-        for request in decoding:
-            self._allocator.grow(request, tokens)
-        slots = {request.slot for request in decoding}
-        idle = [slot for slot in range(self.size.slots) if slot not in slots]
-        return Dispatch(bucket, rounds), tokens, tuple(sorted([*slots, *idle[: live - len(slots)]]))
+        busy = {request.slot for request in decoding}
+        idle = [slot for slot in range(self.size.slots) if slot not in busy]
+        return bucket, rounds, tuple(sorted([*busy, *idle[: live - len(busy)]]))
 
     def _admission(self, request: Request, length: int) -> Admission:
         return Admission(
@@ -360,10 +363,8 @@ class Scheduler:
 
 def _live_slot(request: Request) -> LiveSlot:
     return LiveSlot(
-        request.committed,
         request.remaining,
         sampled=request.params.temperature > 0,
-        watched=bool(request.params.stop),
         fresh=not request.tokens,
         budget=request.budget,
     )

@@ -11,9 +11,6 @@ from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.worker import SharedRequest
 
-# Rounds between two pieces of a stream: few, so that text appears early and little overshoots a stop.
-STREAM_ROUNDS = 2
-
 
 class Stream(Iterator[str]):
     """Pieces of text as they are accepted; tokens after the end are discarded.

@@ -105,9 +105,6 @@ def run_worker(call: Call, decode: Decode | None = None) -> Any:
                 _run_batch(engine.runner, batch, loop.grammars, decode)
             elif action == "compile":
                 engine.compiler.compile(*values)
-            elif action == "measure":
-                lives, engine.runner.scratch = values
-                engine.runner.round_costs(lives)
             else:
                 engine.extend(*values)
 

@@ -16,7 +16,7 @@ class Auto(Algorithm):
     """Trees of the size that pays, up to the budget, or plain decoding; the engine chooses for each round.
 
     The engine compares the tokens that a round of each bucket is expected to commit with the round's time on
-    this device: see `jetspec_jax.engine.budget_policy`. Outside of an engine this is the algorithm ``tree``.
+    this device: see `jetspec_jax.engine.policy`. Outside of an engine this is the algorithm ``tree``.
 
     Attributes:
         tree: The algorithm that shapes the trees: a name, or an algorithm with its options.

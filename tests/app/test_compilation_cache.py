@@ -12,7 +12,6 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jetspec_jax import LLM, SamplingParams, enable_compilation_cache
 from jetspec_jax.cli import command as cli
-from jetspec_jax.device.compilation_cache import notes_folder
 from tests.decode.tiny import TINY, random_head, random_target
 
 HIT = "/jax/compilation_cache/cache_hits"
@@ -156,24 +155,3 @@ def test_a_folder_that_cannot_be_written_is_one_line_of_the_log(tmp_path, caplog
         f"compiled programs are not kept: cannot write to {tmp_path / 'file' / 'folder'}: Not a directory"
     )
     assert settings() == before
-
-
-class TestNotes:
-    """Where measurements are kept."""
-
-    def test_they_lie_beside_programs(self, tmp_path):
-        assert notes_folder(tmp_path / "named") == tmp_path / "named"
-        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
-        assert notes_folder() == tmp_path / "theirs"
-
-    def test_on_a_cpu_they_lie_in_the_user_s_folder(self, users_folder, monkeypatch):
-        monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-        enable_compilation_cache()
-        assert notes_folder() == users_folder.parent
-
-    def test_nothing_is_kept_where_no_program_is(self):
-        assert notes_folder("off") is None
-        jax.config.update("jax_compilation_cache_dir", "gs://bucket/programs")
-        assert notes_folder() is None
-        jax.config.update("jax_enable_compilation_cache", False)
-        assert notes_folder() is None
