@@ -29,6 +29,8 @@ SLICE_SECONDS, HURRIED_SECONDS = 0.100, 0.015
 PROBE_ROUNDS = 8
 #: Fixed cost of a forward, in rows: it reads all weights, however few its rows.
 FORWARD_ROWS = 192
+# The share of the smallest tree's time that a plain round is guessed to take, before one was timed.
+_PLAIN_SHARE = 0.7
 # Seconds of a round before any was timed.
 _FIRST_GUESS = 0.010
 # The weight of a timed dispatch in the running means, and the largest ratio that counts: an interruption must
@@ -84,9 +86,9 @@ class BudgetPolicy(Protocol):
 class RoundTimes:
     """Seconds of rounds and of prefill forwards by shape: running means of real dispatches.
 
-    A round that was never timed takes as long as one of as many rows (live slots times nodes) would,
-    interpolated between timed rounds. Plain rounds are apart: they draft nothing. Beyond the timed rounds the
-    nearest counts, which is optimistic for larger trees, so that they are tried.
+    A round that was never timed is guessed by its rows (live slots times nodes): interpolated between timed
+    rounds, and optimistic beyond them, so that it is tried. With fewer rows it takes less in proportion to
+    the rows and `FORWARD_ROWS`; with more rows it takes no more. Plain rounds are apart: they draft nothing.
     """
 
     def __init__(self) -> None:
@@ -97,13 +99,15 @@ class RoundTimes:
         """Seconds of a round of a shape."""
         if (known := self._rounds.get(shape)) is not None:
             return known
+        timed = [(live * nodes, s, nodes == 1) for (live, nodes), s in self._rounds.items()]
+        if not timed:
+            return _FIRST_GUESS
         plain = shape[1] == 1
-        alike = sorted(
-            (live * nodes, s) for (live, nodes), s in self._rounds.items() if (nodes == 1) == plain
-        )
+        alike = sorted((rows, s) for rows, s, is_plain in timed if is_plain == plain)
         if not alike:
-            return min(self._rounds.values(), default=_FIRST_GUESS)
-        rows, seconds = zip(*alike, strict=True)
+            rows, least = min((rows, s) for rows, s, _ in timed)
+            alike = [(rows, _PLAIN_SHARE * least if plain else least)]
+        rows, seconds = zip((-FORWARD_ROWS, 0.0), *alike, strict=True)
         # Noise may give a falling line, but more rows never take less.
         return float(np.interp(shape[0] * shape[1], rows, np.maximum.accumulate(seconds)))
 

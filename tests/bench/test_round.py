@@ -19,12 +19,11 @@ from bench.common.shapes import SHAPES
 from bench.round import phases
 from bench.round.attention import implementation_of
 from bench.round.command import cases_of, groups
-from bench.round.measure import CaseRuns, RoundCase, Setup
+from bench.round.measure import ROUNDS, CaseRuns, RoundCase, Setup
 from bench.round.report import host_work, tables_of
 from jetspec_jax import DecodeWeights, SamplingParams
 from jetspec_jax.decode.state import join
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.tree import algorithm_names
 from pallas_kernels.tree_attention import implementations
 
@@ -66,7 +65,7 @@ class TestReport:
         assert report["shape"] == "tiny"
         assert report["shapes"]["hidden_size"] == TINY.target.hidden_size
         assert report["compilation_cache"] is True  # of the tests themselves
-        assert report["rounds_per_dispatch"] == USUAL_ROUNDS
+        assert report["rounds_per_dispatch"] == ROUNDS
         assert all(value > 0 for value in report["ceilings"].values())
 
         plain, tree = report["rows"]
@@ -89,9 +88,9 @@ class TestReport:
             assert row["single_over_loop"] == pytest.approx(row["single_ms"] / row["round_ms"])
             assert len(row["dispatch_seconds"]) == len(row["single_seconds"]) == 2
             assert 1 <= row["tokens_per_round"] <= 8
-            assert row["dispatches_per_round"] == 1 / USUAL_ROUNDS
+            assert row["dispatches_per_round"] == 1 / ROUNDS
             rounds = 256 / row["tokens_per_round"]
-            assert row["waits_per_256_tokens"] == math.ceil(rounds / USUAL_ROUNDS)
+            assert row["waits_per_256_tokens"] == math.ceil(rounds / ROUNDS)
             assert all(seconds > 0 for seconds in row["compile_seconds"].values())
         assert [row["algorithm"] for row in (plain, tree)] == ["plain", "top_nodes"]
         assert plain["tokens_per_round"] == 1
@@ -246,7 +245,7 @@ class TestMeasuring:
 
     @pytest.mark.parametrize(("tokens", "waits"), [(1.0, 4), (3.0, 2), (4.0, 1), (16.0, 1)])
     def test_waits_of_the_host(self, tokens, waits):
-        assert USUAL_ROUNDS == 64
+        assert ROUNDS == 64
         assert host_work(tokens) == {"dispatches_per_round": 1 / 64, "waits_per_256_tokens": waits}
 
 

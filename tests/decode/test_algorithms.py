@@ -7,9 +7,8 @@ import pytest
 
 from jetspec_jax import SamplingParams, generate, generate_tree
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine.round_costs import RoundCosts
 from jetspec_jax.engine.runner import Runner
-from jetspec_jax.tree import BUCKETS, Algorithm, Plan, algorithm_names, get_algorithm
+from jetspec_jax.tree import Algorithm, Plan, algorithm_names, get_algorithm
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.tiny import SLIDING, TinyEngine, random_head, random_target, serve
 from tests.marks import wide
@@ -47,9 +46,8 @@ def plain(target):
 def test_trees_of_every_algorithm_give_plain_decoding_s_tokens(target, plain, name, monkeypatch):
     """The oracle hides what follows among decoys, so that paths are deep and branch."""
     # Rounds of one price: what they take here must not keep "auto" from trees.
-    shapes = [(2, bucket) for bucket in BUCKETS]
-    costs = RoundCosts((16, 48), dict.fromkeys(shapes, (1.0, 1.0)), dict.fromkeys(shapes, 0.0))
-    monkeypatch.setattr(Runner, "round_costs", lambda *_: costs)
+    collect = Runner.collect
+    monkeypatch.setattr(Runner, "collect", lambda runner: collect(runner)._replace(seconds=None))
     engine = TinyEngine(
         target,
         settings=TreeSettings(budget=16, width=3, algorithm=get_algorithm(name)),

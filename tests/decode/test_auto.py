@@ -12,11 +12,9 @@ from jetspec_jax import SamplingParams, generate, generate_tree
 from jetspec_jax.cache.pages import NO_PAGE
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.decode.state import grow
-from jetspec_jax.engine import round_costs
-from jetspec_jax.engine.budget_policy import AutoBudget, Dispatch
 from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.planning import plan_engine
-from jetspec_jax.engine.round_costs import RoundCosts
+from jetspec_jax.engine.policy import AutoBudget
 from jetspec_jax.engine.runner import Runner
 from jetspec_jax.tree import get_algorithm
 from tests.decode.compilations import compilations
@@ -46,18 +44,15 @@ def head():
 
 
 @pytest.fixture
-def known_costs(monkeypatch):
-    """No clock: a tree round takes twice a plain one's time, whatever was measured."""
-    seconds = {(2, bucket): (1.0 + (bucket > 1),) * 2 for bucket in BUCKETS}
-    costs = RoundCosts((64, 128), seconds, dict.fromkeys(seconds, 0.1))
-    monkeypatch.setattr(Runner, "round_costs", lambda *_: costs)
+def known_times(monkeypatch):
+    """No clock: a tree round takes twice a plain one's time."""
     collect = Runner.collect
 
-    def untimed(runner):
+    def timed(runner):
         record = collect(runner)
-        return record._replace(seconds=None)
+        return record._replace(seconds=0.01 * record.rounds * (1 + (record.bucket > 1)), forwards=())
 
-    monkeypatch.setattr(Runner, "collect", untimed)
+    monkeypatch.setattr(Runner, "collect", timed)
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +71,12 @@ def oracle(target):
 def every_bucket(monkeypatch):
     """Dispatches take turns through all buckets, and are of 3 rounds; what each of them did."""
     turns, records = itertools.cycle((1, 32, 16, 1, 16)), []
-    monkeypatch.setattr(AutoBudget, "choose", lambda *_: Dispatch(next(turns), 3))
+    monkeypatch.setattr(AutoBudget, "choose", lambda _, live, *__: ((2, next(turns)), 3))
     monkeypatch.setattr(AutoBudget, "observe", lambda _, record: records.append(record))
     return records
 
 
-@pytest.mark.usefixtures("known_costs")
+@pytest.mark.usefixtures("known_times")
 def test_tokens_are_plain_decoding_s_whatever_bucket_comes_next(oracle, monkeypatch):
     make, plain = oracle
     records = every_bucket(monkeypatch)
@@ -102,7 +97,7 @@ def test_tokens_are_plain_decoding_s_whatever_bucket_comes_next(oracle, monkeypa
 
 
 @pytest.mark.wide
-@pytest.mark.usefixtures("known_costs")
+@pytest.mark.usefixtures("known_times")
 def test_a_round_tells_what_smaller_trees_would_have_had_accepted(oracle):
     """The same as building, verifying and accepting those; nothing of a slot that does not decode."""
     engine = oracle[0]()
@@ -137,7 +132,7 @@ def test_a_round_tells_what_smaller_trees_would_have_had_accepted(oracle):
 
 
 @pytest.mark.wide
-@pytest.mark.usefixtures("known_costs")
+@pytest.mark.usefixtures("known_times")
 def test_the_choice_follows_what_is_accepted(target, head, oracle):
     """The oracle is always right, so trees soon pay; a random head never is, so they never do."""
     make, plain = oracle
@@ -152,7 +147,6 @@ def test_the_choice_follows_what_is_accepted(target, head, oracle):
 @pytest.mark.wide
 def test_nothing_compiles_after_a_first_request(target, head, monkeypatch):
     """Whatever was chosen for it, and in other engines of the same kind, which are not timed again."""
-    monkeypatch.setattr(round_costs, "REPEATS", 1)
 
     def run(tokens):
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)

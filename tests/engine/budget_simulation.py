@@ -11,9 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float32
 
-from jetspec_jax.engine.budget_policy import AutoBudget, FixedBudget, LiveSlot
+from jetspec_jax.engine.policy import AutoBudget, FixedBudget, LiveSlot
 from jetspec_jax.engine.records import DispatchRecord
-from jetspec_jax.engine.round_costs import RoundCosts
 from jetspec_jax.tree import tree_buckets
 from jetspec_jax.tree.auto import Auto
 
@@ -26,8 +25,8 @@ SEEDS, PROMPT_TOKENS, UNCOUNTED = 10, 64, 64
 DISPATCH = 0.5e-3
 #: What a plain round takes more where it shows a draft head its context.
 BESIDE_A_HEAD = 1.015
-#: Standard deviations: of a dispatch's time, and of each bucket's time in the table that a policy is given.
-NOISE, WRONG = 0.02, 0.03
+#: Standard deviation of a dispatch's time.
+NOISE = 0.02
 
 
 class Text(NamedTuple):
@@ -60,7 +59,10 @@ def session(kind, seed):
 
 @functools.cache
 def qwen3_8b():
-    """Measured seconds of rounds, on lines over the context; 16 and 32 nodes lie between 1 and 64."""
+    """Measured seconds of rounds by bucket: without a context, and per token of it.
+
+    16 and 32 nodes lie between 1 and 64.
+    """
     rows = json.loads((RESULTS / "round-qwen3-8b-h200.json").read_text())["rows"]
     ms = {row["bucket"]: row["round_ms"] for row in rows}
     verify = {row["bucket"]: row["phases_ms"]["verify"] for row in rows}
@@ -73,44 +75,36 @@ def qwen3_8b():
     seconds = {}
     for bucket in BUCKETS:
         own = slope[1] + (slope[128] - slope[1]) * (bucket - 1) / 127
-        seconds[1, bucket] = tuple(1e-3 * (ms[bucket] + own * (context - 1024)) for context in (64, 1024))
-    return RoundCosts((64, 1024), seconds, dict.fromkeys(seconds, DISPATCH))
+        seconds[bucket] = 1e-3 * (ms[bucket] - own * 1024), 1e-3 * own
+    return seconds
 
 
-def beside_a_head(costs):
-    """The costs of an engine that has a draft head."""
-    plain = tuple(BESIDE_A_HEAD * own for own in costs.seconds[1, 1])
-    return RoundCosts(costs.contexts, {**costs.seconds, (1, 1): plain}, costs.dispatches)
+def beside_a_head(seconds):
+    """The rounds of an engine that has a draft head."""
+    return {**seconds, 1: tuple(BESIDE_A_HEAD * own for own in seconds[1])}
 
 
-def a_little_wrong(costs, rng):
-    """A table as a short measurement gives it."""
-    factors = {shape: np.exp(rng.normal(0, WRONG)) for shape in costs.seconds}
-    seconds = {shape: tuple(factors[shape] * own for own in both) for shape, both in costs.seconds.items()}
-    return RoundCosts(costs.contexts, seconds, costs.dispatches)
-
-
-def run_dispatch(text, start, dispatch, rng, costs, timed=True):
+def run_dispatch(text, start, bucket, rounds, rng, costs, timed=True):
     """One dispatch from a position of a text: its record, and its seconds."""
-    index, at, rows = BUCKETS.index(dispatch.bucket), start, []
-    seconds = costs.dispatches[1, dispatch.bucket]
-    while at < len(text.accepted) and len(rows) < dispatch.rounds:
+    index, at, rows = BUCKETS.index(bucket), start, []
+    (alone, token), seconds = costs[bucket], DISPATCH
+    while at < len(text.accepted) and len(rows) < rounds:
         rows.append(at)
-        seconds += costs.at((1, dispatch.bucket), PROMPT_TOKENS + at, np.inf)
+        seconds += alone + token * (PROMPT_TOKENS + at)
         at += 1 + (int(text.accepted[at, index - 1]) if index else 0)
     seconds *= np.exp(rng.normal(0, NOISE))
     # Rows after the end did not decode.
-    sizes = np.zeros((dispatch.rounds, 1), np.int32)
-    sizes[: len(rows)] = dispatch.bucket
-    tokens = np.full((dispatch.rounds, 1, 16), -1, np.int32)
+    sizes = np.zeros((rounds, 1), np.int32)
+    sizes[: len(rows)] = bucket
+    tokens = np.full((rounds, 1, 16), -1, np.int32)
     for row, (here, there) in enumerate(zip(rows, [*rows[1:], at], strict=True)):
         tokens[row, 0, : min(there, len(text.accepted)) - here] = 7
     reach = [None, None]
     if index:
-        reach = [np.zeros((dispatch.rounds, 1, index), np.float32) for _ in range(2)]
+        reach = [np.zeros((rounds, 1, index), np.float32) for _ in range(2)]
         for filled, source in zip(reach, (text.expected, text.accepted), strict=True):
             filled[: len(rows), 0] = source[rows, :index]
-    return DispatchRecord(dispatch.bucket, (0,), seconds if timed else None, tokens, sizes, *reach), seconds
+    return DispatchRecord(bucket, (0,), seconds if timed else None, (), tokens, sizes, *reach), seconds
 
 
 def serve(policy, requests, rng, costs, uncounted=UNCOUNTED):
@@ -119,8 +113,9 @@ def serve(policy, requests, rng, costs, uncounted=UNCOUNTED):
     for text in requests:
         at, length = 0, len(text.accepted)
         while at < length:
-            dispatch = policy.choose([LiveSlot(PROMPT_TOKENS + at, length - at, False, False)], 0)
-            record, seconds = run_dispatch(text, at, dispatch, rng, costs, timed=at > 0)
+            live = [LiveSlot(length - at, sampled=False)]
+            (_, bucket), rounds = policy.choose(live, 0, (), lambda *shape: shape)
+            record, seconds = run_dispatch(text, at, bucket, rounds, rng, costs, timed=at > 0)
             policy.observe(record)
             new = int((record.tokens >= 0).sum())
             late = min(max(done + new - uncounted, 0), new)
@@ -146,17 +141,16 @@ def seconds_per_token(kind, make_policy, costs):
 
 def fixed(kind):
     """Seconds of a token with each bucket, on average; plain decoding alone has no head beside it."""
-    return {b: seconds_per_token(kind, lambda _, b=b: FixedBudget(b), qwen3_8b()).mean() for b in BUCKETS}
+    return {
+        b: seconds_per_token(kind, lambda _, b=b: FixedBudget([(1, b)]), qwen3_8b()).mean() for b in BUCKETS
+    }
 
 
 def auto(kind):
     """Seconds of a token with "auto", on average."""
+    shapes = [(1, bucket) for bucket in BUCKETS]
     costs = beside_a_head(qwen3_8b())
-
-    def policy(rng):
-        return AutoBudget(BUCKETS, a_little_wrong(costs, rng), Auto().probing)
-
-    return seconds_per_token(kind, policy, costs).mean()
+    return seconds_per_token(kind, lambda _: AutoBudget(shapes, Auto().probing), costs).mean()
 
 
 def main():

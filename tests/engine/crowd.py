@@ -1,6 +1,5 @@
 """Crowds: requests of all kinds that come, go, share pages and lose them, and what each gets alone."""
 
-import contextlib
 import dataclasses
 from dataclasses import dataclass
 
@@ -8,9 +7,7 @@ import numpy as np
 
 from jetspec_jax import SamplingParams, StructuredOutputsParams
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine import round_costs
 from jetspec_jax.engine.admission import check_request
-from jetspec_jax.engine.budget_policy import Dispatch
 from jetspec_jax.engine.extras import Extras
 from jetspec_jax.engine.output import Output
 from jetspec_jax.engine.runner import Runner
@@ -145,13 +142,13 @@ class AtRandom:
         self.shapes, self.size, self.rng, self.most_rounds = size.rounds(buckets), size, rng, most_rounds
         self.fixed = None
 
-    def choose(self, live, waiting):
-        if self.fixed is not None:
-            return Dispatch(self.fixed, 1)
+    def choose(self, live, waiting, forwards, shape_of):
         slots = self.size.live_for(len(live))
+        if self.fixed is not None:
+            return shape_of(slots, self.fixed), 1
         buckets = [bucket for own, bucket in self.shapes if own == slots]
         most = 1 if any(slot.fresh for slot in live) else self.most_rounds
-        return Dispatch(int(self.rng.choice(buckets)), int(self.rng.integers(1, most + 1)))
+        return shape_of(slots, int(self.rng.choice(buckets))), int(self.rng.integers(1, most + 1))
 
     def observe(self, record):
         pass
@@ -181,15 +178,6 @@ def requests_of(engine, asked):
     return made
 
 
-@contextlib.contextmanager
-def quick_costs(monkeypatch):
-    """Round costs are measured, but hardly: nothing here depends on them."""
-    with monkeypatch.context() as patch:
-        patch.setattr(round_costs, "REPEATS", 1)
-        patch.setattr(round_costs, "DISPATCH_SECONDS", 0.0)
-        yield
-
-
 def engine_for_many(
     monkeypatch, target, head, crowd, rng, *, most_rounds=6, live=(2,), truth=None, overlapped=None, **size
 ):
@@ -212,16 +200,15 @@ def engine_for_many(
         oracle, slots = OracleProposer(target.config.vocab_size), size["slots"]
         own = {"proposer": oracle, "proposer_weights": plant([[]] * slots, size["capacity"] + 16)}
         _plant_at_launch(monkeypatch, truth, slots, size["capacity"] + 16)
-    with quick_costs(monkeypatch):
-        engine = TinyEngine(
-            target,
-            head,
-            TreeSettings(16, 3, algorithm="auto"),
-            many={"live": live, "prefill_tokens": 128, "least_nodes": 16},
-            overlapped=overlapped,
-            **own,
-            **size,
-        )
+    engine = TinyEngine(
+        target,
+        head,
+        TreeSettings(16, 3, algorithm="auto"),
+        many={"live": live, "prefill_tokens": 128, "least_nodes": 16},
+        overlapped=overlapped,
+        **own,
+        **size,
+    )
     policy = AtRandom(engine.plan.size, tuple(engine.runner.decoders), rng, most_rounds)
     engine.scheduler.policy = policy
     requests = [request for asked in crowd for request in requests_of(engine, asked)]

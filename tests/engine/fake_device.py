@@ -186,6 +186,7 @@ class FakeDevice:
             batch.bucket,
             batch.live,
             None,
+            tuple(chunk.tokens.shape for chunk in batch.chunks),
             np.array(tokens, np.int32).reshape(len(tokens), len(batch.live), self.round_tokens),
             np.array(sizes, np.int32).reshape(len(tokens), len(batch.live)),
         )

@@ -40,7 +40,7 @@ from jetspec_jax.demo import DEMO_TARGET
 from jetspec_jax.device import memory
 from jetspec_jax.device.mesh import make_mesh
 from jetspec_jax.device.processes import is_first
-from jetspec_jax.engine import admission, round_costs, runner
+from jetspec_jax.engine import admission, runner
 from jetspec_jax.engine.scheduler import Scheduler
 from jetspec_jax.inspect.forward import next_token_logits
 from jetspec_jax.inspect.trace import trace_rounds
@@ -311,7 +311,6 @@ def asked(count=20):
     ]
 
 
-@mock.patch.multiple(round_costs, REPEATS=1, DISPATCH_SECONDS=0.0)
 def led(mesh):
     """Process 0 serves what comes, the other follows; before and after both make calls together."""
     target, head = pair(mesh, with_windows(TINY, None))
@@ -366,7 +365,6 @@ def of_forms(mesh=None):
     return placed(target, random_head(config, 4), mesh), prompts, params
 
 
-@mock.patch.multiple(round_costs, REPEATS=1, DISPATCH_SECONDS=0.0)
 def forms(mesh):
     """Calls of both processes, and then the first serves."""
     (target, head), prompts, params = of_forms(mesh)
@@ -390,7 +388,6 @@ def forms(mesh):
     return {"together": together, "got": asyncio.run(run())}
 
 
-@mock.patch.multiple(round_costs, REPEATS=1, DISPATCH_SECONDS=0.0)
 def led_astray(mesh):
     """Process 0 fails while it serves."""
     llm = AsyncLLM(*pair(mesh), max_slots=1, algorithm="top_nodes", **TREES)

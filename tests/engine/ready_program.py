@@ -6,11 +6,9 @@ import threading
 
 import tests.processes  # noqa: F401  (programs are compiled as in the tests)
 from jetspec_jax import AsyncLLM, SamplingParams
-from jetspec_jax.engine import round_costs
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
 
 if __name__ == "__main__":
-    round_costs.REPEATS, round_costs.DISPATCH_SECONDS = 1, 0.0
     config = with_windows(TINY, None)
     target = random_target(config, 0, tokenizer=word_tokenizer(64))
     # A width of its own, for which no other test has compiled anything.

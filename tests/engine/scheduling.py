@@ -3,7 +3,7 @@
 import numpy as np
 
 from jetspec_jax import SamplingParams
-from jetspec_jax.engine.budget_policy import FixedBudget
+from jetspec_jax.engine.policy import FixedBudget
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.scheduler import Scheduler
 from jetspec_jax.engine.size import EngineSize
@@ -31,8 +31,8 @@ class Even(FakeDevice):
 
 def make(slots=2, pages=8, capacity=256, policy=None, most=STEP, **size):
     """A scheduler and its device."""
-    policy = FixedBudget(BUCKET) if policy is None else policy
     size = EngineSize(slots, capacity, pages, **{"chunks": CHUNKS, **size})
+    policy = FixedBudget(size.rounds((BUCKET,))) if policy is None else policy
     scheduler = Scheduler(size, policy, most)
     return scheduler, Even(size, most, pool=scheduler.pool)
 

@@ -9,7 +9,6 @@ import pytest
 
 from jetspec_jax import SamplingParams, draft_logits
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
-from jetspec_jax.engine import round_costs
 from jetspec_jax.engine.runner import Runner
 from jetspec_jax.models import bind
 from tests.decode.compilations import compilations
@@ -155,8 +154,6 @@ def test_an_engine_for_many_compiles_nothing_while_it_serves(monkeypatch):
     asked = texts_of(rng, 30)
     alone = [tokens_alone(target, prompt, each) for prompt, each in asked]
     planted(monkeypatch, [prompt + tokens for (prompt, _), tokens in zip(asked, alone, strict=True)])
-    monkeypatch.setattr(round_costs, "REPEATS", 1)
-    monkeypatch.setattr(round_costs, "DISPATCH_SECONDS", 0.0)
     engine = TinyEngine(
         target,
         None,

@@ -1,14 +1,11 @@
 """Launching, collecting, and what an interrupt leaves: on a device."""
 
 import jax
-import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, TreeDecoder, generate
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine.budget_policy import Dispatch
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.round_costs import RoundCosts
 from jetspec_jax.engine.runner import Runner
 from tests.decode.tiny import TINY, TinyEngine, finish, random_head, random_target, serve, with_windows
 
@@ -111,20 +108,16 @@ class Turns:
     def __init__(self, *buckets):
         self.buckets, self.records = list(buckets), []
 
-    def choose(self, live, waiting):
-        return Dispatch(self.buckets.pop(0), 2)
+    def choose(self, live, waiting, forwards, shape_of):
+        return shape_of(2, self.buckets.pop(0)), 2
 
     def observe(self, record):
         self.records.append(record)
 
 
 @pytest.mark.wide
-def test_rounds_are_timed_without_what_runs_before_them(target, head, monkeypatch):
-    """Neither a prompt, nor the compilation of a bucket's first dispatch."""
-    # Measuring the costs would compile them all.
-    shapes = [(2, 1), (2, 16)]
-    costs = RoundCosts((64, 128), dict.fromkeys(shapes, (1.0, 1.0)), dict.fromkeys(shapes, 0.0))
-    monkeypatch.setattr(Runner, "round_costs", lambda *_: costs)
+def test_a_dispatch_is_timed_unless_it_compiles(target, head):
+    """With its prefill forwards; a program's first call may compile it."""
     engine = TinyEngine(target, head, TreeSettings(16, 3, algorithm="auto"), slots=2)
     policy = engine.scheduler.policy = Turns(1, 1, 16, 16, 16)
     engine.submit(PROMPT, PARAMS)
@@ -133,18 +126,11 @@ def test_rounds_are_timed_without_what_runs_before_them(target, head, monkeypatc
     engine.submit(PROMPT, PARAMS)
     engine.step()
     assert [record.bucket for record in policy.records] == [1, 1, 16, 16, 16]
-    assert [record.seconds is not None for record in policy.records] == [False, True, False, True, False]
+    assert [len(record.forwards) for record in policy.records] == [1, 0, 0, 0, 1]
+    assert [record.seconds is not None for record in policy.records] == [False, True, False, True, True]
     assert all(record.seconds is None or record.seconds > 0 for record in policy.records)
     # Trees say what smaller ones would have done; plain rounds have none.
     assert [record.expected is not None for record in policy.records] == [False, False, True, True, True]
-
-
-def test_timing_a_dispatch_leaves_no_trace(engine, expected):
-    before = jax.device_get((engine.runner.state.slots, engine.runner.state.settings))
-    assert engine.runner.time_dispatch((1, 16), 30, 3) > 0
-    np.testing.assert_equal(jax.device_get((engine.runner.state.slots, engine.runner.state.settings)), before)
-    assert not np.asarray(engine.runner.state.active).any()
-    assert serve(engine, [PROMPT], [PARAMS])[0].token_ids == expected
 
 
 def test_plain_decoding_holds_no_head(target, head, expected):

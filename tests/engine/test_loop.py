@@ -230,7 +230,7 @@ def test_a_callback_that_raises_ends_its_request_alone(llm, models, expected):
         until(lambda: loop_for(llm.target).open_requests == 1)
         halt.set()
         plan, [request] = plan_requests(*models, llm.settings, [PROMPT], PARAMS)
-        call = Group(*models).call(plan, [request], most_rounds=2)
+        call = Group(*models).call(plan, [request])
         request.on_update = fail
         call.loop.submit(call)
         join(other)
@@ -244,7 +244,7 @@ def test_a_call_from_inside_of_an_engine_is_refused(llm, models, expected, of):
     """Of its own loop, for which it would wait for ever; or of one whose callback waits for the first."""
     other = llm if of == "the same target" else LLM(random_target(CONFIG, 1))
     plan, [request] = plan_requests(*models, llm.settings, [PROMPT], PARAMS)
-    call = Group(*models).call(plan, [request], most_rounds=2)
+    call = Group(*models).call(plan, [request])
     request.on_update = lambda: other.generate([PROMPT], PARAMS)
     call.loop.submit(call)
     until(lambda: not request.open)

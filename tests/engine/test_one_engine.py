@@ -7,12 +7,11 @@ import threading
 import weakref
 
 import jax
-import numpy as np
 import pytest
 
 from jetspec_jax import LLM, Head, SamplingParams, TreeDecoder, generate, generate_tree
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine import round_costs, runner
+from jetspec_jax.engine import runner
 from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.inspect.trace import trace_rounds
 from tests.decode.tiny import TINY, random_head, random_target, random_weights, with_windows, word_tokenizer
@@ -61,18 +60,6 @@ def test_equal_calls_share_an_engine(target, head):
     ):
         again()
         assert loop_for(target).engine is engine
-
-
-def test_rounds_that_are_timed_later_overwrite_no_page_that_is_shared(target, head, monkeypatch):
-    """A call of more prompts has its rounds timed, beside the pages of earlier prompts."""
-    monkeypatch.setattr(round_costs, "REPEATS", 1)
-    monkeypatch.setattr(round_costs, "DISPATCH_SECONDS", 0.0)
-    long = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 150).tolist()
-    expected = tokens_of(generate(random_target(CONFIG, 0), [long], PARAMS))
-    llm = LLM(target, head, algorithm="auto", **TREE)
-    for count, shared in ((1, 0), (1, 128), (3, 128), (3, 128)):
-        first, *_ = llm.generate([long] + [PROMPT] * (count - 1), PARAMS)
-        assert (first.token_ids, first.metrics.prefix_tokens) == (expected, shared)
 
 
 @pytest.mark.wide

@@ -1,19 +1,19 @@
 """Whether rounds overlap; engines with two batches in flight."""
 
+import dataclasses
 import threading
 import time
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import pytest
 
 from jetspec_jax import SamplingParams, generate
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.decode.state import DecodeWeights
-from jetspec_jax.engine import known_costs
 from jetspec_jax.engine.call import Call
 from jetspec_jax.engine.loop import EngineLoop, wait
-from jetspec_jax.engine.overlap import LaunchTimes, choose_overlap
+from jetspec_jax.engine.planning import overlaps, plan_engine
 from jetspec_jax.engine.runner import Runner
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, TinyEngine, finish, random_head, random_target, with_windows
@@ -39,44 +39,14 @@ def expected(target):
     return generate(target, [PROMPT], PARAMS)[0].token_ids
 
 
-class TestChoice:
-    @pytest.mark.parametrize(
-        ("backend", "gib", "times", "overlapped"),
-        [
-            ("cpu", 16, None, False),
-            ("gpu", 16, LaunchTimes(1.4, 6.0), True),
-            ("gpu", 16, LaunchTimes(1.4, 2.8), True),
-            ("gpu", 3, LaunchTimes(1.0, 1.5), False),
-            ("gpu", 1, None, False),  # too small to be worth timing
-        ],
-    )
-    def test_by_device_and_times(self, monkeypatch, backend, gib, times, overlapped):
-        monkeypatch.setattr(jax, "default_backend", lambda: backend)
-
-        def time_launches():
-            assert times is not None, "launches are timed in vain"
-            return times
-
-        assert choose_overlap(None, gib << 30, time_launches) == overlapped
-
-    def test_launches_are_timed_without_a_trace(self, target, head):
-        engine = TinyEngine(target, head, TREE, slots=2)
-        before = jax.device_get((engine.runner.state.slots, engine.runner.state.settings))
-        times = engine.runner.time_launches(1)
-        assert 0 < times.host <= times.device
-        after = jax.device_get((engine.runner.state.slots, engine.runner.state.settings))
-        np.testing.assert_equal(after, before)
-
-
-def test_round_times_of_loops_and_of_single_rounds_are_kept_apart(target, head, monkeypatch):
-    monkeypatch.setattr(known_costs, "_known", {})
-    monkeypatch.setattr(
-        Runner, "time_dispatch", lambda runner, pair, at, rounds: rounds * (2.0 if runner.overlapped else 1.0)
-    )
-    auto = TreeSettings(8, 3, algorithm="auto")
-    for overlapped, seconds in [(True, 2.0), (False, 1.0)]:
-        engine = TinyEngine(target, head, auto, overlapped=overlapped)
-        assert engine._costs.seconds == dict.fromkeys([(1, 1), (1, 8)], (seconds, seconds))
+@pytest.mark.parametrize(
+    ("backend", "hidden", "overlapped"), [("cpu", 4096, False), ("gpu", 4096, True), ("gpu", 64, False)]
+)
+def test_large_targets_overlap_on_a_gpu(monkeypatch, backend, hidden, overlapped):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    config = dataclasses.replace(CONFIG, hidden_size=hidden, vocab_size=150_000)
+    plan = plan_engine(config, None, TreeSettings(1), jnp.dtype("float32"), implementation="xla")
+    assert overlaps(plan) == overlapped
 
 
 def test_tokens_are_those_of_plain_decoding(target, head):

@@ -12,7 +12,7 @@ import pytest
 from jetspec_jax import LLM, AsyncLLM, SamplingParams, generate
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.device import memory
-from jetspec_jax.engine import persistent, round_costs
+from jetspec_jax.engine import persistent
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.extras import Extras
 from jetspec_jax.engine.loop import EngineLoop, loop_for
@@ -40,12 +40,6 @@ PARTS = (
 @pytest.fixture(scope="module")
 def models():
     return random_target(CONFIG, 0, tokenizer=word_tokenizer(CONFIG.vocab_size)), random_head(CONFIG, 0)
-
-
-@pytest.fixture(autouse=True)
-def quickly_timed(monkeypatch):
-    monkeypatch.setattr(round_costs, "REPEATS", 1)
-    monkeypatch.setattr(round_costs, "DISPATCH_SECONDS", 0.0)
 
 
 async def whole(llm, prompt, params):

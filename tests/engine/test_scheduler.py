@@ -7,9 +7,9 @@ import pytest
 
 from jetspec_jax import SamplingParams, StructuredOutputsParams
 from jetspec_jax.cache.pages import NO_PAGE
-from jetspec_jax.engine.budget_policy import Dispatch, FixedBudget, LiveSlot
 from jetspec_jax.engine.metrics import RequestMetrics
 from jetspec_jax.engine.output import Output
+from jetspec_jax.engine.policy import FixedBudget, LiveSlot
 from jetspec_jax.engine.request import DeadlinePassed, Request, State
 from jetspec_jax.engine.scheduler import MASKED_ROUNDS
 from jetspec_jax.engine.waiting_queue import MOST_OVERTAKEN
@@ -227,9 +227,11 @@ def test_dispatches_with_a_grammar_are_short(made):
     form = {"structured_outputs": StructuredOutputsParams(choice=["a", "b"])}
     free, bound = request(5, 60), request(5, 60, start=1, settings=form)
     add(scheduler, free)
+    step(scheduler, device)
     assert step(scheduler, device).rounds > MASKED_ROUNDS
     bound.matcher = AsItLikes()
     add(scheduler, bound)
+    step(scheduler, device)
     assert step(scheduler, device).rounds == MASKED_ROUNDS
     finish(scheduler, device)
     assert_served(free, bound)
@@ -242,7 +244,8 @@ class TestLeaving:
         runs, waits = request(60, 10), request(100, 10, start=1)
         reader = Output(runs, None)
         add(scheduler, runs, waits)
-        step(scheduler, device, 2)
+        for _ in range(2):
+            step(scheduler, device, 2)
         assert (scheduler.free_pages, scheduler.free_slots) == (0, [])
         del reader
         assert (scheduler.free_pages, scheduler.free_slots, scheduler.requests) == (2, [0], [waits])
@@ -253,11 +256,11 @@ class TestLeaving:
         """Its slot still decodes in this one."""
 
         class Dropping(FixedBudget):
-            def choose(self, live, waiting):
+            def choose(self, *arguments):
                 runs.cancel()
-                return super().choose(live, waiting)
+                return super().choose(*arguments)
 
-        scheduler, device = made(slots=2, pages=2, policy=Dropping(BUCKET))
+        scheduler, device = made(slots=2, pages=2, policy=Dropping([(2, BUCKET)]))
         runs, waits = add(scheduler, request(60, 30), request(50, 30, start=1))
         batch = scheduler.next_batch(1)
         assert slots_of(batch) == [0]
@@ -336,9 +339,9 @@ class Noted:
     def __init__(self):
         self.told, self.records = [], []
 
-    def choose(self, live, waiting):
-        self.told.append((list(live), waiting))
-        return Dispatch(32, 5)
+    def choose(self, live, waiting, forwards, shape_of):
+        self.told.append((list(live), waiting, list(forwards)))
+        return shape_of(2, 32), 5
 
     def observe(self, record):
         self.records.append(record)
@@ -352,11 +355,11 @@ def test_the_policy_decides_and_is_told(made):
     for most, rounds in ((2, 2), (9, 5)):
         batch = step(scheduler, device, most)
         assert (batch.bucket, batch.rounds) == (32, rounds)
-    # All of a prompt but its last token is in the stores when its first round begins.
-    first = [(149, 30, True, True, True), (3, 8, False, False, True)]
-    second = [(155, 24, True, True, False), (9, 2, False, False, False)]
-    assert policy.told[0] == ([LiveSlot(*slot, budget=16) for slot in first], 1)
-    assert policy.told[1] == ([LiveSlot(*slot, budget=16) for slot in second], 1)
+    first = [(30, True, True), (8, False, True)]
+    second = [(24, True, False), (2, False, False)]
+    forwards = [(1, 128), (2, 64)]
+    assert policy.told[0] == ([LiveSlot(*slot, budget=16) for slot in first], 1, forwards)
+    assert policy.told[1] == ([LiveSlot(*slot, budget=16) for slot in second], 1, [])
     assert [len(record.tokens) for record in policy.records] == [2, 5]
     assert {record.bucket for record in policy.records} == {32}
 

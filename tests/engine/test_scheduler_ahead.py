@@ -8,7 +8,6 @@ import collections
 import numpy as np
 import pytest
 
-from jetspec_jax.engine.budget_policy import Dispatch
 from jetspec_jax.engine.scheduler import Scheduler
 from tests.engine.fake_device import VOCAB, FakeDevice
 from tests.engine.test_scheduler_random import BATCH, World, world_of
@@ -18,15 +17,16 @@ from tests.marks import wide
 class AnyBucket:
     """Any bucket; counts what it is told."""
 
-    def __init__(self, rng):
-        self._rng, self.open = rng, 0
+    def __init__(self, size, rng):
+        self._size, self._rng, self.open = size, rng, 0
 
-    def choose(self, live, waiting):
+    def choose(self, live, waiting, forwards, shape_of):
         self.open += 1
-        return Dispatch(int(self._rng.choice([1, 2, 16])), int(self._rng.integers(1, 12)))
+        slots, bucket = self._size.live_for(len(live)), int(self._rng.choice([1, 2, 16]))
+        return shape_of(slots, bucket), int(self._rng.integers(1, 12))
 
     def observe(self, record):
-        self.open -= 1
+        self.open -= bool(record.live)
 
 
 class AheadWorld(World):
@@ -36,7 +36,7 @@ class AheadWorld(World):
 
     def __post_init__(self):
         super().__post_init__()
-        policy = AnyBucket(np.random.default_rng([self.seed, 2]))
+        policy = AnyBucket(self.size, np.random.default_rng([self.seed, 2]))
         self.scheduler = Scheduler(self.size, policy, self.round_tokens, overlapped=self.overlapped)
         pool = self.scheduler.pool
         self.device = FakeDevice(self.size, self.round_tokens, self.seed, pool, ahead=True)

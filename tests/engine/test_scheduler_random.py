@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams
-from jetspec_jax.engine.budget_policy import Dispatch
 from jetspec_jax.engine.output import Output
 from jetspec_jax.engine.request import DeadlinePassed, Request, State
 from jetspec_jax.engine.scheduler import Scheduler
@@ -24,14 +23,15 @@ ENDS = ("length", "stop", "error", "cancelled", "unread")
 class Anything:
     """Any bucket and any number of rounds."""
 
-    def __init__(self, rng):
-        self._rng = rng
+    def __init__(self, size, rng):
+        self._size, self._rng = size, rng
 
-    def choose(self, live, waiting):
-        return Dispatch(int(self._rng.choice([1, 2, 16])), int(self._rng.integers(1, 12)))
+    def choose(self, live, waiting, forwards, shape_of):
+        slots, bucket = self._size.live_for(len(live)), int(self._rng.choice([1, 2, 16]))
+        return shape_of(slots, bucket), int(self._rng.integers(1, 12))
 
     def observe(self, record):
-        assert record.tree_sizes.any()
+        assert record.tree_sizes.any() == bool(record.live)
 
 
 @dataclass
@@ -47,7 +47,7 @@ class World:
 
     def __post_init__(self):
         self.rng, self.now = np.random.default_rng(self.seed), 100.0
-        policy = Anything(np.random.default_rng([self.seed, 1]))
+        policy = Anything(self.size, np.random.default_rng([self.seed, 1]))
         self.scheduler = Scheduler(self.size, policy, self.round_tokens)
         self.device = FakeDevice(self.size, self.round_tokens, self.seed, self.scheduler.pool)
         self.texts = [self.rng.integers(0, VOCAB, self.size.capacity).astype(np.int32) for _ in range(3)]

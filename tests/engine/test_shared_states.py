@@ -13,7 +13,7 @@ from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.decode.snapshots import keep, restore
 from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.engine import engine as engines
-from jetspec_jax.engine import memory, round_costs
+from jetspec_jax.engine import memory
 from jetspec_jax.engine.memory import check_engine_memory
 from tests.decode.compilations import compilations
 from tests.decode.tiny import HYBRID, TINY, TinyEngine, finish, random_head, random_target, with_windows
@@ -187,8 +187,6 @@ def test_an_engine_for_many_has_as_many_as_slots():
 
 @pytest.mark.wide
 def test_async_llm_keeps_snapshots(monkeypatch):
-    monkeypatch.setattr(round_costs, "REPEATS", 1)
-    monkeypatch.setattr(round_costs, "DISPATCH_SECONDS", 0.0)
     config = dataclasses.replace(HYBRID, max_position_embeddings=256)
     prompt = np.random.default_rng(0).integers(0, 64, 150).tolist()
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=0, ignore_eos=True)

@@ -10,7 +10,7 @@ from jetspec_jax import Head, SamplingParams, generate, generate_tree, load_draf
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer
 from jetspec_jax.config import Experts
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_PROMPTS, DEMO_TARGET
-from jetspec_jax.engine.budget_policy import AutoBudget, Dispatch
+from jetspec_jax.engine.policy import AutoBudget
 from pallas_kernels.expert_choice import RouterRule
 from tests.decode.compilations import compilations
 from tests.decode.ties import TIE, first_difference, gap_of_difference
@@ -85,7 +85,7 @@ def test_the_demo_pair(demo, parts):
 def test_auto(monkeypatch, mesh):
     """All buckets have their turn, and none compiles once costs are measured; a mixture with windows."""
     turns = itertools.cycle((1, 32, 16, 1, 16))
-    monkeypatch.setattr(AutoBudget, "choose", lambda *_: Dispatch(next(turns), 3))
+    monkeypatch.setattr(AutoBudget, "choose", lambda *_: ((2, next(turns)), 3))
     config = head_config(WINDOWED)
     target, head = random_target(WINDOWED, 0), Head(config, random_weights(config, 1))
     split, split_head = on_mesh((target, head), mesh_of(*mesh))
