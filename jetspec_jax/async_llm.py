@@ -175,6 +175,12 @@ class AsyncLLM:
         return self._slots
 
     @property
+    def num_spec_tokens(self) -> int:
+        """Drafted tokens on the longest path that the settings of trees allow; 0 in plain decoding."""
+        settings, deepest = self.llm.settings, self._plan.decoder.depth
+        return min(deepest if settings.depth is None else settings.depth, deepest, settings.budget - 1)
+
+    @property
     def has_workers(self) -> bool:
         """Whether several processes share the models."""
         return spans(self.llm.target.mesh)

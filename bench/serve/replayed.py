@@ -179,6 +179,7 @@ class ReplayedEngine(Engine):
             reach = tuple(array.reshape(turns, live, last).astype(np.float32) for array in (means, drawn))
         before = np.cumsum(committed, axis=0) - committed
         sizes = np.where(before < members, bucket, 0).astype(np.int32)
+        depths = np.minimum(np.maximum(sizes - 1, 0), DEPTH)
         ran = int((sizes > 0).any(axis=1).sum())
         emitted = np.where(sizes[:ran, :, None] > 0, np.arange(DEPTH + 1) < committed[:ran, :, None], False)
         count = int(emitted.sum())
@@ -187,7 +188,10 @@ class ReplayedEngine(Engine):
         self._place += count
         seconds = ran * self._costs.at((live, bucket), 0, np.inf) if ran else 0.0
         reach = tuple(array[:ran] for array in reach)
-        return DispatchRecord(bucket, batch.live, None, tokens, sizes[:ran], *reach), seconds
+        record = DispatchRecord(
+            bucket, batch.live, None, tokens, sizes[:ran], *reach, tree_depths=depths[:ran]
+        )
+        return record, seconds
 
 
 def replay(llm: AsyncLLM, given: Mapping[str, Any], reports: Sequence[str], task: str) -> ReplayedEngine:

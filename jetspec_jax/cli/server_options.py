@@ -6,7 +6,7 @@ from jetspec_jax.async_llm import AsyncLLM
 from jetspec_jax.cli.options import MODELS, Group, Option
 from jetspec_jax.engine.size import DEFAULT_CAPACITY
 from jetspec_jax.serve.parsers import REASONING, TOOL_CALLS
-from jetspec_jax.serve.settings import LOG_LEVELS, POLICIES, WARM_UPS, ServeSettings
+from jetspec_jax.serve.settings import LOG_LEVELS, POLICIES, SPEC_DECODE_METRICS, WARM_UPS, ServeSettings
 
 SERVER = Group(
     "the server",
@@ -51,6 +51,12 @@ SERVER = Group(
             f"order of the waiting queue: {' or '.join(POLICIES)}",
             metavar="NAME",
             words=POLICIES,
+        ),
+        Option(
+            "per_request_spec_decode_metrics",
+            f"acceptance of drafted tokens in answers: {', '.join(SPEC_DECODE_METRICS)}",
+            metavar="LEVEL",
+            words=SPEC_DECODE_METRICS,
         ),
         Option(
             "warm_up",

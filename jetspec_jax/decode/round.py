@@ -297,4 +297,6 @@ class Round(Models):
             budgets = [nodes for nodes in self.observes if nodes <= self.bucket]
             reach = reach_of(tree.scores, accepted.path, budgets)
             reach = jax.tree.map(lambda values: jnp.where(decodes[:, None], values, 0.0), reach)
-        return RoundRecord(accepted.tokens, jnp.where(decodes, tree.num_nodes, 0), reach, logprobs)
+        sizes = jnp.where(decodes, tree.num_nodes, 0)
+        depths = jnp.where(decodes, jnp.max(tree.depths, axis=1), 0)
+        return RoundRecord(accepted.tokens, sizes, depths, reach, logprobs)

@@ -124,6 +124,7 @@ class RoundRecord(NamedTuple):
     Attributes:
         tokens: Committed tokens of each slot (the accepted ones, then the bonus), -1 beyond.
         tree_sizes: Nodes of each slot's tree; 0 for a slot that did not decode.
+        tree_depths: Depth of each tree's deepest node; 0 for a slot that did not decode.
         reach: The acceptance that trees of smaller sizes would have had, 0 for a slot that did not decode;
             None if the decoder does not observe it.
         logprobs: Log-probabilities of the committed tokens; None if the decoder does not compute them.
@@ -131,6 +132,7 @@ class RoundRecord(NamedTuple):
 
     tokens: Int32[Array, "*rounds B D1"]
     tree_sizes: Int32[Array, "*rounds B"]
+    tree_depths: Int32[Array, "*rounds B"]
     reach: Reach | None = None
     logprobs: Logprobs | None = None
 

@@ -37,6 +37,7 @@ class Completion:
         rounds: Rounds of speculation, or plain steps: every token comes from one, the first too.
         accept_lengths: Tokens that each round committed: accepted drafted tokens plus one, before any cut.
         tree_sizes: Nodes of each round's tree, root included.
+        tree_depths: Drafted tokens on the longest path of each round's tree; 0 for a plain step.
         prompt_token_ids: The prompt's tokens.
         prompt: The prompt's text; None if it was given as tokens.
         index: Its number among the prompt's ``n`` completions, from 0 on.
@@ -67,6 +68,7 @@ class Completion:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     stop_reason: int | str | None = None
     request_id: str = field(default="", compare=False)
+    tree_depths: list[int] = field(default_factory=list)
     finished: ClassVar[bool] = True
 
     def __repr__(self) -> str:
@@ -217,6 +219,7 @@ class Output:
             self._prompt_logprobs(),
             self.stop_reason,
             request.request_id,
+            request.tree_depths[:rounds],
         )
 
     def logprobs(self, start: int = 0) -> list[dict[int, Logprob]] | None:

@@ -134,6 +134,7 @@ class DispatchRecord(NamedTuple):
             no request wants them.
         scored: Likewise of prompts, by slot: of each token but the first.
         idle_rounds: Rounds for requests that had ended before, one per round and request: see `Scheduler`.
+        tree_depths: Depth of each tree's deepest node.
     """
 
     bucket: int
@@ -147,6 +148,7 @@ class DispatchRecord(NamedTuple):
     logprobs: Any = None
     scored: tuple[tuple[int, Any], ...] = ()
     idle_rounds: int = 0
+    tree_depths: Int32[np.ndarray, "R L"] = np.zeros((0, 0), np.int32)
 
     @property
     def shape(self) -> tuple[int, int]:

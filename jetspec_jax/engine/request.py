@@ -65,6 +65,7 @@ class Request:
         tokens: Its output; a token that ended it is the last.
         accept_lengths: Tokens that each of its rounds committed, before any cut.
         tree_sizes: Nodes of each round's tree.
+        tree_depths: Depth of the deepest node of each round's tree.
         logprobs: Log-probabilities of each token; empty unless its parameters ask for them.
         prompt_logprobs: Likewise of each token of the prompt but the first.
         finish_reason: "stop" (a token of ``stop_ids``), "length", or "error"; None while it runs.
@@ -110,6 +111,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
     tree_sizes: list[int] = field(default_factory=list)
+    tree_depths: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
@@ -229,7 +231,9 @@ class Request:
         # Each new token makes the anchor before it a stored token.
         self.committed += len(new)
 
-    def append_round(self, tokens: Sequence[int], tree_size: int, logprobs: Any = None) -> None:
+    def append_round(
+        self, tokens: Sequence[int], tree_size: int, logprobs: Any = None, tree_depth: int = 0
+    ) -> None:
         """Appends a round's committed tokens, with log-probabilities as for `rows_of` if these are wanted.
 
         Ignored once the request has ended.
@@ -237,6 +241,7 @@ class Request:
         if self.finish_reason is None:
             self.accept_lengths.append(len(tokens))
             self.tree_sizes.append(tree_size)
+            self.tree_depths.append(tree_depth)
             self.append_tokens(tokens)
             if self.params.logprobs is not None:
                 self.logprobs += rows_of(logprobs)[: len(self.tokens) - len(self.logprobs)]

@@ -259,6 +259,7 @@ class Runner:
             accepted=accepted,
             logprobs=records.logprobs,
             scored=prompts,
+            tree_depths=records.tree_depths,
         )
 
     def free(self) -> None:

@@ -374,10 +374,12 @@ def _hand_out(request: Request, record: DispatchRecord, column: int, now: float)
     """Appends a dispatch's tokens of one slot to its request."""
     ran = record.tree_sizes[:, column] > 0
     committed = record.tokens[ran, column]
-    sizes = record.tree_sizes[ran, column].tolist()
+    sizes, depths = record.tree_sizes[ran, column].tolist(), record.tree_depths[ran, column].tolist()
     counts, each = (committed >= 0).sum(axis=1).tolist(), by_round(record.logprobs, ran, column)
-    for tokens, count, size, logprobs in zip(committed.tolist(), counts, sizes, each, strict=True):
-        request.append_round(tokens[:count], size, logprobs)
+    for tokens, count, size, depth, logprobs in zip(
+        committed.tolist(), counts, sizes, depths, each, strict=True
+    ):
+        request.append_round(tokens[:count], size, logprobs, depth)
     request.advance_grammar()
     if request.first_token is None and request.tokens:
         request.first_token = now

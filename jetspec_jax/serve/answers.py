@@ -131,49 +131,65 @@ def event(value: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
-def usage(completions: Sequence[Completion], n: int) -> dict[str, Any]:
-    """OpenAI's token counts of a request's completions, ``n`` for each prompt."""
+def usage_fields(completions: Sequence[Completion], service: Service) -> dict[str, Any]:
+    """The ``usage`` of a request's completions, and their ``metrics``: times, and vLLM's of acceptance."""
+    known = [completion.metrics for completion in completions if completion.metrics is not None]
+    return {
+        "usage": _usage(completions),
+        "metrics": {
+            "time_to_first_token": min((metrics.time_to_first_token or 0 for metrics in known), default=None),
+            "queue_time": max((metrics.queue_time or 0 for metrics in known), default=None),
+            "speculative_decoding": _acceptance(completions, service),
+        },
+    }
+
+
+def _usage(completions: Sequence[Completion]) -> dict[str, Any]:
     prompts = [completion for completion in completions if completion.index == 0]
     prompt, generated = (
         sum(len(completion.prompt_token_ids) for completion in prompts),
         sum(len(c.token_ids) for c in completions),
     )
+    accepted = sum(sum(c.accept_lengths) - c.rounds for c in completions)
+    drafted = sum(sum(c.tree_depths) for c in completions)
     cached = sum(completion.metrics.prefix_tokens for completion in prompts if completion.metrics is not None)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
-def figures(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Times and speculative-decoding statistics of a request's completions."""
-    known = [metrics.metrics for metrics in completions if metrics.metrics is not None]
-    rounds, accepted = (
-        sum(metrics.rounds for metrics in known),
-        sum(metrics.accepted_tokens for metrics in known),
-    )
-    depth = max((len(metrics.accepted_by_depth) for metrics in known), default=0)
-    return {
-        "time_to_first_token": min((metrics.time_to_first_token or 0 for metrics in known), default=None),
-        "queue_time": max((metrics.queue_time or 0 for metrics in known), default=None),
-        "speculative_decoding": {
-            "num_rounds": rounds,
-            "num_drafts": sum(metrics.drafts for metrics in known),
-            "num_draft_tokens": sum(metrics.drafted_tokens for metrics in known),
-            "num_accepted_tokens": accepted,
-            "num_accepted_tokens_per_pos": [
-                sum(
-                    metrics.accepted_by_depth[place]
-                    for metrics in known
-                    if place < len(metrics.accepted_by_depth)
-                )
-                for place in range(depth)
-            ],
-            "mean_acceptance_length": (rounds + accepted) / rounds if rounds else None,
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
         },
     }
+
+
+def _acceptance(completions: Sequence[Completion], service: Service) -> dict[str, Any] | None:
+    """The acceptance metrics of vLLM, if the server has them; None for several completions.
+
+    A step is a round with drafted tokens, of which those on the tree's longest path count, so a chain
+    has vLLM's figures. As in vLLM, accepted tokens are counted before any cut.
+    """
+    level = service.settings.per_request_spec_decode_metrics
+    if level == "none" or len(completions) > 1:
+        return None
+    [completion], most = completions, service.llm.num_spec_tokens
+    rounds = zip(completion.accept_lengths, completion.tree_depths, strict=True)
+    steps = [(length - 1, depth) for length, depth in rounds if depth]
+    accepted, drafted = [step[0] for step in steps], [step[1] for step in steps]
+    made = {
+        "mean_acceptance_length": 1 + sum(accepted) / len(steps) if steps else 1.0,
+        "draft_acceptance_rate": sum(accepted) / sum(drafted) if steps else 0.0,
+        "acceptance_histogram": [accepted.count(length) for length in range(most + 1)],
+        "num_spec_steps": len(steps),
+        "num_accepted_draft_tokens": sum(accepted),
+        "num_draft_tokens": sum(drafted),
+        "num_spec_tokens": most,
+    }
+    if level == "detailed":
+        made |= {"per_step_accepted": accepted, "per_step_drafted": drafted}
+    return made
 
 
 def ending(reason: str | None, choice: Delta | Completion) -> dict[str, Any]:

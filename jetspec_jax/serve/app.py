@@ -55,8 +55,17 @@ def make_app(
         settings: Server settings. The caller applies those about sockets, signals and warm-up.
         name: The model's name, unless the settings have names.
         capacity: The capacity that ``llm`` was created with.
+
+    Raises:
+        ValueError: The settings ask for metrics of trees, and ``llm`` decodes plainly.
     """
     settings = ServeSettings() if settings is None else settings
+    level = settings.per_request_spec_decode_metrics
+    if level != "none" and not llm.num_spec_tokens:
+        raise ValueError(
+            f"per_request_spec_decode_metrics {level} needs trees, and this server decodes plainly: give a "
+            "draft head and a budget above 1 (--draft-head, --budget)"
+        )
     model = (settings.served_model_name or (name,))[0]
     metrics = Metrics(model)
     metrics.registry.register(EngineFigures(llm, model))

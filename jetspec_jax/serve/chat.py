@@ -14,7 +14,7 @@ from jetspec_jax.engine.detokenizer import Detokenizer, detokenizer_of
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.sampling.params import SamplingParams
-from jetspec_jax.serve.answers import answer, ending, figures, prompt_logprobs, rounds, usage, value_of
+from jetspec_jax.serve.answers import answer, ending, prompt_logprobs, rounds, usage_fields, value_of
 from jetspec_jax.serve.bodies import Listed, read_body
 from jetspec_jax.serve.choice import ChoiceText
 from jetspec_jax.serve.errors import ApiError, refused
@@ -104,8 +104,6 @@ def chat_routes(service: Service) -> APIRouter:
         markers = None if params.structured_outputs is not None else markers
         begun = markers is not None and _reasons(body, prompt.text or "", markers)
 
-        tokenizer = service.llm.llm.target.tokenizer
-
         def choice_text() -> ChoiceText:
             calls = (
                 None if forced is not None or _choice(body) == "none" else service.settings.tool_call_parser
@@ -119,9 +117,7 @@ def chat_routes(service: Service) -> APIRouter:
                 several=body.parallel_tool_calls,
             )
 
-        writer = ChatWriter(
-            request.state.record["request_id"], model, body, generation, choice_text, tokenizer
-        )
+        writer = ChatWriter(request.state.record["request_id"], model, body, generation, choice_text, service)
         return await answer(service, request, generation, writer, stream=body.stream)
 
     return router
@@ -228,12 +224,12 @@ class ChatWriter:
         body: ChatRequest,
         generation: GenerationRequest,
         choice_text: Any,
-        tokenizer: Any,
+        service: Service,
     ):
         """Takes the common fields of all chunks, the request, and a factory of `ChoiceText`."""
         self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
-        self._body, self._generation = body, generation
-        self._logprob_form = generation.params.logprobs, detokenizer_of(tokenizer)
+        self._body, self._generation, self._service = body, generation, service
+        self._logprob_form = generation.params.logprobs, detokenizer_of(service.llm.llm.target.tokenizer)
         self._texts: list[ChoiceText] = [choice_text() for _ in range(generation.params.n)]
 
     def begin(self) -> Iterable[dict[str, Any]]:
@@ -268,7 +264,7 @@ class ChatWriter:
     def end(self, completions: dict[int, Completion]) -> Iterable[dict[str, Any]]:
         """A chunk with the usage, if requested."""
         if self._body.includes_usage:
-            yield self._chunk([]) | self._usage_fields(list(completions.values()))
+            yield self._chunk([]) | usage_fields(list(completions.values()), self._service)
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """The response with all choices and the usage."""
@@ -290,17 +286,13 @@ class ChatWriter:
             if self._body.return_token_ids:
                 made["token_ids"] = completion.token_ids
             choices.append(made)
-        made = (
-            self._head | {"object": "chat.completion", "choices": choices} | self._usage_fields(completions)
-        )
+        made = self._head | {"object": "chat.completion", "choices": choices}
+        made |= usage_fields(completions, self._service)
         if completions[0].prompt_logprobs is not None:
             made["prompt_logprobs"] = prompt_logprobs(completions[0])
         if self._body.return_token_ids:
             made["prompt_token_ids"] = completions[0].prompt_token_ids
         return made
-
-    def _usage_fields(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        return {"usage": usage(completions, self._generation.params.n), "metrics": figures(completions)}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._head | {"object": "chat.completion.chunk", "choices": choices}

@@ -14,7 +14,7 @@ from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.prompts import EncodedPrompt, naming, read_prompt
 from jetspec_jax.sampling.params import SamplingParams
-from jetspec_jax.serve.answers import answer, ending, figures, prompt_logprobs, rounds, usage, value_of
+from jetspec_jax.serve.answers import answer, ending, prompt_logprobs, rounds, usage_fields, value_of
 from jetspec_jax.serve.bodies import read_body
 from jetspec_jax.serve.errors import ApiError, refused
 from jetspec_jax.serve.sampling import SamplingFields, sampling_params
@@ -132,7 +132,7 @@ class CompletionWriter:
     ):
         """Takes the common fields of all chunks, and the request."""
         self._head = {"id": f"cmpl-{request_id}", "created": int(time.time()), "model": model}
-        self._body, self._generation = body, generation
+        self._body, self._generation, self._service = body, generation, service
         self._tokenizer = service.llm.llm.target.tokenizer
         self._detokenizer = detokenizer_of(self._tokenizer)
         self._offsets: dict[int, _Offsets] = {}
@@ -163,7 +163,7 @@ class CompletionWriter:
     def end(self, completions: dict[int, Completion]) -> Iterable[dict[str, Any]]:
         """A chunk with the usage, if requested."""
         if self._body.includes_usage:
-            yield self._chunk([]) | self._usage_fields(list(completions.values()))
+            yield self._chunk([]) | usage_fields(list(completions.values()), self._service)
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """The response with all choices and the usage."""
@@ -181,10 +181,7 @@ class CompletionWriter:
             if self._body.return_token_ids:
                 made["prompt_token_ids"] = completion.prompt_token_ids
             choices.append(made)
-        return self._chunk(choices) | self._usage_fields(completions)
-
-    def _usage_fields(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        return {"usage": usage(completions, self._generation.params.n), "metrics": figures(completions)}
+        return self._chunk(choices) | usage_fields(completions, self._service)
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._head | {"object": "text_completion", "choices": choices}

@@ -129,7 +129,10 @@ async def serve_at(
 
     Raises:
         OSError: Another process has started to listen at the address.
+        ValueError: As `make_app`.
     """
+    app = make_app(llm, settings, name=name, capacity=capacity)
+    service = app.state.service
     if llm.llm.draft_head is not None and llm.llm.settings.budget == 1:
         print(f"jetspec-jax: {PLAIN_NOTICE}", file=sys.stderr)
     if settings.warm_up != "none":
@@ -138,8 +141,6 @@ async def serve_at(
             await warm_up(llm, settings)  # all processes compile the same, and no requests come meanwhile
         else:
             await llm.warm_up(background=True)
-    app = make_app(llm, settings, name=name, capacity=capacity)
-    service = app.state.service
     config = uvicorn.Config(
         app,
         http=protocol_for(settings),

@@ -254,7 +254,8 @@ def _without_output(delta: Delta) -> Delta:
     """A delta without generated tokens; its completion keeps the prompt's log-probabilities."""
     if delta.completion is None:
         return replace(delta, text="", token_ids=[], rounds=[])
-    whole = replace(delta.completion, text="", token_ids=[], finish_reason="length", stop_reason=None)
+    nothing: dict[str, Any] = {"token_ids": [], "accept_lengths": [], "tree_sizes": [], "tree_depths": []}
+    whole = replace(delta.completion, text="", finish_reason="length", stop_reason=None, **nothing)
     return replace(
         delta, text="", token_ids=[], rounds=[], finish_reason=whole.finish_reason, completion=whole
     )

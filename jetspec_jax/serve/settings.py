@@ -12,6 +12,8 @@ from jetspec_jax.serve.parsers import MESSAGE_CALLS, MESSAGES, REASONING, TOOL_C
 POLICIES = ("fcfs", "priority")
 #: Sets of programs to compile before the server listens.
 WARM_UPS = ("none", "usual", "all")
+#: Levels of `metrics.speculative_decoding` in answers.
+SPEC_DECODE_METRICS = ("none", "summary", "detailed")
 #: Levels of uvicorn's log.
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
@@ -36,6 +38,8 @@ class ServeSettings:
             model may choose to call tools.
         reasoning_parser: The format of reasoning in the model's text; None leaves reasoning in the text.
         scheduling_policy: "fcfs", or "priority", with which requests may have a priority.
+        per_request_spec_decode_metrics: The acceptance of drafted tokens in answers: "none", "summary", or
+            "detailed", which adds each round's.
         warm_up: Programs to compile at the start: "none", "usual", or "all", which adds those for masks,
             penalties, log-probabilities and grammars.
         max_body_bytes: Most bytes of a request's body.
@@ -68,6 +72,7 @@ class ServeSettings:
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     scheduling_policy: str = POLICIES[0]
+    per_request_spec_decode_metrics: str = SPEC_DECODE_METRICS[0]
     warm_up: str = "usual"
     max_body_bytes: int = 4 * 2**20
     max_prompt_tokens: int | None = None
@@ -105,6 +110,7 @@ class ServeSettings:
         for name, words in (
             ("uvicorn_log_level", LOG_LEVELS),
             ("scheduling_policy", POLICIES),
+            ("per_request_spec_decode_metrics", SPEC_DECODE_METRICS),
             ("warm_up", WARM_UPS),
             ("tool_call_parser", (None, *TOOL_CALLS)),
             ("reasoning_parser", (None, *REASONING)),

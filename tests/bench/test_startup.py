@@ -9,10 +9,6 @@ from bench import startup
 from bench.__main__ import main
 
 
-@pytest.fixture(autouse=True)
-def quickly_timed(monkeypatch):
-
-
 def test_a_start(tmp_path, capsys):
     path = tmp_path / "startup.json"
     words = "--shape tiny --budget 4 --max-slots 2 --prompt-tokens 5 --max-tokens 3 --dtype float32"

@@ -75,6 +75,7 @@ def test_routing_is_each_request_s_own(target):
         )
     chain, tree = (set(completion.tree_sizes) for completion in completions)
     assert chain == {1 + head.config.depth}
+    assert set(completions[0].tree_depths) == {head.config.depth}
     assert min(tree) > 20
     for hint, completion in zip(hints, completions, strict=True):
         algorithm = get_algorithm("task_router", {"routing": hint})

@@ -239,6 +239,7 @@ def test_budget_1_is_plain_decoding(target, head, alone):
     [got] = generate_tree(target, head, [prompt], params, budget=1, width=1)
     check([got], [alone(prompt, params)])
     assert got.tree_sizes == [1] * 30
+    assert got.tree_depths == [0] * 30
     assert got.accept_lengths == [1] * 30
 
 
@@ -253,7 +254,10 @@ def test_depth_limits_the_trees(oracle_engine, alone, depth):
         assert 6 < max(got.accept_lengths) <= ORACLE.depth + 1
     else:
         assert max(got.accept_lengths) == depth + 1
+        assert max(got.tree_depths) == depth
     assert set(got.tree_sizes) == {{1: 3, 2: 7}.get(depth, 16)}
+    pairs = zip(got.accept_lengths, got.tree_depths, strict=True)
+    assert all(length <= deepest + 1 for length, deepest in pairs)
 
 
 def test_budgets_of_one_bucket_share_their_program_and_keep_to_themselves(oracle_engine, alone):

@@ -70,6 +70,7 @@ def test_rounds_join_to_plain_decoding_s_tokens(traced):
     assert completion.token_ids == expected[:NEW_TOKENS]
     assert completion.accept_lengths == [len(one.committed) for one in rounds]
     assert completion.tree_sizes == [len(one.tokens) for one in rounds]
+    assert completion.tree_depths == [one.depths.max() for one in rounds]
     assert max(completion.accept_lengths) > 3
 
 

@@ -182,13 +182,15 @@ class FakeDevice:
                 break
             tokens.append(row)
             sizes.append(size)
+        sizes = np.array(sizes, np.int32).reshape(len(tokens), len(batch.live))
         return DispatchRecord(
             batch.bucket,
             batch.live,
             None,
             tuple(chunk.tokens.shape for chunk in batch.chunks),
             np.array(tokens, np.int32).reshape(len(tokens), len(batch.live), self.round_tokens),
-            np.array(sizes, np.int32).reshape(len(tokens), len(batch.live)),
+            sizes,
+            tree_depths=np.where(sizes > 0, np.int32(most - 1), np.int32(0)),
         )
 
     def _round(self, slot, count):

@@ -96,6 +96,7 @@ def test_where_a_request_ends(made, most, stop, tokens, reason, lengths):
     assert req.finish_reason == reason
     assert req.accept_lengths == lengths
     assert req.tree_sizes == [BUCKET] * len(lengths)
+    assert req.tree_depths == [STEP - 1] * len(lengths)
 
 
 def test_a_request_that_no_pool_can_hold_is_refused(made):

@@ -24,6 +24,8 @@ from tests.serve.servers import Command
 DEPLOY = Path(__file__).parents[2] / "deploy"
 #: Requests: how many, and the tokens of each.
 REQUESTS, TOKENS = 6, 20
+#: Nodes of every tree: the algorithm fills the budget.
+NODES = 8
 #: Several pages long, so that all requests but the first find some in the cache.
 PROMPT = "def read_lines(path):\n    pass\n\n\n" * 20
 #: Counters of the engine.
@@ -106,6 +108,7 @@ def known_run(server: str) -> dict[str, float]:
     prompts = sum(usage["prompt_tokens"] for usage in usages)
     hits = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
     assert hits > 0
+    accepted = sum(own["num_accepted_draft_tokens"] for own in drafts)
     return {
         "jetspec:prompt_tokens_total": prompts,
         "jetspec:generation_tokens_total": REQUESTS * TOKENS,
@@ -118,10 +121,12 @@ def known_run(server: str) -> dict[str, float]:
         "jetspec:e2e_request_latency_seconds_count": REQUESTS,
         "jetspec:request_queue_time_seconds_count": REQUESTS,
         'jetspec:e2e_request_latency_seconds_bucket{le="+Inf"}': REQUESTS,
-        "jetspec:spec_decode_num_drafts_total": sum(own["num_drafts"] for own in drafts),
-        "jetspec:spec_decode_num_draft_tokens_total": sum(own["num_draft_tokens"] for own in drafts),
-        "jetspec:spec_decode_num_accepted_tokens_total": sum(own["num_accepted_tokens"] for own in drafts),
-        BY_DEPTH: sum(own["num_accepted_tokens"] for own in drafts),
+        "jetspec:spec_decode_num_drafts_total": sum(own["num_spec_steps"] for own in drafts),
+        "jetspec:spec_decode_num_draft_tokens_total": sum(
+            (NODES - 1) * own["num_spec_steps"] for own in drafts
+        ),
+        "jetspec:spec_decode_num_accepted_tokens_total": accepted,
+        BY_DEPTH: accepted,
         "jetspec:num_requests_running": 0,
         "jetspec:num_requests_waiting": 0,
         "jetspec:kv_cache_usage_perc": 0,
@@ -179,8 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (program := shutil.which(options.prometheus)) is None:
         print(f"no {options.prometheus}: install Debian's package prometheus, or name it", file=sys.stderr)
         return 2
-    words = ("--dtype", "float32", "--budget", "8", "--algorithm", "top_nodes", "--max-num-seqs", "2")
-    command = Command(*words, output=subprocess.DEVNULL)
+    words = ("--dtype", "float32", "--budget", str(NODES), "--algorithm", "top_nodes", "--max-num-seqs", "2")
+    command = Command(*words, "--per-request-spec-decode-metrics", "summary", output=subprocess.DEVNULL)
     try:
         with tempfile.TemporaryDirectory() as folder:
             prometheus = Prometheus(program, Path(folder), command.url.removeprefix("http://"))

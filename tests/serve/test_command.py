@@ -199,6 +199,8 @@ def test_too_small_a_device(capsys, monkeypatch):
         (["--tool-call-parser", "x"], "tool_call_parser must be one of hermes, qwen3_coder, qwen3_xml"),
         (["--reasoning-parser", "x"], "reasoning_parser must be one of qwen3"),
         (["--tool-call-parser", "openai"], "tool_call_parser openai needs reasoning_parser openai_gptoss"),
+        (["--per-request-spec-decode-metrics", "all"], "must be one of none, summary, detailed, not 'all'"),
+        (["--per-request-spec-decode-metrics", "summary", "--port", "0"], "summary needs trees"),
         (["--max-requests-per-key", "2"], "needs keys"),
         (["--request-timeout", "0"], "above 0"),
         (["--drain-seconds", "-1"], "0 or more"),
@@ -219,6 +221,7 @@ def test_every_setting_has_an_option_of_vllm_s_name():
     assert {
         *("--host", "--port", "--api-key", "--served-model-name", "--uvicorn-log-level", "--allowed-origins"),
         *("--root-path", "--tool-call-parser", "--reasoning-parser", "--scheduling-policy"),
+        "--per-request-spec-decode-metrics",
         *("--max-num-seqs", "--max-model-len", "--tensor-parallel-size", "--data-parallel-size"),
     } <= names
     assert ServeSettings(api_key=["a,b"]).api_key == ("a", "b")
