@@ -263,7 +263,9 @@ class TestProbing:
             policy.observe(record_of(bucket, rounds, (0.0,) if bucket > 1 else ()))
         # The rounds that taught it have earned the first.
         assert lost <= share * plain + (share > 0) * PROBE_ROUNDS * (12.4 / 2.5 - 1.0)
-        assert lost > share * plain - 1.1 * PROBE_ROUNDS * (12.4 / 2.5 - 1.0), "all but what the next one will"
+        assert lost > share * plain - 1.1 * PROBE_ROUNDS * (12.4 / 2.5 - 1.0), (
+            "all but what the next one will"
+        )
 
     def test_tries_a_larger_bucket_than_the_best(self):
         policy = auto_of(9.0, 1.0, 1.5, probing=0.05)
