@@ -3,7 +3,6 @@
 import json
 
 import jax
-import pytest
 
 from bench import startup
 from bench.__main__ import main
