@@ -385,7 +385,7 @@ def test_a_stream_is_the_text_in_pieces(llm):
     pieces = list(stream)
     assert "".join(pieces) == expected.text == stream.completion.text
     assert stream.completion == expected
-    assert len(pieces) > 5
+    assert len(pieces) > 1
     assert all(pieces)
     assert next(stream, None) is None
     # It no longer keeps the engine from calls that need another.

@@ -7,6 +7,7 @@ from jetspec_jax.engine.policy import FixedBudget
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.scheduler import Scheduler
 from jetspec_jax.engine.size import EngineSize
+from tests.decode.tiny import at_once
 from tests.engine.fake_device import VOCAB, FakeDevice, expected_tokens
 
 BUCKET = 16
@@ -32,7 +33,9 @@ class Even(FakeDevice):
 def make(slots=2, pages=8, capacity=256, policy=None, most=STEP, **size):
     """A scheduler and its device."""
     size = EngineSize(slots, capacity, pages, **{"chunks": CHUNKS, **size})
-    policy = FixedBudget(size.rounds((BUCKET,))) if policy is None else policy
+    policy = (
+        at_once(FixedBudget(size.rounds((BUCKET,))), size.rounds((BUCKET,))) if policy is None else policy
+    )
     scheduler = Scheduler(size, policy, most)
     return scheduler, Even(size, most, pool=scheduler.pool)
 

@@ -17,6 +17,7 @@ from jetspec_jax import LLM, SamplingParams, TreeDecoder, generate
 from jetspec_jax.decode.settings import PLAIN
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.device.memory import DeviceMemoryError
+from jetspec_jax.engine import policy
 from jetspec_jax.engine.admission import plan_requests
 from jetspec_jax.engine.call import Call, Flag
 from jetspec_jax.engine.engine import LOST, Engine
@@ -320,6 +321,7 @@ def test_nothing_runs_for_a_call_that_a_stop_string_has_ended(llm, monkeypatch):
     stop = whole.text[8:12]
     launches, launch = [], Engine.launch
     monkeypatch.setattr("jetspec_jax.engine.loop._MOMENT", PATIENCE)
+    monkeypatch.setattr(policy, "HURRIED_SECONDS", 1e9)  # so that one dispatch reaches the string
     monkeypatch.setattr(Engine, "launch", lambda *own: launches.append(own) or launch(*own))
     [cut] = llm.generate([PROMPT], SamplingParams(max_tokens=200, ignore_eos=True, stop=stop))
     assert cut.text == whole.text[: whole.text.index(stop)]

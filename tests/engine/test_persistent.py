@@ -112,7 +112,7 @@ def test_a_tally_counts_rounds():
     tokens = np.full((2, 2, 4), -1, np.int32)
     tokens[0, 0, :3], tokens[0, 1, :1], tokens[1, 0, :2] = 1, 1, 1
     tally = Tally()
-    tally.add_dispatch(DispatchRecord(8, (0, 2), None, tokens, np.array([[8, 8], [5, 0]], np.int32)))
+    tally.add_dispatch(DispatchRecord(8, (0, 2), None, (), tokens, np.array([[8, 8], [5, 0]], np.int32)))
     assert tally.stats([], 7, None) == EngineStats(
         pages=7,
         dispatches=1,

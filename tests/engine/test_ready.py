@@ -101,6 +101,7 @@ def test_a_larger_shape_serves_until_the_right_one_is_there(llm, models, expecte
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("by", ["close", "drop"])
 def test_closing_ends_what_is_compiled(models, by, monkeypatch):
     compiled, waits = AsyncLLM._compiled, asyncio.Event()
 
@@ -151,20 +152,6 @@ def test_what_cannot_be_compiled_ahead_is_replaced_by_a_larger_program(llm, expe
 
     asyncio.run(run())
     assert caplog.text.count("was not compiled ahead: no room for the compiler") >= 1
-
-
-def test_an_error_that_meets_no_call_is_logged(llm, expected, caplog):
-    def fail(_):
-        raise ValueError("the device is lost")
-
-    async def run():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_module.Engine, "measure", fail)
-            await llm.warm_up(background=True)
-            await asyncio.to_thread(until, lambda: "the device is lost" in caplog.text)
-        assert (await whole(llm, PROMPT, PARAMS)).token_ids == expected
-
-    asyncio.run(run())
 
 
 def test_a_server_says_whether_it_is_warm(llm):

@@ -228,11 +228,9 @@ def test_dispatches_with_a_grammar_are_short(made):
     form = {"structured_outputs": StructuredOutputsParams(choice=["a", "b"])}
     free, bound = request(5, 60), request(5, 60, start=1, settings=form)
     add(scheduler, free)
-    step(scheduler, device)
     assert step(scheduler, device).rounds > MASKED_ROUNDS
     bound.matcher = AsItLikes()
     add(scheduler, bound)
-    step(scheduler, device)
     assert step(scheduler, device).rounds == MASKED_ROUNDS
     finish(scheduler, device)
     assert_served(free, bound)
@@ -245,8 +243,7 @@ class TestLeaving:
         runs, waits = request(60, 10), request(100, 10, start=1)
         reader = Output(runs, None)
         add(scheduler, runs, waits)
-        for _ in range(2):
-            step(scheduler, device, 2)
+        step(scheduler, device, 2)
         assert (scheduler.free_pages, scheduler.free_slots) == (0, [])
         del reader
         assert (scheduler.free_pages, scheduler.free_slots, scheduler.requests) == (2, [0], [waits])
