@@ -23,7 +23,6 @@ from jetspec_jax.decode.settings import serving_algorithm
 from jetspec_jax.device.compilations import Compilations
 from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.device.processes import is_first, spans
-from jetspec_jax.device.thread_config import thread_config
 from jetspec_jax.engine.admission import CheckedRequest, check_models, check_request
 from jetspec_jax.engine.broadcast import send_end, sends
 from jetspec_jax.engine.compiler import Compiler
@@ -367,7 +366,7 @@ class AsyncLLM:
         params = sampling_params or SamplingParams()
         short, scores = kinds_to_compile(sampling_params), params.prompt_logprobs is not None
         for group in self._groups:
-            await asyncio.to_thread(self._compile, group, Kind.of(params).parts, scores, thread_config())
+            await asyncio.to_thread(self._compile, group, Kind.of(params).parts, scores)
         if background:
             short = short[:1]
         else:
@@ -451,8 +450,8 @@ class AsyncLLM:
                 loop.has_workers = False
                 send_end()
 
-    def _compile(self, group: Group, kinds: Sequence[Kind], scores: bool, config: tuple[Any, ...]) -> None:
-        """Makes the engine and begins to compile, with JAX's settings of the caller's thread; blocks."""
+    def _compile(self, group: Group, kinds: Sequence[Kind], scores: bool) -> None:
+        """Makes the engine and begins to compile; blocks."""
         self._check_open()
         loop, plan = group.loop, self._plan.on(group.target.mesh)
 
@@ -460,7 +459,7 @@ class AsyncLLM:
             if loop.engine is not None:
                 loop.engine.compile(kinds, scores=scores, wait=False)
 
-        loop.run(begin, plan, group.weights, config)
+        loop.run(begin, plan, group.weights)
 
     async def _compiled(self) -> None:
         """Waits until nothing is left to compile, with a bar for all copies.

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.device.processes import spans
-from jetspec_jax.device.thread_config import thread_config
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.request import Request
 
@@ -56,7 +55,6 @@ class Call:
         work: A function that the loop runs once, between two dispatches; None afterwards.
         news: Set when requests have new tokens or the call has failed; calls that share a queue share it.
         ready: Set while the caller waits, having read all tokens.
-        config: JAX's settings in the caller's thread.
         admitted: Requests in the engine.
         error: The engine's or the function's error; the requests have the same error.
     """
@@ -69,7 +67,6 @@ class Call:
     work: Callable[[], Any] | None = None
     news: Flag = field(default_factory=Flag)
     ready: Flag = field(default_factory=Flag)
-    config: tuple[Any, ...] = field(default_factory=thread_config)
     admitted: list[Request] = field(default_factory=list)
     error: BaseException | None = None
     result: Any = None

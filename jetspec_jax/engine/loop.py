@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from jetspec_jax.checkpoint.loading import Target
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.device.memory import DeviceMemoryError
-from jetspec_jax.device.thread_config import configured, thread_config
 from jetspec_jax.engine.broadcast import send, send_end, sends
 from jetspec_jax.engine.call import Call
 from jetspec_jax.engine.engine import LOST, Engine
@@ -63,7 +62,6 @@ class EngineLoop:
         self.failed = False
         self.server: Callable[[], Call | None] = lambda: None
         self.has_workers, self.tally = False, Tally()
-        self._config = thread_config()
         # Protects the attributes below; held briefly.
         self._mutex = threading.Lock()
         self._waiting: deque[Call] = deque()
@@ -110,17 +108,15 @@ class EngineLoop:
         work: Callable[[], T],
         plan: EnginePlan | None = None,
         weights: DecodeWeights | None = None,
-        config: tuple[Any, ...] | None = None,
     ) -> T:
         """Runs a function between two dispatches and waits for its result; no other call runs meanwhile.
 
-        The ``plan`` and the parameters are those of the engine that it requires, if it needs one. Without a
-        ``config`` it runs under JAX's settings of this thread.
+        The ``plan`` and the parameters are those of the engine that it requires, if it needs one.
 
         Raises:
             Exception: The function's or the engine's error.
         """
-        call = Call(self, plan, weights, work=work, config=config or thread_config())
+        call = Call(self, plan, weights, work=work)
         try:
             self.submit(call)
             wait([call])  # raises the function's error
@@ -143,17 +139,15 @@ class EngineLoop:
             self._admit(self.engine)
             if not self.engine.busy:
                 return
-            with configured(self._config):
-                if not self.engine.launch():
-                    return
+            if not self.engine.launch():
+                return
 
     def collect(self) -> None:
         """Waits for the oldest batch in flight, if any, and hands out its tokens."""
         if self.engine is not None and self._in_flight:
             for call in self._served:
                 call.ready.clear()
-            with configured(self._config):
-                self.engine.collect()
+            self.engine.collect()
             if self.engine.record is not None:
                 with self._mutex:
                     self.tally.add_dispatch(self.engine.record)
@@ -268,7 +262,7 @@ class EngineLoop:
 
     def _can_serve(self, call: Call) -> bool:
         engine = self.engine
-        if call.plan is None or engine is None or call.config != self._config:
+        if call.plan is None or engine is None:
             return call.plan is None
         joining = bool(self._served) or (engine.plan.persistent and self.server() is not None)
         return call.is_served_by(engine.planned, engine.weights, joining=joining)
@@ -282,12 +276,11 @@ class EngineLoop:
         if sends(self.mesh):
             send("engine")
         self.drop_idle()  # frees its stores before new ones are allocated
-        self._config, server = call.config, self.server()
+        server = self.server()
         if server is not None and call.is_served_by(server.plan, server.weights, joining=True):
             call = server
-        with configured(self._config):
-            plan = call.plan if call.plan.persistent else with_slots_that_fit(call.plan, [self.mesh])
-            self.engine = Engine(plan, call.weights, background=True)
+        plan = call.plan if call.plan.persistent else with_slots_that_fit(call.plan, [self.mesh])
+        self.engine = Engine(plan, call.weights, background=True)
         self.engine.planned = call.plan
 
     def _prepare(self, call: Call) -> None:
@@ -296,20 +289,17 @@ class EngineLoop:
         if self.engine is None:
             return
         try:
-            with configured(self._config):
-                self.engine.prepare(requests)
+            self.engine.prepare(requests)
         except DeviceMemoryError:
             has = self.engine.plan.extras
             if self.engine.broken or has | call.plan.extras == has:
                 raise
             self.make_engine(call)
-            with configured(self._config):
-                self.engine.prepare(requests)
+            self.engine.prepare(requests)
 
     def _run_work(self, call: Call, work: Callable[[], Any]) -> None:
         try:
-            with configured(call.config):
-                call.result = work()
+            call.result = work()
         except BaseException as error:
             call.error = error  # raised in the caller's thread
         call.work = None

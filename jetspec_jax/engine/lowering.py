@@ -16,7 +16,6 @@ from jetspec_jax.decode.scoring import lower_scoring
 from jetspec_jax.decode.state import DecodeState, DecodeWeights
 from jetspec_jax.decode.three_programs import compile_all
 from jetspec_jax.device.mesh import abstract
-from jetspec_jax.device.thread_config import configured, thread_config
 from jetspec_jax.engine.compiler import end_all
 from jetspec_jax.engine.programs import KINDS, PREFILL, SCORES, Kind, Program
 from jetspec_jax.engine.round_kinds import decoder_for
@@ -39,8 +38,8 @@ class Lowering:
         state: DecodeState,
         dtype: jnp.dtype,
     ):
-        """Keeps shapes, the dtype of the stores, and JAX's settings of this thread."""
-        self._dtype, self._config = dtype, thread_config()
+        """Keeps shapes, and the dtype of the stores."""
+        self._dtype = dtype
         self.update(decoders, weights, state)
 
     def update(self, decoders: Mapping[int, TreeDecoder], weights: DecodeWeights, state: DecodeState) -> None:
@@ -51,23 +50,22 @@ class Lowering:
 
     def compile(self, program: Program) -> None:
         """Compiles a program; may be called in several threads at once."""
-        with configured(self._config):
-            kind = KINDS.get(program.kind, Kind())
-            all_live = program.slots == self._state.active.shape[0]
-            live = () if all_live else (jax.ShapeDtypeStruct((program.slots,), jnp.int32),)
-            rounds = self._weights, self._state, *live
-            if kind.masked:
-                compile_all(decoder_for(self._decoders[program.size], kind), *rounds, tracing=TRACING)
-                return
-            with TRACING:
-                if program.kind == PREFILL:
-                    lowered = self._prefill(program.slots, program.size)
-                elif program.kind == SCORES:
-                    target = self._models.alone, self._weights.target
-                    lowered = lower_scoring(*target, program.size, self._dtype)
-                else:
-                    lowered = decoder_for(self._decoders[program.size], kind).lower(*rounds)
-            lowered.compile()
+        kind = KINDS.get(program.kind, Kind())
+        all_live = program.slots == self._state.active.shape[0]
+        live = () if all_live else (jax.ShapeDtypeStruct((program.slots,), jnp.int32),)
+        rounds = self._weights, self._state, *live
+        if kind.masked:
+            compile_all(decoder_for(self._decoders[program.size], kind), *rounds, tracing=TRACING)
+            return
+        with TRACING:
+            if program.kind == PREFILL:
+                lowered = self._prefill(program.slots, program.size)
+            elif program.kind == SCORES:
+                target = self._models.alone, self._weights.target
+                lowered = lower_scoring(*target, program.size, self._dtype)
+            else:
+                lowered = decoder_for(self._decoders[program.size], kind).lower(*rounds)
+        lowered.compile()
 
     def _prefill(self, prompts: int, size: int) -> jax.stages.Lowered:
         rows, state = jax.ShapeDtypeStruct, replace(self._state, adjust=None)
