@@ -181,7 +181,7 @@ def test_what_is_held_back_is_text_at_an_early_end(tokenizer):
     assert (output.settled_text, output.finish_reason) == (tokenizer().decode(tokens), "abort")
 
 
-THE, X = 257, 265  # "▁the" and "x" of `byte_fallback`
+THE, EQUALS, X = 257, 262, 265  # "▁the", "▁=" and "x" of `byte_fallback`
 GRAMMAR = StructuredOutputsParams(regex=" the.*")
 
 
@@ -211,26 +211,28 @@ def test_the_first_space(prompt, continues, params, text, chunk):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "continues", "tokens", "texts"),
+    ("prompt", "continues", "tokens", "texts", "beginning"),
     [
-        ([X], True, [THE, THE], [" the", " the"]),
-        ([X], False, [THE, THE], ["the", " the"]),
-        ([EOS], True, [EOS, THE, THE], ["<eos>", "the", " the"]),
-        ([X], False, [0x0A + 1, THE], ["\n", " the"]),
+        ([X], True, [THE, THE], [" the", " the"], ()),
+        ([X], False, [THE, THE], ["the", " the"], (0,)),
+        ([EOS], True, [EOS, THE, THE], ["<eos>", "the", " the"], (0, 1)),
+        ([X], False, [0x0A + 1, THE], ["\n", " the"], (0,)),
     ],
 )
 @pytest.mark.parametrize("start", [0, 1])
-def test_log_probabilities_have_the_texts_of_the_tokens(prompt, continues, tokens, texts, start):
+def test_log_probabilities_have_the_texts_of_the_tokens(prompt, continues, tokens, texts, beginning, start):
     params = SamplingParams(max_tokens=9, logprobs=1)
     output = output_of(params, byte_fallback(strip=True), (), prompt, continues=continues)
-    rows = [[-1.0], [2], [[X]], [[-0.5]]]
+    rows = [[-1.0], [2], [[EQUALS]], [[-0.5]]]
     output.request.append_round(tokens, 16, [row * len(tokens) for row in rows])
     output.request.publish()
     output.update()
     rows = output.logprobs(start)
     told = [row[token].decoded_token for token, row in zip(tokens[start:], rows, strict=True)]
     assert told == texts[start:]
-    assert all(row[X].decoded_token == "x" for row in rows)
+    # Also of the token that was likelier.
+    likelier = [row[EQUALS].decoded_token for row in rows]
+    assert likelier == [(" =", "=")[place in beginning] for place in range(start, len(tokens))]
 
 
 def text_of(letters, stop_ids=(), **params):

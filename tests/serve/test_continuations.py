@@ -179,20 +179,16 @@ def chat(*contents):
 
 
 def test_an_answer_to_a_chat_begins_a_text(http, tokenizer):
-    body = {"messages": chat(), "logprobs": True, "top_logprobs": 2}
+    body = {"messages": chat(), "logprobs": True, "top_logprobs": 2, "allowed_token_ids": [THE, EQUALS, ONE]}
     choices = complete(http, "/v1/chat/completions", **body)
-    assert any(choice["token_ids"][0] in (FOUR, THE, EQUALS, ONE) for choice in choices)
     parts = streamed(http, "/v1/chat/completions", {**ASKED, **body})
     for number, choice in enumerate(choices):
         content, rows = choice["message"]["content"], choice["logprobs"]["content"]
         assert content == tokenizer.decode(choice["token_ids"])
         assert "".join(part["delta"].get("content") or "" for part in parts[number]) == content
         assert joined(parts[number], "content") == rows
-        if BROKEN not in content:
-            assert b"".join(bytes(row["bytes"]) for row in rows).decode() == content
-        assert [row["token"] for row in rows if BROKEN not in row["token"]] == [
-            bytes(row["bytes"]).decode() for row in rows if BROKEN not in row["token"]
-        ]
+        assert "".join(row["token"] for row in rows) == content
+        assert b"".join(bytes(row["bytes"]) for row in rows).decode() == content
 
 
 def test_a_continued_message_is_continued(http, tokenizer, added):
@@ -235,27 +231,20 @@ def test_in_a_program(llm, answers, tokenizer, added):
         assert own.text == added(own.prompt_token_ids, own.token_ids)
 
 
-def test_the_commands(llm, tokenizer, answers, capsys, monkeypatch):
+def test_the_commands(llm, capsys, monkeypatch):
     monkeypatch.setattr(generating, "load_llm", lambda _: llm)
     monkeypatch.setattr(chatting, "load_llm", lambda _: llm)
-    given = {**ASKED, "n": 1}
-    allowed = given.pop("allowed_token_ids")
-    options = ["--ignore-eos"] if given.pop("ignore_eos") else []
-    options += [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if name != "n"]
-    options += ["--allowed-token-ids", ",".join(map(str, allowed))]
+    options = ["--max-tokens", "3", "--temperature", "1", "--allowed-token-ids", str(THE)]
 
-    def printed(*words):
-        assert cli.main([*words[:1], *options, *words[1:]]) == 0
+    def printed(command, *words):
+        assert cli.main([command, *options, *words]) == 0
         return capsys.readouterr().out.removesuffix("\n")
 
-    expected = [llm.generate("the", SamplingParams(**{**ASKED, "n": 1}), use_tqdm=False)[0].text]
-    expected += [llm.chat(chat(), SamplingParams(**{**ASKED, "n": 1}), use_tqdm=False)[0].text]
-    assert printed("generate", "the") == expected[0]
-    assert json.loads(printed("generate", "--json", "the"))["text"] == expected[0]
-    assert printed("generate", "--chat", "the =") == expected[1]
-    assert json.loads(printed("generate", "--json", "--chat", "the ="))["text"] == expected[1]
+    assert printed("generate", "the") == " the the the"
+    assert printed("generate", "--chat", "the =") == "the the the"
+    assert json.loads(printed("generate", "--json", "--chat", "the ="))["text"] == "the the the"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the =\n")))
-    assert printed("chat") == expected[1]
+    assert printed("chat") == "the the the"
 
 
 @pytest.mark.wide
