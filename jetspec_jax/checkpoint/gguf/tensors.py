@@ -69,7 +69,7 @@ class GgufTensors:
 
     Attributes:
         path: The file.
-        stored: The tensors by published name; tensors without one keep llama.cpp's name.
+        stored: The tensors by published name; names of unknown tensors end in "(unknown to ARCHITECTURE)".
     """
 
     path: Path
