@@ -27,7 +27,8 @@ settings = jj.SlotSettings.of(
     params, target.eos_token_ids, vocab_size=vocabulary, budget=16, depth=decoder.depth
 )
 # The last token of the prompt is the first round's anchor; those before it are prefilled.
-*before, anchor = target.tokenizer.encode("def read_lines(path):")
+prompt = target.tokenizer.encode("def read_lines(path):")
+*before, anchor = prompt
 state = decoder.insert(state, slot, pages, settings, np.int32(anchor), np.int32(0), np.bool_(not before))
 for begin in range(0, len(before), CHUNK):
     # A forward may take in chunks of several prompts: all arguments have an axis of prompts.
@@ -39,4 +40,5 @@ tokens = []
 while state.active.any():  # eight rounds on the device, then the host looks
     state, records = decoder.decode(weights, state, np.int32(8))
     tokens += [token for token in records.tokens[:, 0].reshape(-1).tolist() if token >= 0]
-print(target.tokenizer.decode(tokens[: params.max_tokens]))
+# Decoded with the prompt: alone, some tokenizers drop the space that it begins with.
+print(target.tokenizer.decode(prompt + tokens[: params.max_tokens]))

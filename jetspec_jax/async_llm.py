@@ -30,7 +30,7 @@ from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion, Output, Round
 from jetspec_jax.engine.persistent import plan_persistent
 from jetspec_jax.engine.programs import Kind
-from jetspec_jax.engine.prompts import EncodedPrompt, Prompt
+from jetspec_jax.engine.prompts import Prompt
 from jetspec_jax.engine.request import EngineFailed, Request
 from jetspec_jax.engine.serving import BAR, Group, groups_of, least_busy
 from jetspec_jax.engine.size import MAX_SLOTS
@@ -189,9 +189,7 @@ class AsyncLLM:
         """Whether the last dispatch failed; a later request makes a new engine."""
         return any(group.loop.failed for group in self._groups)
 
-    def check(
-        self, prompt: Prompt | EncodedPrompt, sampling_params: SamplingParams | None = None
-    ) -> CheckedRequest:
+    def check(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> CheckedRequest:
         """Checks a request for a later `generate`, and encodes its text, which may take a while.
 
         Raises:

@@ -42,7 +42,7 @@ from jetspec_jax.engine.memory import check_engine_memory
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.planning import EnginePlan, plan_calls
 from jetspec_jax.engine.programs import Kind
-from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, encode_chat, naming, read_prompt, templated
+from jetspec_jax.engine.prompts import Prompt, encode_chat, naming, read_prompt, templated
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import BAR, compile_ahead, groups_of, least_busy, serve
 from jetspec_jax.engine.size import DEFAULT_CAPACITY, MAX_SLOTS, powers
@@ -398,7 +398,7 @@ class LLM:
 
     def _complete(
         self,
-        prompts: Prompt | Iterable[Prompt | EncodedPrompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         routing: Hints | Sequence[Hints | None] | None,
         use_tqdm: bool | Callable[..., Any],
@@ -409,7 +409,7 @@ class LLM:
 
     def _requests(
         self,
-        prompts: Prompt | Iterable[Prompt | EncodedPrompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         routing: Hints | Sequence[Hints | None] | None,
     ) -> tuple[EnginePlan, list[Request]]:

@@ -41,6 +41,10 @@ def byte_fallback(strip=False):
         "▁",
         "a▁",
         "\N{REPLACEMENT CHARACTER}",
+        "▁=",
+        "▁1",
+        "▁▁▁▁",
+        "x",
     ]
     backend = tokenizers.Tokenizer(
         models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)

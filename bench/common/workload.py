@@ -5,9 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from bench.common.prompts import Prompt, encode_prompts, template_arguments
 from jetspec_jax import SamplingParams, Target, generate
 from jetspec_jax.engine.admission import check_request
+from jetspec_jax.engine.prompts import EncodedPrompt
 from jetspec_jax.tree import Hints
 
 # The value of --task that gives algorithms the task of each prompt as its set has it.
@@ -140,9 +143,11 @@ def _next_turn(
 ) -> list[Prompt]:
     """The conversations with further turns, each with plain decoding's answer and its next turn."""
     unfinished = [i for i, prompt in enumerate(prompts) if prompt.later]
+    # With a template the target answers, without one it continues a text: see `encode_prompts`.
+    continues = not getattr(target.tokenizer, "chat_template", None)
     answers = generate(
         target,
-        [ids[i] for i in unfinished],
+        [EncodedPrompt(np.asarray(ids[i], np.int32), continues=continues) for i in unfinished],
         [params[i] for i in unfinished],
         max_slots=batch,
         implementation=implementation,

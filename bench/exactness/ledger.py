@@ -6,6 +6,7 @@ from typing import Any
 
 from bench.common.workload import Workload
 from jetspec_jax import Completion, Target
+from jetspec_jax.engine.detokenizer import detokenizer_of
 from jetspec_jax.inspect.exactness import TIE_RULE, first_divergence
 from jetspec_jax.progress import Progress
 
@@ -33,7 +34,7 @@ def divergences_of(
         plain: The outputs of plain decoding.
         judged: Whether a difference is judged as a tie or a mistake; else the verdict is None.
     """
-    entries = []
+    entries, words = [], detokenizer_of(target.tokenizer)
     pairs = zip(work.prompts, work.ids, work.params, outputs, plain, strict=True)
     for prompt, ids, params, ours, theirs in Progress(
         pairs, total=len(outputs), desc="compare", unit="prompt", leave=False, delay=2
@@ -41,7 +42,7 @@ def divergences_of(
         found = first_divergence(target, ids, params, ours.token_ids, theirs.token_ids)
         if found is not None:
             texts = {
-                f"{name}_text": None if token is None else target.tokenizer.decode([token])
+                f"{name}_text": None if token is None or words is None else words.token_text(token)
                 for name, token in (("token", found.token), ("expected", found.expected))
             }
             verdict = ("tie" if found.is_tie else "mistake") if judged else None

@@ -12,7 +12,8 @@ from jetspec_jax.checkpoint.content import (
     small_files,
 )
 from jetspec_jax.checkpoint.gguf.header import is_gguf, read_header
-from jetspec_jax.checkpoint.gguf.tokenizer import read_tokenizer, special_ids
+from jetspec_jax.checkpoint.gguf.tokenizer import read_tokenizer
+from jetspec_jax.checkpoint.gguf.vocabulary import special_ids
 from jetspec_jax.checkpoint.hub import local_path, resolve
 from jetspec_jax.checkpoint.library import import_transformers
 from jetspec_jax.checkpoint.pairs import PAIRS

@@ -18,7 +18,7 @@ from jetspec_jax.cli.prompts import decode_utf8
 from jetspec_jax.cli.screen import on_screen
 from jetspec_jax.cli.settings import load_llm, sampling_params
 from jetspec_jax.device.memory import DeviceMemoryError
-from jetspec_jax.engine.prompts import encode_chat, templated
+from jetspec_jax.engine.prompts import EncodedPrompt, encode_chat, templated
 from jetspec_jax.engine.stream import Stream
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams
@@ -186,20 +186,20 @@ class _Conversation:
         message = {"role": "user", "content": text}
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         [chat] = read_chats([*system, *self.messages, message])
-        ids = encode_chat(self._llm.target, chat, self._settings).ids
-        if (room := self._limit - len(ids)) < 1:
-            raise ValueError(f"the conversation is {len(ids)} tokens of {self._limit}: /clear forgets it")
+        prompt = encode_chat(self._llm.target, chat, self._settings)
+        if (room := self._limit - (count := len(prompt.ids))) < 1:
+            raise ValueError(f"the conversation is {count} tokens of {self._limit}: /clear forgets it")
         most = self._params.max_tokens
         params = replace(self._params, max_tokens=room if most is None else min(most, room))
-        answer = self._answer(ids.tolist(), params)
+        answer = self._answer(prompt, params)
         if answer is not None:
             self.messages += [message, {"role": "assistant", "content": answer}]
 
-    def _answer(self, ids: list[int], params: SamplingParams) -> str | None:
+    def _answer(self, prompt: EncodedPrompt, params: SamplingParams) -> str | None:
         """Streams an answer, and returns it; None if it was stopped before its first token."""
         pieces, completion, started = [], None, time.perf_counter()
         try:
-            with self._llm.stream(ids, params) as stream:
+            with self._llm.stream(prompt, params) as stream:
                 self._stream = stream
                 if self.state is _State.STOPPING:
                     stream.close()

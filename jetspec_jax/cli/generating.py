@@ -16,6 +16,7 @@ from jetspec_jax.cli.settings import add_decoding_options, load_llm, sampling_pa
 from jetspec_jax.engine.detokenizer import detokenizer_of
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
+from jetspec_jax.engine.prompts import EncodedPrompt
 from jetspec_jax.engine.size import DEFAULT_CAPACITY
 from jetspec_jax.inspect.exactness import first_divergence
 from jetspec_jax.llm import LLM
@@ -40,12 +41,12 @@ class _Request(NamedTuple):
 
     Attributes:
         name: The name in a heading.
-        ids: The prompt's token ids.
+        prompt: The prompt.
         params: The sampling parameters, with the completion's seed.
     """
 
     name: str
-    ids: list[int]
+    prompt: EncodedPrompt
     params: SamplingParams
 
 
@@ -75,17 +76,20 @@ class _Run(NamedTuple):
 
 def _generate(arguments: argparse.Namespace) -> int:
     """Completes prompts; a single completion is streamed."""
-    prompts, params = read_prompts(arguments), sampling_params(arguments)
+    given, params = read_prompts(arguments), sampling_params(arguments)
     llm = load_llm(arguments)
-    ids = [encode(llm, prompt, arguments) for prompt in prompts]
-    requests = list(_each(prompts, ids, params))
+    prompts = [encode(llm, prompt, arguments) for prompt in given]
+    requests = list(_each(given, prompts, params))
     alone = len(requests) == 1 and llm.target.tokenizer is not None
     streamed = alone and not arguments.json
 
     def run(llm: LLM, *, timed: bool, shown: bool) -> _Run:
-        warm = timed and _warm_up(llm, ids, params, alone=alone)
+        warm = timed and _warm_up(llm, prompts, params, alone=alone)
         started = time.perf_counter()
-        completions = [_stream(llm, ids[0], params, shown=shown)] if streamed else llm.generate(ids, params)
+        if streamed:
+            completions = [_stream(llm, prompts[0], params, shown=shown)]
+        else:
+            completions = llm.generate(prompts, params)
         return _Run(completions, time.perf_counter() - started, warm)
 
     found = run(llm, timed=arguments.json or arguments.stats, shown=True)
@@ -108,28 +112,31 @@ def _generate(arguments: argparse.Namespace) -> int:
     return max(map(_check, itertools.repeat(llm), requests, found.completions, plain.completions))
 
 
-def _each(prompts: list[GivenPrompt], ids: list[list[int]], params: SamplingParams) -> Iterator[_Request]:
+def _each(
+    given: list[GivenPrompt], prompts: list[EncodedPrompt], params: SamplingParams
+) -> Iterator[_Request]:
     """The requests of all prompts, in the order of their completions."""
-    for prompt, tokens in zip(prompts, ids, strict=True):
+    for named, prompt in zip(given, prompts, strict=True):
         for number, child in enumerate(params.each(), start=1):
             several = f", {number} of {params.n}" if params.n > 1 else ""
-            yield _Request(f"{prompt.name}{several}", tokens, child)
+            yield _Request(f"{named.name}{several}", prompt, child)
 
 
-def _warm_up(llm: LLM, ids: list[list[int]], params: SamplingParams, *, alone: bool) -> bool:
+def _warm_up(llm: LLM, prompts: list[EncodedPrompt], params: SamplingParams, *, alone: bool) -> bool:
     """Compiles before the run is timed; returns whether that covers all programs of the run."""
     if alone:
         # Starting the stream once compiles the programs of long prompts, too.
-        with llm.stream(ids[0], params) as stream:
+        with llm.stream(prompts[0], params) as stream:
             next(stream, None)
         return True
-    llm.warm_up(len(ids) * params.n, params)
-    return params.max_tokens is not None and max(map(len, ids)) + params.max_tokens <= DEFAULT_CAPACITY
+    llm.warm_up(len(prompts) * params.n, params)
+    longest = max(len(prompt.ids) for prompt in prompts)
+    return params.max_tokens is not None and longest + params.max_tokens <= DEFAULT_CAPACITY
 
 
-def _stream(llm: LLM, ids: list[int], params: SamplingParams, *, shown: bool) -> Completion:
+def _stream(llm: LLM, prompt: EncodedPrompt, params: SamplingParams, *, shown: bool) -> Completion:
     """Decodes one prompt, and streams the text to the output if ``shown``."""
-    stream = llm.stream(ids, params)
+    stream = llm.stream(prompt, params)
     for piece in stream:
         if shown:
             print(on_screen(piece), end="", flush=True)
@@ -149,7 +156,8 @@ def _texts(requests: list[_Request], completions: list[Completion]) -> Iterator[
 
 def _check(llm: LLM, request: _Request, completion: Completion, plain: Completion) -> int:
     """Compares with plain decoding; for a difference prints the first one and returns exit code 1."""
-    _, ids, params = request
+    _, prompt, params = request
+    ids = prompt.ids.tolist()
     with waiting("looking at the first difference"):
         difference = first_divergence(llm.target, ids, params, completion.token_ids, plain.token_ids)
     if difference is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jetspec_jax.checkpoint.chat_template import Chat, Ending, check_template_arguments, read_chats
 from jetspec_jax.cli.options import CHAT
-from jetspec_jax.engine.prompts import encode_chat, naming
+from jetspec_jax.engine.prompts import EncodedPrompt, encode_chat, naming, read_prompt
 from jetspec_jax.llm import LLM
 
 _LINE = 'a line is a string, or an object with "prompt", "text", "prompt_token_ids" or "messages" alone'
@@ -65,8 +65,8 @@ def read_prompts(arguments: argparse.Namespace) -> list[GivenPrompt]:
     return prompts
 
 
-def encode(llm: LLM, prompt: GivenPrompt, arguments: argparse.Namespace) -> list[int]:
-    """Token ids of a prompt.
+def encode(llm: LLM, prompt: GivenPrompt, arguments: argparse.Namespace) -> EncodedPrompt:
+    """A prompt as tokens.
 
     Raises:
         TypeError: A message is of a wrong type.
@@ -77,10 +77,10 @@ def encode(llm: LLM, prompt: GivenPrompt, arguments: argparse.Namespace) -> list
             [chat], given = read_chats(prompt.messages), CHAT.given(arguments)
             settings = given.pop("chat_template_kwargs", {})
             check_template_arguments(settings)
-            return encode_chat(llm.target, chat, settings, Ending.of(**given)).ids.tolist()
+            return encode_chat(llm.target, chat, settings, Ending.of(**given))
         plain = prompt.text if prompt.token_ids is None else prompt.token_ids
         assert plain is not None, "a prompt has one of its three forms"
-        return llm.encode(plain)
+        return read_prompt(llm.target, plain)
 
 
 def _read_file(path: Path) -> Iterator[GivenPrompt]:

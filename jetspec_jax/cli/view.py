@@ -98,11 +98,11 @@ class _Run:
 
 def _trace(llm: LLM, prompt: GivenPrompt, params: SamplingParams, arguments: argparse.Namespace) -> _Run:
     """Decodes to the end, with a progress bar on a terminal if it takes more than two seconds."""
-    ids, tree = encode(llm, prompt, arguments), llm.settings
+    encoded, tree = encode(llm, prompt, arguments), llm.settings
     traced = trace_rounds(
         llm.target,
         llm.draft_head,
-        ids,
+        encoded,
         params,
         tree,
         implementation=arguments.implementation,
@@ -113,7 +113,7 @@ def _trace(llm: LLM, prompt: GivenPrompt, params: SamplingParams, arguments: arg
             rounds.append(traced_round)
             bar.update(len(traced_round.committed))
     assert traced.completion is not None, "all rounds are done"
-    return _Run(llm, ids, rounds, traced.completion, _settings(tree, params, arguments))
+    return _Run(llm, encoded.ids.tolist(), rounds, traced.completion, _settings(tree, params, arguments))
 
 
 def _settings(tree: TreeSettings, params: SamplingParams, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from jetspec_jax.arguments import shown
+from jetspec_jax.arguments import shortened, shown
 
 #: The command-line option for ``ignore_config_keys``; it is repeated for each key.
 IGNORE_OPTION = "--ignore-config-key"
@@ -22,6 +22,8 @@ MAX_TOKENS = 2**30  # contexts and windows
 #: the file's size in memory.
 MAX_TEXT_BYTES = 2**28
 
+# The most characters of a list of keys in an error message.
+_LONGEST_LIST = 600
 # The normal range of float32.
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127 * (2 - 2.0**-23)
 
@@ -293,10 +295,11 @@ class Fields:
                     self.only(key, *harmless, default=harmless[0])
             self.used.update(INERT_KEYS, (key for key in self.raw if key.startswith("_")))
         if unknown := sorted(self.unread().difference(self.ignored)):
-            options = " ".join(f"{IGNORE_OPTION} {key}" for key in unknown)
+            options = shortened(" ".join(f"{IGNORE_OPTION} {key}" for key in unknown), _LONGEST_LIST)
+            names = shortened(str(unknown), _LONGEST_LIST)
             raise ValueError(
-                f"{self.where}: unknown keys {unknown}; if none of them changes the model's output, "
-                f"pass ignore_config_keys={unknown}, on the command line {options}"
+                f"{self.where}: unknown keys {names}; if none of them changes the model's output, "
+                f"pass ignore_config_keys={names}, on the command line {options}"
             )
 
 

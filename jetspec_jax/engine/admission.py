@@ -62,6 +62,7 @@ class CheckedRequest:
                 decoder.depth if settings.depth is None else settings.depth,
                 tuple((hints or {}).items()),
                 text=self.prompt.text,
+                continues=self.prompt.continues,
                 index=index,
                 request_id=prompt_id,
                 bad_words=self.bad_words,
@@ -74,7 +75,7 @@ class CheckedRequest:
 
 def check_request(
     target: Target,
-    prompt: Prompt | EncodedPrompt,
+    prompt: Prompt,
     params: SamplingParams | None = None,
     *,
     capacity: int | None = None,
@@ -127,7 +128,7 @@ def plan_requests(
     target: Target,
     head: Head | None,
     settings: TreeSettings,
-    prompts: Prompt | Iterable[Prompt | EncodedPrompt],
+    prompts: Prompt | Iterable[Prompt],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     routing: Hints | Sequence[Hints | None] | None = None,
     *,

@@ -8,11 +8,15 @@ A token may end within a character, in two kinds of vocabularies:
   all other characters. A run of byte tokens is decoded as UTF-8 if all of it is valid, else as one
   replacement character for each byte: ``<0x0A> <0xC3> a`` loses its line break too. So the text of a byte
   token is final only when its run has ended.
+
+Some decoders remove a space at the beginning of a text (Llama 2's, Mistral 7B's), because their tokenizers
+put one before each text. A text that continues another one keeps that space: see `Detokenizer.stream`.
 """
 
 import codecs
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -20,8 +24,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 # The token of a byte in a vocabulary with byte fallback.
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Text before a token that is decoded: some decoders remove a space at the start of a text.
-_BEFORE = "a"
+# The most bytes of a character that lacks some.
+_MOST_OPEN = 3
 
 
 def _byte_level_bytes() -> dict[str, int]:
@@ -47,9 +51,22 @@ def whole_text(data: bytes) -> str | None:
 
 
 class _Token(NamedTuple):
-    data: bytes  # empty if the tokenizer lacks it
+    word: str
+    data: bytes  # within a text; empty if the tokenizer lacks the token
+    first: bytes  # at the beginning of a text
     is_byte: bool  # of byte fallback
     special: bool  # ``skip_special_tokens`` removes it
+
+
+# Text before a token that is decoded within a text.
+_BEFORE = _Token("a", b"a", b"a", False, False)
+
+
+def _open_bytes(tokens: Sequence[_Token]) -> bytes:
+    """The bytes at the end of tokens that begin a character, at most three."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(b"".join(token.data for token in tokens[-_MOST_OPEN:]))
+    return decoder.getstate()[0]
 
 
 class Detokenizer:
@@ -58,27 +75,58 @@ class Detokenizer:
     def __init__(self, backend: Any):
         """Detects how a tokenizer of the tokenizers library splits characters."""
         self._backend = backend
-        self._join = " ".join if backend.decoder is None else backend.decoder.decode
-        self._byte_level = self._join(["Ã", "©"]) == "é"
-        self._byte_fallback = self._join(["<0xC3>", "<0xA9>"]) == "é"
+        self.join = " ".join if backend.decoder is None else backend.decoder.decode
+        self._byte_level = self.join(["Ã", "©"]) == "é"
+        self._byte_fallback = self.join(["<0xC3>", "<0xA9>"]) == "é"
+        self._adds_spaces = self.join(["a", "b"]) != "ab"
         self._tokens: dict[int, _Token] = {}
 
     def token_bytes(self, token: int) -> bytes:
         """A token's bytes within a text: the bytes of a text's tokens, joined, are the text's."""
         return self.look_up(token).data
 
-    def token_text(self, token: int) -> str:
-        """A token's bytes as text; incomplete characters become replacement characters."""
-        return self.token_bytes(token).decode(errors="replace")
+    def token_text(self, token: int, *, begins: bool = False) -> str:
+        """The text of a token's bytes within a text, or, if it ``begins`` one, at its beginning.
 
-    def stream(self, *, skip_special_tokens: bool = False) -> "TextStream":
-        """An incremental decoder of one sequence."""
+        Incomplete characters become replacement characters.
+        """
+        known = self.look_up(token)
+        return (known.first if begins else known.data).decode(errors="replace")
+
+    def stream(
+        self, *, skip_special_tokens: bool = False, prompt: Sequence[int] = (), keep_space: bool = False
+    ) -> "TextStream":
+        """An incremental decoder of one sequence.
+
+        Args:
+            skip_special_tokens: Whether special tokens have no text, in the sequence and in its prompt.
+            prompt: The tokens that the sequence continues. The sequence's text is what it adds to their text,
+                with all of a character that they begin and do not complete.
+            keep_space: Whether to keep a space at the beginning of a text: grammars count it.
+        """
+        before: list[_Token] = []
+        for token in reversed(prompt):
+            known = self.look_up(token)
+            if known.data and not (known.special and skip_special_tokens):
+                before.insert(0, known)
+                if len(before) > _MOST_OPEN:
+                    break
+        if keep_space and not before and not self._adds_spaces:
+            before = [_BEFORE]
         kind = _ByteLevelStream if self._byte_level else _WordStream
-        return kind(self, skip_special_tokens)
+        return kind(self, skip_special_tokens, before)
 
-    def decode(self, tokens: list[int]) -> str:
-        """The text of a whole sequence, special tokens included."""
-        return self._backend.decode(tokens, skip_special_tokens=False)
+    def decode(self, tokens: Sequence[int], *, continued: bool = False) -> str:
+        """The text of a whole sequence, special tokens included.
+
+        If it is ``continued``, a character that it begins and does not complete belongs to the continuation.
+        """
+        known = [token for token in map(self.look_up, tokens) if token.data] if continued else []
+        if not (missing := len(_open_bytes(known))):
+            return self._backend.decode(tokens, skip_special_tokens=False)
+        if self._byte_level:
+            return b"".join(token.data for token in known)[:-missing].decode(errors="replace")
+        return self.join([token.word for token in known[:-missing]])
 
     def look_up(self, token: int) -> _Token:
         """A token's properties, cached."""
@@ -90,27 +138,29 @@ class Detokenizer:
     def _read(self, token: int) -> _Token:
         word = self._backend.id_to_token(token)
         if word is None:
-            return _Token(b"", False, False)
+            return _Token("", b"", b"", False, False)
         special = self.decode([token]) != self._backend.decode([token], skip_special_tokens=True)
         if self._byte_level:
             # Added tokens may have other characters: the library uses such a word unchanged.
             inside = all(character in _BYTE_OF for character in word)
             data = bytes(_BYTE_OF[character] for character in word) if inside else word.encode()
-            return _Token(data, False, special)
+            return _Token(word, data, data, False, special)
+        first = self.join([word])
         if self._byte_fallback and (match := _BYTE.fullmatch(word)):
-            return _Token(bytes.fromhex(match[1]), True, special)
+            data = bytes.fromhex(match[1])
+            return _Token(word, data, first.encode() if data.isascii() else data, True, special)
         if self._backend.decoder is None:
-            return _Token(word.encode(), False, special)
-        before, both = self._join([_BEFORE]), self._join([_BEFORE, word])
-        text = both[len(before) :] if both.startswith(before) else self._join([word])
-        return _Token(text.encode(), False, special)
+            return _Token(word, word.encode(), word.encode(), False, special)
+        before, both = self.join([_BEFORE.word]), self.join([_BEFORE.word, word])
+        text = both[len(before) :] if both.startswith(before) else first
+        return _Token(word, text.encode(), first.encode(), False, special)
 
 
 class TextStream(ABC):
     """The text of a growing sequence of tokens.
 
-    The joined results of `feed` and `end` equal the tokenizer's decoding of the whole sequence. The time is
-    linear in the number of tokens.
+    The joined results of `feed` and `end` equal the tokenizer's decoding of the whole sequence, or, after a
+    prompt, what the sequence adds to the prompt's. The time is linear in the number of tokens.
     """
 
     def __init__(self, detokenizer: Detokenizer, skip_special_tokens: bool):
@@ -119,7 +169,12 @@ class TextStream(ABC):
     def feed(self, token: int) -> str:
         """The text that a token makes final: no later token can change it."""
         known = self._detokenizer.look_up(token)
-        return "" if not known.data or (known.special and self._skip_special) else self._add(token, known)
+        return "" if not known.data or (known.special and self._skip_special) else self._add(known)
+
+    @property
+    def begins(self) -> bool:
+        """Whether the next token's text is decoded as the beginning of a text."""
+        return False
 
     @property
     def held(self) -> str:
@@ -127,7 +182,7 @@ class TextStream(ABC):
         return ""
 
     @abstractmethod
-    def _add(self, token: int, known: _Token) -> str: ...
+    def _add(self, known: _Token) -> str: ...
 
     @abstractmethod
     def end(self) -> str:
@@ -137,11 +192,12 @@ class TextStream(ABC):
 class _ByteLevelStream(TextStream):
     """Text as the UTF-8 of all bytes: only an incomplete character is held back."""
 
-    def __init__(self, detokenizer: Detokenizer, skip_special_tokens: bool):
+    def __init__(self, detokenizer: Detokenizer, skip_special_tokens: bool, before: Sequence[_Token]):
         super().__init__(detokenizer, skip_special_tokens)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(_open_bytes(before))
 
-    def _add(self, token: int, known: _Token) -> str:
+    def _add(self, known: _Token) -> str:
         return self._decoder.decode(known.data)
 
     def end(self) -> str:
@@ -155,34 +211,43 @@ class _WordStream(TextStream):
     start of the text.
     """
 
-    def __init__(self, detokenizer: Detokenizer, skip_special_tokens: bool):
+    def __init__(self, detokenizer: Detokenizer, skip_special_tokens: bool, before: Sequence[_Token]):
         super().__init__(detokenizer, skip_special_tokens)
-        self._last: list[int] = []
         self._begin_run()
+        complete = len(before) - len(_open_bytes(before))
+        # A byte of the prompt would make a run with the sequence's bytes.
+        self._last = [(_BEFORE if known.is_byte else known).word for known in before[:complete][-1:]]
+        for known in before[complete:]:
+            self._add(known)
 
     def _begin_run(self) -> None:
-        self._run: list[int] = []
+        self._run: list[str] = []
         self._held, self._valid = "", True
         self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
+
+    @property
+    def begins(self) -> bool:
+        return not self._last and not self._run
 
     @property
     def held(self) -> str:
         return self._held
 
-    def _add(self, token: int, known: _Token) -> str:
-        self._run.append(token)
+    def _add(self, known: _Token) -> str:
+        data = known.first if self.begins else known.data
+        self._run.append(known.word)
         if not known.is_byte:
             return self.end()
         if self._valid:
             try:
-                self._held += self._decoder.decode(known.data)
+                self._held += self._decoder.decode(data)
             except UnicodeDecodeError:
                 self._held, self._valid = "", False
         return ""
 
     def end(self) -> str:
         whole = [*self._last, *self._run]
-        text = self._detokenizer.decode(whole)[len(self._detokenizer.decode(self._last)) :]
+        text = self._detokenizer.join(whole)[len(self._detokenizer.join(self._last)) :]
         self._last = whole[-1:]
         self._begin_run()
         return text

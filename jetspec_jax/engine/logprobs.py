@@ -51,21 +51,26 @@ def by_round(logprobs: Any, rounds: np.ndarray, place: int) -> Iterator[Any]:
 
 
 def describe(
-    tokens: Sequence[int], rows: Sequence[TokenLogprobs], count: int, detokenizer: Detokenizer | None
+    tokens: Sequence[int],
+    rows: Sequence[TokenLogprobs],
+    count: int,
+    detokenizer: Detokenizer | None,
+    beginning: int = 0,
 ) -> list[dict[int, Logprob]]:
     """Log-probabilities of each token and of the ``count`` likeliest tokens at its position, by token.
 
-    The token itself is always included, and first. ``rows`` come from the device.
+    The token itself is always included, and first. ``rows`` come from the device. The first ``beginning``
+    tokens are at the beginning of a text.
     """
 
-    def text_of(token: int) -> str | None:
-        return None if detokenizer is None else detokenizer.token_text(token)
+    def text_of(token: int, place: int) -> str | None:
+        return None if detokenizer is None else detokenizer.token_text(token, begins=place < beginning)
 
     described = []
-    for token, row in zip(tokens, rows, strict=True):
-        entry = {token: Logprob(row.chosen, row.rank, text_of(token))}
+    for place, (token, row) in enumerate(zip(tokens, rows, strict=True)):
+        entry = {token: Logprob(row.chosen, row.rank, text_of(token, place))}
         best = zip(row.tokens[:count], row.likeliest[:count], strict=True)
         for rank, (candidate, value) in enumerate(best, start=1):
-            entry[candidate] = Logprob(value, rank, text_of(candidate))
+            entry[candidate] = Logprob(value, rank, text_of(candidate, place))
         described.append(entry)
     return described

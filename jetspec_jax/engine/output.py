@@ -2,14 +2,16 @@
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from jetspec_jax.arguments import shown
-from jetspec_jax.engine.detokenizer import detokenizer_of
+from jetspec_jax.engine.detokenizer import Detokenizer, TextStream, detokenizer_of
 from jetspec_jax.engine.logprobs import Logprob, describe
 from jetspec_jax.engine.metrics import RequestMetrics
 from jetspec_jax.engine.request import Request
+from jetspec_jax.sampling.params import SamplingParams
 
 
 class Round(NamedTuple):
@@ -102,6 +104,22 @@ class Completion:
         return sum(entry[token].logprob for token, entry in zip(self.token_ids, self.logprobs, strict=True))
 
 
+def stream_of(
+    detokenizer: Detokenizer | None, params: SamplingParams, prompt: Sequence[int]
+) -> TextStream | None:
+    """The decoder of an output, which continues a prompt unless that is empty; None without a detokenizer.
+
+    A grammar reads a text's first space, so the text keeps it.
+    """
+    if detokenizer is None:
+        return None
+    return detokenizer.stream(
+        skip_special_tokens=params.skip_special_tokens,
+        prompt=prompt,
+        keep_space=params.structured_outputs is not None,
+    )
+
+
 class Output:
     """A request's tokens as text while they arrive; finds stop strings, which engines do not know.
 
@@ -130,8 +148,10 @@ class Output:
         self._searched = 0
         # For each stop string, the number of its first characters that end the text.
         self._begun = [0] * len(self._stop)
-        detokenizer, skip = self._detokenizer, self._params.skip_special_tokens
-        self._stream = None if detokenizer is None else detokenizer.stream(skip_special_tokens=skip)
+        # Number of first tokens that are decoded as the beginning of a text.
+        self._beginning = 0
+        prompt = self.request.prompt.tolist() if self.request.continues else ()
+        self._stream = stream_of(self._detokenizer, self._params, prompt)
         self._whole = True
 
     def update(self, count: int | None = None) -> None:
@@ -225,7 +245,10 @@ class Output:
     def logprobs(self, start: int = 0) -> list[dict[int, Logprob]] | None:
         """Log-probabilities of the tokens from number ``start`` on; None unless asked for."""
         count, rows = self.request.params.logprobs, self.request.logprobs[start : len(self.token_ids)]
-        return None if count is None else describe(self.token_ids[start:], rows, count, self._detokenizer)
+        if count is None:
+            return None
+        beginning = max(0, self._beginning - start)
+        return describe(self.token_ids[start:], rows, count, self._detokenizer, beginning)
 
     def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         request, count = self.request, self.request.params.prompt_logprobs
@@ -238,7 +261,11 @@ class Output:
 
     def _decode(self, token: int) -> bool:
         """Adds a token's text; True if a stop string ends it."""
-        return self._stream is not None and self._extend(self._stream.feed(token), self._stream.held)
+        if self._stream is None:
+            return False
+        if self._stream.begins:
+            self._beginning = len(self.token_ids)
+        return self._extend(self._stream.feed(token), self._stream.held)
 
     def _flush(self) -> None:
         """Adds the text that the decoder has held back; no token may follow."""

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -22,9 +22,6 @@ from jetspec_jax.checkpoint.loading import Target
 
 #: A prompt as token ids: a list of them, or an array.
 TokenIds = ArrayLike | Sequence[int]
-#: One prompt: a text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
-Prompt = str | TokenIds | Mapping[str, Any]
-
 _TEXT, _IDS = "prompt", "prompt_token_ids"
 _FORMS = f'a text, a list of token ids, {{"{_TEXT}": a text}} or {{"{_IDS}": token ids}}'
 
@@ -36,10 +33,17 @@ class EncodedPrompt:
     Attributes:
         ids: Its tokens, at least one, all in the vocabulary.
         text: Its text; None if it was given as token ids.
+        continues: Whether an output continues its text. If not, as in the answer to a conversation, an output
+            begins a text of its own, at whose start some tokenizers' decoders remove a space.
     """
 
     ids: Int32[np.ndarray, "T"]
     text: str | None = None
+    continues: bool = True
+
+
+#: One prompt: a text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or an encoded prompt.
+Prompt = str | TokenIds | Mapping[str, Any] | EncodedPrompt
 
 
 def read_prompts(target: Target, prompts: Any) -> list[EncodedPrompt]:
@@ -125,7 +129,7 @@ def encode_chat(
     except TemplateFailed as error:
         raise ValueError(f"{error}; {ANOTHER_TEMPLATE}") from error
     # The template adds the special tokens.
-    return encode_text(target, text, add_special_tokens=False)
+    return replace(encode_text(target, text, add_special_tokens=False), continues=continues)
 
 
 def templated(target: Target) -> Any:

@@ -48,6 +48,7 @@ class Request:
         depth: Largest depth of its trees.
         routing: Routing hints, as names and values.
         text: The prompt's text; None if it was given as token ids.
+        continues: Whether its output continues the prompt's text; see `EncodedPrompt`.
         index: Its number among the prompt's completions.
         bad_words: Tokens of each bad word.
         endings: Tokens that are forbidden before ``min_tokens``.
@@ -92,6 +93,7 @@ class Request:
     depth: int = 0
     routing: tuple[tuple[str, str], ...] = ()
     text: str | None = None
+    continues: bool = True
     index: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
     endings: frozenset[int] = frozenset()

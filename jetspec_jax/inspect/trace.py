@@ -28,7 +28,7 @@ from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.loop import EngineLoop, loop_for
 from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.programs import Kind
-from jetspec_jax.engine.prompts import EncodedPrompt, Prompt
+from jetspec_jax.engine.prompts import Prompt
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.round_kinds import decoder_for
 from jetspec_jax.engine.worker import SharedRequest, in_all_processes
@@ -138,7 +138,7 @@ class Trace(Iterator[RoundTrace]):
 def trace_rounds(
     target: Target,
     head: Head | None,
-    prompt: Prompt | EncodedPrompt,
+    prompt: Prompt,
     params: SamplingParams | None = None,
     settings: TreeSettings = PLAIN,
     *,

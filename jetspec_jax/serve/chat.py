@@ -10,7 +10,7 @@ from fastapi.responses import Response
 
 from jetspec_jax.async_llm import Delta
 from jetspec_jax.checkpoint.chat_template import Ending
-from jetspec_jax.engine.detokenizer import Detokenizer, detokenizer_of
+from jetspec_jax.engine.detokenizer import Detokenizer, detokenizer_of, whole_text
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.sampling.params import SamplingParams
@@ -312,8 +312,11 @@ def _logprobs(
         return None
 
     def entry_json(token: int, entry: Logprob) -> dict[str, Any]:
-        data = None if detokenizer is None else list(detokenizer.token_bytes(token))
-        return {"token": entry.decoded_token or "", "logprob": value_of(entry), "bytes": data}
+        text = entry.decoded_token or ""
+        data = None if detokenizer is None else detokenizer.token_bytes(token)
+        if data is not None and whole_text(data) is not None:
+            data = text.encode()  # without the space of a token that begins the answer
+        return {"token": text, "logprob": value_of(entry), "bytes": None if data is None else list(data)}
 
     content = []
     for token, row in zip(tokens, rows, strict=True):

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from jetspec_jax.async_llm import Delta
-from jetspec_jax.engine.detokenizer import Detokenizer, detokenizer_of, whole_text
+from jetspec_jax.engine.detokenizer import TextStream, detokenizer_of, whole_text
 from jetspec_jax.engine.logprobs import Logprob
-from jetspec_jax.engine.output import Completion
+from jetspec_jax.engine.output import Completion, stream_of
 from jetspec_jax.engine.prompts import EncodedPrompt, naming, read_prompt
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.serve.answers import answer, ending, prompt_logprobs, rounds, usage_fields, value_of
@@ -133,8 +133,7 @@ class CompletionWriter:
         """Takes the common fields of all chunks, and the request."""
         self._head = {"id": f"cmpl-{request_id}", "created": int(time.time()), "model": model}
         self._body, self._generation, self._service = body, generation, service
-        self._tokenizer = service.llm.llm.target.tokenizer
-        self._detokenizer = detokenizer_of(self._tokenizer)
+        self._detokenizer = detokenizer_of(service.llm.llm.target.tokenizer)
         self._offsets: dict[int, _Offsets] = {}
         self._begun: set[int] = set()
 
@@ -198,7 +197,9 @@ class CompletionWriter:
         encoded = self._generation.prompts[prompt]
         if encoded.text is not None:
             return encoded.text
-        return "" if self._tokenizer is None else self._tokenizer.decode(encoded.ids.tolist())
+        if self._detokenizer is None:
+            return ""
+        return self._detokenizer.decode(encoded.ids.tolist(), continued=not self._body.prompt_only)
 
     def _logprobs(
         self, choice: int, tokens: Sequence[int], rows: list[dict[int, Logprob]] | None
@@ -207,19 +208,19 @@ class CompletionWriter:
             return None
         if choice not in self._offsets:
             params = self._generation.params
-            begin = len(self._echo(choice // params.n))
-            self._offsets[choice] = _Offsets(
-                self._detokenizer, skip_special_tokens=params.skip_special_tokens, begin=begin
-            )
+            prompt = choice // params.n
+            stream = stream_of(self._detokenizer, params, self._generation.prompts[prompt].ids.tolist())
+            self._offsets[choice] = _Offsets(stream, len(self._echo(prompt)))
         return self._logprob_fields(tokens, rows, self._offsets[choice])
 
     def _scored_prompt(self, prompt: int, completion: Completion) -> dict[str, Any]:
         """The log-probabilities of a prompt's tokens, in OpenAI's form."""
         text, tokens = self._echo(prompt), completion.prompt_token_ids
-        offsets = _Offsets(self._detokenizer, skip_special_tokens=False)
+        detokenizer = self._detokenizer
+        offsets = _Offsets(None if detokenizer is None else detokenizer.stream())
         fields = self._logprob_fields(tokens, completion.prompt_logprobs or [], offsets)
         # Offsets refer to the echoed text, without tokens that the tokenizer added before it.
-        added = 0 if self._tokenizer is None else max(0, self._tokenizer.decode(tokens).find(text))
+        added = 0 if detokenizer is None else max(0, detokenizer.decode(tokens).find(text))
         return fields | {"text_offset": [max(0, offset - added) for offset in fields["text_offset"]]}
 
     def _logprob_fields(
@@ -228,7 +229,7 @@ class CompletionWriter:
         """Log-probabilities of tokens, in OpenAI's form; None for the first token of a prompt."""
         pairs = [*zip(tokens, rows, strict=True)]
         return {
-            "tokens": [self._name(token) for token in tokens],
+            "tokens": [self._name(token, None if row is None else row[token]) for token, row in pairs],
             "token_logprobs": [None if row is None else value_of(row[token]) for token, row in pairs],
             "top_logprobs": [None if row is None else self._by_name(row) for row in rows],
             "text_offset": [offsets.next(token) for token in tokens],
@@ -238,17 +239,22 @@ class CompletionWriter:
         """The log-probabilities of a row by name; if tokens share a name, only the first gets it."""
         values: dict[str, float] = {}
         for token, entry in row.items():
-            name = self._name(token)
+            name = self._name(token, entry)
             values[_id_name(token) if name in values else name] = value_of(entry)
         return values
 
-    def _name(self, token: int) -> str:
-        """A token's text, its bytes if they are not valid UTF-8, or its id if it has no bytes."""
-        data = b"" if self._detokenizer is None else self._detokenizer.token_bytes(token)
-        if not data:
+    def _name(self, token: int, entry: Logprob | None) -> str:
+        """A token's text, its bytes if they are not valid UTF-8, or its id if it has no text.
+
+        Only the first token of a prompt has no ``entry``.
+        """
+        if self._detokenizer is None:
             return _id_name(token)
-        text = whole_text(data)
-        return f"bytes:{data.decode('ascii', 'backslashreplace')}" if text is None else text
+        data = self._detokenizer.token_bytes(token)
+        if whole_text(data) is None:
+            return f"bytes:{data.decode('ascii', 'backslashreplace')}"
+        text = self._detokenizer.token_text(token, begins=True) if entry is None else entry.decoded_token
+        return text or _id_name(token)
 
 
 def _id_name(token: int) -> str:
@@ -258,10 +264,8 @@ def _id_name(token: int) -> str:
 class _Offsets:
     """Character offsets of consecutive tokens in a text; the first token is at ``begin``."""
 
-    def __init__(self, detokenizer: Detokenizer | None, *, skip_special_tokens: bool, begin: int = 0):
-        self._settled = begin
-        stream = None if detokenizer is None else detokenizer.stream(skip_special_tokens=skip_special_tokens)
-        self._stream = stream
+    def __init__(self, stream: TextStream | None, begin: int = 0):
+        self._stream, self._settled = stream, begin
 
     def next(self, token: int) -> int:
         """The offset of the next token."""

@@ -202,6 +202,20 @@ def test_a_failed_check_names_the_first_difference(capsys, monkeypatch):
     assert "plain decoding's is 77" in err
 
 
+def test_one_difference_among_several_completions_is_exit_code_1(capsys, monkeypatch):
+    class Altered(LLM):
+        def generate(self, *arguments):
+            completions = super().generate(*arguments)
+            completions[0].token_ids[2] ^= 1
+            return completions
+
+    monkeypatch.setattr(generating, "LLM", Altered)  # of plain decoding
+    code, _, err = run(capsys, "generate", "--check", "--max-tokens", "4", "-n", "2", PROMPT)
+    assert code == 1
+    assert err.count("check failed: token 2 is") == 1
+    assert err.count("equal plain decoding's") == 1
+
+
 def test_a_target_without_a_head_decodes_plainly_and_says_so(capsys):
     code, out, err = run(capsys, "generate", "--target", str(DEMO_TARGET), "--max-tokens", "4", PROMPT)
     assert code == 0

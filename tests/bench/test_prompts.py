@@ -128,7 +128,9 @@ class TestWorkload:
         assert [hints["task"] for hints in work.routing] == ["code", "chat", "chat"]
         # Only the conversation that goes on is answered, with its own seed.
         settings = {"max_slots": 1, "implementation": "xla"}
-        assert asked[0] == ([work.ids[1]], [work.params[1]], settings)
+        [asked_prompts, *others] = asked[0]
+        assert [(p.ids.tolist(), p.continues) for p in asked_prompts] == [(work.ids[1], False)]
+        assert others == [[work.params[1]], settings]
         turns = "user\nx =", "assistant\n    pass", "user\ny"
         text = "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns) + "<|im_start|>assistant\n"
         assert work.ids[2] == target.tokenizer.encode(text, add_special_tokens=False)

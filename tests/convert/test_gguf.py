@@ -19,7 +19,10 @@ RAW = {**CONFIGS["llama"], "vocab_size": 300}
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    metadata = {f"tokenizer.{key}": value for key, value in byte_level().items()}
+    tokens = byte_level()
+    tokens["ggml.tokens"] += ["<|im_end|>", "<|endoftext|>"]  # ends that the metadata do not name
+    tokens["ggml.token_type"] += [1, 3]
+    metadata = {f"tokenizer.{key}": value for key, value in tokens.items()}
     place = tmp_path_factory.mktemp("gguf") / "x.gguf"
     return write_gguf(place, RAW, random_tensors(RAW), kind=Kind.Q8_0, metadata=metadata)
 
@@ -29,15 +32,18 @@ def test_the_same_target(path, tmp_path):
     assert (done.kind, done.layout) == ("target", "huggingface")
     ours, theirs = load_target(path, dtype="float32"), load_target(tmp_path / "folder", dtype="float32")
     assert theirs.config == ours.config == parse_model_config(RAW)
-    assert theirs.eos_token_ids == ours.eos_token_ids == (0,)
+    ends = [0, *(ours.tokenizer.convert_tokens_to_ids(word) for word in ("<|im_end|>", "<|endoftext|>"))]
+    assert theirs.eos_token_ids == ours.eos_token_ids == tuple(ends)
     jax.tree.map(np.testing.assert_array_equal, ours.weights, theirs.weights)
-    chat, text = [{"role": "user", "content": "ab"}], "abc<|end|> 12\n  3's"
+    chat, text = [{"role": "user", "content": "ab"}], "abc<|end|> 12\n  3's<|im_end|>"
     assert theirs.tokenizer.encode(text) == ours.tokenizer.encode(text)
     for tokenizer in (ours.tokenizer, theirs.tokenizer):
         assert tokenizer.apply_chat_template(chat, tokenize=False) == "ab<|end|>"
     # What other readers look for.
     raw = json.loads((tmp_path / "folder" / "config.json").read_text())
     assert raw["architectures"] == ["LlamaForCausalLM"]
+    generation = json.loads((tmp_path / "folder" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == raw["eos_token_id"] == ends
 
 
 @pytest.mark.wide

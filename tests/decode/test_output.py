@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jetspec_jax import SamplingParams
 from jetspec_jax.engine.output import Output
 from jetspec_jax.engine.request import Request
+from jetspec_jax.sampling.structured import StructuredOutputsParams
 from tests.vocabularies import EOS, HIGH, LATE, byte_fallback, byte_level
 
 TOKENIZERS = pytest.mark.parametrize("tokenizer", [byte_level, byte_fallback], ids=lambda make: make.__name__)
@@ -22,8 +23,8 @@ streams = st.lists(st.one_of(tokens_of_text, tokens_of_text, broken), max_size=6
 )
 
 
-def output_of(params, tokenizer, stop_ids=(EOS,)):
-    return Output(Request(np.zeros(1, np.int32), params, frozenset(stop_ids)), tokenizer)
+def output_of(params, tokenizer, stop_ids=(EOS,), prompt=(0,), **attributes):
+    return Output(Request(np.array(prompt, np.int32), params, frozenset(stop_ids), **attributes), tokenizer)
 
 
 def feed(output, tokens, chunk, looks=1):
@@ -178,6 +179,60 @@ def test_what_is_held_back_is_text_at_an_early_end(tokenizer):
     assert feed(output, tokens, 1)[-1] == ""
     output.end("abort")
     assert (output.settled_text, output.finish_reason) == (tokenizer().decode(tokens), "abort")
+
+
+THE, EQUALS, X = 257, 262, 265  # "▁the", "▁=" and "x" of `byte_fallback`
+GRAMMAR = StructuredOutputsParams(regex=" the.*")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continues", "params", "text"),
+    [
+        ([X], True, {}, " the the"),
+        ([EOS, X, EOS], True, {}, " the the"),
+        ([X], True, {"stop": " the t"}, ""),
+        ([X], True, {"stop": "the t"}, " "),
+        ([EOS], True, {}, "the the"),
+        ([EOS], True, {"skip_special_tokens": False}, " the the"),
+        # An answer to a chat.
+        ([X], False, {}, "the the"),
+        ([X], False, {"stop": " the t"}, "the the"),
+        # The first space is one that the grammar asks for.
+        ([X], False, {"structured_outputs": GRAMMAR}, " the the"),
+        ([EOS], True, {"structured_outputs": GRAMMAR}, " the the"),
+    ],
+)
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_the_first_space(prompt, continues, params, text, chunk):
+    params = SamplingParams(max_tokens=2, **params)
+    output = output_of(params, byte_fallback(strip=True), prompt=prompt, continues=continues)
+    check_stream(output, feed(output, [THE, THE], chunk))
+    assert output.text == text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continues", "tokens", "texts", "beginning"),
+    [
+        ([X], True, [THE, THE], [" the", " the"], ()),
+        ([X], False, [THE, THE], ["the", " the"], (0,)),
+        ([EOS], True, [EOS, THE, THE], ["<eos>", "the", " the"], (0, 1)),
+        ([X], False, [0x0A + 1, THE], ["\n", " the"], (0,)),
+    ],
+)
+@pytest.mark.parametrize("start", [0, 1])
+def test_log_probabilities_have_the_texts_of_the_tokens(prompt, continues, tokens, texts, beginning, start):
+    params = SamplingParams(max_tokens=9, logprobs=1)
+    output = output_of(params, byte_fallback(strip=True), (), prompt, continues=continues)
+    rows = [[-1.0], [2], [[EQUALS]], [[-0.5]]]
+    output.request.append_round(tokens, 16, [row * len(tokens) for row in rows])
+    output.request.publish()
+    output.update()
+    rows = output.logprobs(start)
+    told = [row[token].decoded_token for token, row in zip(tokens[start:], rows, strict=True)]
+    assert told == texts[start:]
+    # Also of the token that was likelier.
+    likelier = [row[EQUALS].decoded_token for row in rows]
+    assert likelier == [(" =", "=")[place in beginning] for place in range(start, len(tokens))]
 
 
 def text_of(letters, stop_ids=(), **params):

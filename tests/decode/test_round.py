@@ -53,15 +53,15 @@ class Notes(OracleProposer):
 ORACLE = Notes(CONFIG.vocab_size, taps=(0, 1))
 
 
-def begin(decoder, weights):
-    """Both slots after their prompts."""
+def begin(decoder, weights, stops=((), ())):
+    """Both slots after their prompts, with the tokens that end each."""
     state = decoder.empty_state(
         len(PROMPTS), num_pages=2 * PAGES, pages_per_slot=PAGES, page_size=PAGE, dtype=FLOAT32
     )
     pages = np.random.default_rng(0).permutation(2 * PAGES).astype(np.int32).reshape(2, PAGES)
     for slot, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         settings = SlotSettings.of(
-            params, (), vocab_size=CONFIG.vocab_size, budget=decoder.bucket, depth=decoder.depth
+            params, stops[slot], vocab_size=CONFIG.vocab_size, budget=decoder.bucket, depth=decoder.depth
         )
         begins = np.int32(prompt[-1]), np.int32(0), np.bool_(False)
         state = decoder.insert(state, np.int32(slot), pages[slot], settings, *begins)
@@ -123,6 +123,19 @@ def test_the_proposer_is_shown_every_committed_token_once_and_in_order(target, s
         taps = forward(target.weights, jnp.asarray([[*tokens, *[0] * 48][:48]]))[0, :length]
         np.testing.assert_allclose(shown[:length], taps, atol=1e-4)
         assert np.isnan(shown[length:]).all()
+
+
+def test_a_stop_token_inside_a_path_ends_its_slot(target, sequences):
+    """On the device: no later round decodes the slot, and the other goes on as before."""
+    decoder = TreeDecoder(CONFIG, ORACLE, 16, width=3, algorithm="accum_logp")
+    weights = DecodeWeights(target.weights, plant(sequences, 64))
+    _, endless = decoder.decode(weights, begin(decoder, weights), np.int32(5))
+    *inside, last = endless.tokens[0, 0, : endless.counts[0, 0]].tolist()
+    stop = next(token for token in inside if token != last)
+    state, records = decoder.decode(weights, begin(decoder, weights, ((stop,), ())), np.int32(5))
+    assert state.active.tolist() == [False, True]
+    np.testing.assert_array_equal(records.counts[:5, 0], [len(inside) + 1, 0, 0, 0, 0])
+    np.testing.assert_array_equal(records.tokens[:, 1], endless.tokens[:, 1])
 
 
 @pytest.mark.parametrize("slots", [wide(1), 2])

@@ -153,16 +153,17 @@ class TestConfig:
         raw = {**CONFIGS["gemma3"], "num_hidden_layers": 62, "query_pre_attn_scalar": 16}
         assert described({}, raw) == parse_model_config(raw)
 
-    def test_ends(self, tmp_path):
-        """What the metadata names, and the tokens that end a turn in every chat of their kind."""
-        tokens = ["a", "<end_of_turn>", "<eos>", "<|im_end|>"]
-        metadata = {
-            "tokenizer.ggml.tokens": tokens,
-            "tokenizer.ggml.token_type": [1, 3, 3, 1],
-            "tokenizer.ggml.eos_token_id": 2,
-        }
-        path = write_gguf(tmp_path / "x.gguf", LLAMA, random_tensors(LLAMA), metadata=metadata)
-        assert load_target(path, dtype="float32").eos_token_ids == (2, 1)
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_joined_file(tmp_path, count):
+    """llama-gguf-split --merge keeps the keys of a part, with the count 0."""
+    tensors = random_tensors(PLAIN)
+    keys = {"split.no": 0, "split.tensors.count": len(tensors), "split.count": count}
+    path = write_gguf(tmp_path / "x.gguf", PLAIN, tensors, metadata=keys)
+    equal(
+        read_weights(path, parse_model_config(PLAIN), FLOAT32),
+        load_target(write(tmp_path / "folder", PLAIN, tensors), dtype="float32").weights,
+    )
 
 
 def test_it_is_described(tmp_path):
@@ -190,7 +191,8 @@ class TestRefused:
             ({"general.type": "adapter"}, {}, "it is a LoRA adapter"),
             ({"general.type": "mmproj"}, {}, "it is the projector of a multimodal model"),
             ({"general.type": "imatrix"}, {}, "general.type is 'imatrix'"),
-            ({"split.count": 3}, {}, "it is one of 3 files that make up a model"),
+            ({"split.count": 2}, {}, "it is one of 2 files .* llama-gguf-split --merge"),
+            ({"split.count": "3"}, {}, "split.count must be an integer, not '3'"),
             (broken(expert_count=8), {}, "expert_count=8 changes the model .*Mixtral"),
             (broken(logit_scale=2.0), {}, r"llama: unknown keys \['logit_scale'\]"),
             (broken(attention__causal=False), {}, "attention.causal=False changes"),
@@ -204,6 +206,8 @@ class TestRefused:
             (broken(attention__head_count_kv=1), {}, "misshapen: model.layers.0.self_attn.k_proj.weight"),
             ({}, {"blk.0.attn_sinks.weight": STRAY}, "surplus: blk.0.attn_sinks.weight"),
             ({}, {"blk.0.attn_q.lora_a": STRAY}, "surplus: blk.0.attn_q.lora_a"),
+            ({}, {"model.norm.weight": STRAY}, r"surplus: model.norm.weight \(unknown to llama\)"),
+            ({}, {"blk.0.{}{x}.weight": STRAY}, r"surplus: blk.0.{}{x}.weight \(unknown to llama\)"),
         ],
     )
     def test_by_name(self, tmp_path, metadata, extra, complaint):
@@ -315,11 +319,13 @@ class TestDamage:
         changed = content[:at] + (2**60).to_bytes(8, "little") + content[at + 8 :]
         self.refused(tmp_path, changed, "")
 
-    def test_a_long_array(self, tmp_path, content):
-        at = content.index(b"tokenizer.ggml.scores") + len("tokenizer.ggml.scores") + 8
-        for count in (2**40, 2**63):
+    @pytest.mark.parametrize("key", ["tokens", "scores"])
+    def test_a_long_array(self, tmp_path, content, key):
+        name = f"tokenizer.ggml.{key}".encode()
+        at = content.index(name) + len(name) + 8
+        for count, complaint in ((2**20, "it is cut off"), (2**20 + 1, "1,048,577 elements"), (2**63, "ele")):
             changed = content[:at] + count.to_bytes(8, "little") + content[at + 8 :]
-            self.refused(tmp_path, changed, "it is cut off")
+            self.refused(tmp_path, changed, complaint)
 
     def test_an_unknown_type(self, tmp_path, content):
         name = b"blk.0.ffn_up.weight"

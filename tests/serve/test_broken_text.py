@@ -95,22 +95,30 @@ def joined(parts, name):
     return [one for part in parts if part["logprobs"] for one in part["logprobs"][name]]
 
 
+def added(number, tokens):
+    """What tokens add to the text of a choice's prompt."""
+    prompt = PROMPTS[number // ASKED["n"]]
+    before, whole = (
+        byte_fallback().decode(ids, skip_special_tokens=True) for ids in (prompt, prompt + tokens)
+    )
+    return whole.removeprefix(before)
+
+
 def test_texts_are_the_tokens_decoded(answers):
-    for choice in answers:
-        whole = byte_fallback().decode(choice["token_ids"], skip_special_tokens=True)
-        assert choice["text"] == whole
+    for number, choice in enumerate(answers):
+        assert choice["text"] == added(number, choice["token_ids"])
 
 
 def test_what_is_told_of_tokens(answers):
     seconds = set()
-    for choice in answers:
+    for number, choice in enumerate(answers):
         told, tokens = choice["logprobs"], choice["token_ids"]
         assert told["tokens"] == [NAMES[token] for token in tokens]
         for row in told["top_logprobs"]:
             assert len(row) in (5, 6)
             seconds |= set(row) - set(NAMES)
         for count, offset in enumerate(told["text_offset"]):
-            before = byte_fallback().decode(tokens[:count], skip_special_tokens=True)
+            before = added(number, tokens[:count])
             if "\N{REPLACEMENT CHARACTER}" not in before:
                 assert offset == len(before)
     assert seconds
@@ -124,11 +132,12 @@ def test_a_stream_of_completions(http, answers):
         assert all(joined(parts[number], name) == told for name, told in whole["logprobs"].items())
 
 
-def test_chats(http, answers, texts):
+def test_chats(http, answers):
+    texts = [byte_fallback().decode(choice["token_ids"], skip_special_tokens=True) for choice in answers[:2]]
     body = {**ASKED, "messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 5}
     choices = http.post("/v1/chat/completions", json=body).json()["choices"]
     parts = streamed(http, "/v1/chat/completions", body)
-    assert [choice["message"]["content"] for choice in choices] == texts[:2]
+    assert [choice["message"]["content"] for choice in choices] == texts
     for number, whole in enumerate(choices):
         assert "".join(part["delta"].get("content") or "" for part in parts[number]) == texts[number]
         rows = whole["logprobs"]["content"]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from jetspec_jax.arguments import shown
 from jetspec_jax.checkpoint.gguf.header import Header
 
 _ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -93,9 +94,9 @@ def name_of(header: Header) -> str:
     if kind == "mmproj" or name == "clip":
         raise ValueError("it is the projector of a multimodal model; give the file of its text model")
     if kind != "model":
-        raise ValueError(f"general.type is {kind!r}; only 'model' is supported")
+        raise ValueError(f"general.type is {shown(kind)}; only 'model' is supported")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ValueError(
-            f"architecture {name!r} is not supported in GGUF; supported: {', '.join(ARCHITECTURES)}"
+            f"architecture {shown(name)} is not supported in GGUF; supported: {', '.join(ARCHITECTURES)}"
         )
     return name

@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from jetspec_jax.arguments import shown
 from jetspec_jax.checkpoint.content import content_of
 from jetspec_jax.checkpoint.gguf.architectures import ARCHITECTURES, ROPE_FACTORS, name_of
 from jetspec_jax.checkpoint.gguf.header import Header, Kind
-from jetspec_jax.checkpoint.gguf.tokenizer import special_ids
+from jetspec_jax.checkpoint.gguf.vocabulary import special_ids
 from jetspec_jax.config.fields import MAX_EXPERTS, MAX_HEADS, MAX_LAYERS, MAX_TOKENS, Fields
 from jetspec_jax.config.geometry import Llama3, Rope
 from jetspec_jax.models.rotary import frequencies
@@ -113,7 +114,7 @@ def _scaling(fields: Fields) -> Raw | None:
         }
     if kind != "yarn":
         raise ValueError(
-            f"{fields.where}: unsupported rope.scaling.type {kind!r}; supported: none, linear, yarn"
+            f"{fields.where}: unsupported rope.scaling.type {shown(kind)}; supported: none, linear, yarn"
         )
     for key in ("attn_factor", "yarn_ext_factor", "yarn_attn_factor"):
         fields.only(f"rope.scaling.{key}", 1.0, default=1.0)

@@ -14,7 +14,10 @@ from jetspec_jax.checkpoint.content import content_of
 from jetspec_jax.checkpoint.gguf.architectures import ARCHITECTURES, name_of
 from jetspec_jax.checkpoint.gguf.header import Header, Kind, TensorInfo, read_header
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES, Stored
+from jetspec_jax.config.fields import is_int
 
+#: The most matrices of experts, in all layers together: three times those of the largest published model.
+MAX_EXPERT_MATRICES = 2**17
 # Kinds without quantisation; all others are dequantised to float32.
 _PLAIN = {Kind.F32: "F32", Kind.BF16: "BF16", Kind.F16: "F16"}
 
@@ -27,14 +30,15 @@ class Widened:
         kind: The storage type of its values.
         rows: The stored bytes: ``[rows, bytes]`` for a matrix, ``[bytes]`` for a vector.
         dtype: The type of the values.
-        order: The stored row of each row; None if the order is the same.
+        heads: The number of heads whose rows are stored for interleaved rotary embeddings; 0 if the rows
+            are stored in their order.
         offset: A number added to stored values.
     """
 
     kind: Kind
     rows: np.ndarray
     dtype: np.dtype
-    order: np.ndarray | None = None
+    heads: int = 0
     offset: float = 0.0
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -44,10 +48,10 @@ class Widened:
     def __getitem__(self, index: Any) -> np.ndarray:
         """Selected rows and columns: a slice of rows, or one slice per axis."""
         first, *others = index if isinstance(index, tuple) else (index,)
-        order = slice(None) if self.order is None else self.order
         if self.rows.ndim == 1:
-            return self._values(self.rows)[order][first]
-        rows = self.rows[first] if self.order is None else self.rows[self.order[first]]
+            values = self._values(self.rows)
+            return (values[_paired(len(values), self.heads)] if self.heads else values)[first]
+        rows = self.rows[_paired(len(self.rows), self.heads)[first] if self.heads else first]
         return self._values(rows)[(slice(None), *others)]
 
     def _values(self, rows: np.ndarray) -> np.ndarray:
@@ -65,7 +69,7 @@ class GgufTensors:
 
     Attributes:
         path: The file.
-        stored: The tensors by published name; tensors without one keep llama.cpp's name.
+        stored: The tensors by published name; names of unknown tensors end in "(unknown to ARCHITECTURE)".
     """
 
     path: Path
@@ -86,23 +90,29 @@ class GgufTensors:
 
     @classmethod
     def of(cls, header: Header) -> "GgufTensors":
-        """The tensors of a header; raises ValueError if the architecture is not supported."""
+        """The tensors of a header.
+
+        Raises:
+            ValueError: The architecture is not supported, or there are too many experts.
+        """
         name = name_of(header)
         architecture = ARCHITECTURES[name]
         heads = {
             part: header.metadata.get(f"{name}.attention.{part}") for part in ("head_count", "head_count_kv")
         }
-        stored, tensors = {}, {}
+        stored, tensors, num_experts = {}, {}, 0
         for gguf_name, info in header.tensors.items():
             if gguf_name in architecture.unread:
                 continue
-            published = architecture.published(gguf_name) or gguf_name
+            known = architecture.published(gguf_name)
+            # An unknown tensor must not pass for a published one, whose name it may have.
+            published = known or f"{gguf_name} (unknown to {name})"
             offset = -1.0 if architecture.centered_norms and "norm" in gguf_name else 0.0
-            order = None
+            paired = None
             if architecture.paired_rows and ".self_attn.q_proj." in published:
-                order = _paired(info, heads["head_count"])
+                paired = heads["head_count"]
             elif architecture.paired_rows and ".self_attn.k_proj." in published:
-                order = _paired(info, heads["head_count_kv"] or heads["head_count"])
+                paired = heads["head_count_kv"] or heads["head_count"]
             dtype = (
                 "F32"
                 if offset
@@ -111,10 +121,13 @@ class GgufTensors:
             values = header.content[info.start : info.start + info.nbytes].reshape(*info.shape[:-1], -1)
             # Tensors of unsupported kinds are never read: the plan refuses them.
             as_read = FILE_DTYPES.get(dtype, jnp.dtype(jnp.float32))
-            if "{}" not in published:
+            if known is None or "{}" not in known:
                 stored[published] = Stored(info.shape, dtype)
-                tensors[published] = Widened(info.kind, values, as_read, order, offset)
+                tensors[published] = Widened(info.kind, values, as_read, _heads(info, paired), offset)
                 continue
+            num_experts += info.shape[0]
+            if num_experts > MAX_EXPERT_MATRICES:
+                raise ValueError(f"{gguf_name} has expert {num_experts:,} of at most {MAX_EXPERT_MATRICES:,}")
             for expert in range(info.shape[0]):
                 expert_name = published.format(expert)
                 stored[expert_name] = Stored(info.shape[1:], dtype)
@@ -126,7 +139,13 @@ class GgufTensors:
         return self._tensors[name]
 
 
-def _paired(info: TensorInfo, heads: Any) -> np.ndarray | None:
+def _heads(info: TensorInfo, heads: Any) -> int:
+    """The heads of paired rows; 0 without, or if the rows do not fit, which the check of shapes reports."""
+    fits = is_int(heads) and heads > 0 and not info.shape[0] % (2 * heads)
+    return heads if fits else 0
+
+
+def _paired(rows: int, heads: int) -> np.ndarray:
     """The stored row of each row of queries or keys.
 
     In a head of four elements with the rotary pairs (0, 2) and (1, 3), a file has the rows in the order
@@ -134,13 +153,7 @@ def _paired(info: TensorInfo, heads: Any) -> np.ndarray | None:
 
         row of the head      0 1 2 3
         its row in the file  0 2 1 3
-
-    Returns:
-        The rows; None if the rows are no multiple of the heads, which the check of shapes reports.
     """
-    rows = info.shape[0]
-    if not isinstance(heads, int) or heads < 1 or rows % (2 * heads):
-        return None
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 

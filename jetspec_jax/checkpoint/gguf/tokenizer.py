@@ -1,23 +1,34 @@
 """Builds the tokenizer and the chat template from a GGUF file's metadata."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
+from jetspec_jax.arguments import shown
 from jetspec_jax.checkpoint.gguf.header import Header
+from jetspec_jax.checkpoint.gguf.vocabulary import (
+    CONTROL,
+    KEYS,
+    USER_DEFINED,
+    has_tokenizer,
+    listed,
+    read_vocabulary,
+    token_id,
+)
 from jetspec_jax.checkpoint.library import import_transformers
-from jetspec_jax.config.fields import is_int
 
-_KEYS = "tokenizer.ggml."
+_log = logging.getLogger("jetspec_jax")
+
 #: Advice if the tokenizer cannot be built.
 WAY_OUT = "give a tokenizer's folder instead (tokenizer=, on the command line --tokenizer)"
 
-# llama.cpp's numbers of token types.
-_CONTROL, _USER_DEFINED = 3, 4
-# Tokens that end a turn of a chat. The metadata of older files has another end token, or none.
-_ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+# Characters of all tokens that are cut out of a text first; the library needs 80 bytes of memory for each.
+MAX_ADDED = 2**22
+# The sum of all tokens' squared lengths, which bounds the time to find merges: about a second.
+MAX_SQUARES = 2**30
 # SentencePiece's character for a space.
 _SPACE = "▁"
 
@@ -53,68 +64,54 @@ SPLITS: Mapping[str, Split] = {
 }
 
 
-def special_ids(header: Header) -> dict[str, Any]:
-    """The ids of special tokens, with the keys of a ``config.json``; all ends of a text or turn are listed.
-
-    Raises:
-        ValueError: A value is not a token id.
-    """
-    metadata = header.metadata
-    tokens = _list(metadata, "tokens", str, [])
-    types = _list(metadata, "token_type", int, [_CONTROL] * len(tokens))
-    names = ("eos", "eot", "eom")
-    ends = [token_id for name in names if (token_id := _id(metadata, f"{name}_token_id")) is not None]
-    ends += [
-        number
-        for number, (token, kind) in enumerate(zip(tokens, types, strict=False))
-        if token in _ENDS_OF_TURNS and kind == _CONTROL
-    ]
-    return {
-        "bos_token_id": _id(metadata, "bos_token_id"),
-        "eos_token_id": list(dict.fromkeys(ends)) or None,
-        "pad_token_id": _id(metadata, "padding_token_id"),
-    }
-
-
 def read_tokenizer(header: Header) -> Any:
     """The transformers tokenizer of a file; None if it has none.
+
+    The log mentions tokens whose type in the file is wrong.
 
     Raises:
         ValueError: The tokenizer's kind or pre-tokenisation is not supported, or its metadata are
             inconsistent.
     """
     metadata = header.metadata
-    kind = metadata.get(f"{_KEYS}model", "none")
-    if kind in ("none", "no_vocab"):
+    if not has_tokenizer(metadata):
         return None
-    tokens = _list(metadata, "tokens", str)
-    types = _list(metadata, "token_type", int, [1] * len(tokens))
-    if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
-        raise ValueError(f"{_KEYS}tokens holds a token twice, or has another length than {_KEYS}token_type")
+    kind, vocabulary = metadata[f"{KEYS}model"], read_vocabulary(header)
+    tokens = vocabulary.tokens
+    if len(set(tokens)) != len(tokens):
+        raise ValueError(f"{KEYS}tokens holds a token twice")
     if kind == "gpt2":
         built, add_bos = _byte_level(metadata, tokens)
     elif kind == "llama":
         built, add_bos = _sentence_piece(metadata, tokens), True
     else:
         raise ValueError(
-            f"tokenizer of kind {kind!r} ({_KEYS}model) is not supported; supported: gpt2, llama; {WAY_OUT}"
+            f"tokenizer of kind {shown(kind)} ({KEYS}model) is not supported; supported: gpt2, llama; "
+            f"{WAY_OUT}"
         )
-    added = [
-        (token, token_type == _CONTROL)
-        for token, token_type in zip(tokens, types, strict=True)
-        if token_type in (_CONTROL, _USER_DEFINED)
-    ]
-    built.add_tokens([AddedToken(token, normalized=False, special=special) for token, special in added])
+    types = dict(zip(tokens, vocabulary.types, strict=True))
+    added = [token for token in tokens if types[token] in (CONTROL, USER_DEFINED)]
+    if (size := sum(map(len, added))) > MAX_ADDED:
+        raise ValueError(
+            f"{KEYS}tokens has {size:,} characters in control and user-defined tokens; the most are "
+            f"{MAX_ADDED:,}"
+        )
+    built.add_tokens(
+        [AddedToken(token, normalized=False, special=types[token] == CONTROL) for token in added]
+    )
     if (count := built.get_vocab_size()) != len(tokens):
-        raise ValueError(f"{_KEYS}tokens are {len(tokens)}, and they make a tokenizer of {count}")
+        raise ValueError(f"{KEYS}tokens are {len(tokens)}, and they make a tokenizer of {count}")
     template = metadata.get("tokenizer.chat_template")
     if not isinstance(template, str | None):
         raise ValueError(f"tokenizer.chat_template must be a string, not {type(template).__name__}")
+    if vocabulary.retyped:
+        wrong = ", ".join(f"{tokens[number]} ({number})" for number in vocabulary.retyped)
+        _log.warning("%s declares %s as text; read as control tokens, as their names say", header.path, wrong)
     return import_transformers().PreTrainedTokenizerFast(
         tokenizer_object=built,
         **_special_tokens(metadata, tokens),
-        add_bos_token=metadata.get(f"{_KEYS}add_bos_token", add_bos),
-        add_eos_token=metadata.get(f"{_KEYS}add_eos_token", False),
+        add_bos_token=metadata.get(f"{KEYS}add_bos_token", add_bos),
+        add_eos_token=metadata.get(f"{KEYS}add_eos_token", False),
         chat_template=template,
         clean_up_tokenization_spaces=False,
     )
@@ -128,31 +125,31 @@ def _special_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str,
     """
     found = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token = _id(metadata, f"{key}_token_id")
+        token = token_id(metadata, f"{key}_token_id")
         if token is None:
             continue
         if token >= len(tokens):
-            raise ValueError(f"{_KEYS}{key}_token_id {token} lies outside the vocabulary of {len(tokens)}")
+            raise ValueError(f"{KEYS}{key}_token_id {token} lies outside the vocabulary of {len(tokens)}")
         found[f"{name}_token"] = tokens[token]
     return found
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[tokenizers.Tokenizer, bool]:
     """A byte-level BPE tokenizer as in GPT-2, and whether texts begin with the BOS token."""
-    name = metadata.get(f"{_KEYS}pre")
+    name = metadata.get(f"{KEYS}pre")
     if not isinstance(name, str) or name not in SPLITS:
         raise ValueError(
-            f"{_KEYS}pre is {name!r}, so text would be cut in an unknown way; "
+            f"{KEYS}pre is {shown(name)}, so text would be cut in an unknown way; "
             f"supported: {', '.join(SPLITS)}; "
             f"{WAY_OUT}"
         )
     split, vocab = SPLITS[name], {token: number for number, token in enumerate(tokens)}
-    merges = [tuple(merge.split(" ")) for merge in _list(metadata, "merges", str)]
+    merges = [tuple(merge.split(" ", 2)) for merge in listed(metadata, "merges", str)]
     if wrong := [
         pair for pair in merges if len(pair) != 2 or not all(part in vocab for part in (*pair, "".join(pair)))
     ]:
         raise ValueError(
-            f"{_KEYS}merges holds {len(wrong)} that join no two tokens to a third, such as {wrong[0]}"
+            f"{KEYS}merges holds {len(wrong)} that join no two tokens to a third, such as {shown(wrong[0])}"
         )
     built = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.whole_words))
     if split.composed:
@@ -172,15 +169,20 @@ def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str]) -> tokenizer
 
     # Files have plain spaces in Gemma's tokens of several spaces.
     tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
+    if (squares := sum(len(token) ** 2 for token in tokens)) > MAX_SQUARES:
+        raise ValueError(
+            f"{KEYS}tokens has too many long tokens: the squares of their lengths have the sum "
+            f"{squares:,}, and the most is {MAX_SQUARES:,}"
+        )
     vocab = {token: number for number, token in enumerate(tokens)}
-    prefix = metadata.get(f"{_KEYS}add_space_prefix", True)
+    prefix = metadata.get(f"{KEYS}add_space_prefix", True)
     if metadata.get("general.architecture") == "gemma3":
         # Gemma's scores do not give the order of merges; the token ids do.
         scores = {token: -float(number) for token, number in vocab.items()}
     else:
-        given = _list(metadata, "scores", float)
+        given = listed(metadata, "scores", float)
         if len(given) != len(tokens):
-            raise ValueError(f"{_KEYS}scores are {len(given)}, and there are {len(tokens)} tokens")
+            raise ValueError(f"{KEYS}scores are {len(given)}, and there are {len(tokens)} tokens")
         scores = dict(zip(tokens, given, strict=True))
     unknown = _special_tokens(metadata, tokens).get("unk_token")
     built = tokenizers.Tokenizer(
@@ -197,19 +199,3 @@ def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str]) -> tokenizer
     parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     built.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if prefix else parts)
     return built
-
-
-def _id(metadata: Mapping[str, Any], name: str) -> int | None:
-    """A token id of the metadata; None if it is absent."""
-    value = metadata.get(_KEYS + name)
-    if value is not None and (not is_int(value) or value < 0):
-        raise ValueError(f"{_KEYS}{name} must be a token id, not {value!r}")
-    return value
-
-
-def _list(metadata: Mapping[str, Any], name: str, kind: type, default: list[Any] | None = None) -> list[Any]:
-    """A list of values of one type from the metadata."""
-    values = metadata.get(_KEYS + name, default)
-    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values[:1]):
-        raise ValueError(f"{_KEYS}{name} must be a list of {kind.__name__}, not {type(values).__name__}")
-    return values
