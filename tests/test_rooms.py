@@ -39,11 +39,9 @@ ROOMS = {
         ("common",),
         (
             "acceptance",
-            "collectives",
             "decode",
             "exactness",
             "experts",
-            "loading",
             "matmul",
             "round",
             "startup",
