@@ -12,42 +12,75 @@ class Command(NamedTuple):
     Attributes:
         module: The module, whose docstring describes the command.
         summary: The line in the list of commands.
+        page: The page that needs the command's reports, pictures or tables.
         extra: The package's extra with the module's dependencies.
     """
 
     module: str
     summary: str
+    page: str
     extra: str = "bench"
 
 
 COMMANDS = {
-    "decode": Command("bench.decode.command", "plain decoding, a chain, and trees"),
+    "decode": Command("bench.decode.command", "plain decoding, a chain, and trees", "docs/real-model.md"),
     "exactness": Command(
-        "bench.exactness.command", "every output of a tree that differs from plain decoding's"
+        "bench.exactness.command",
+        "every output of a tree that differs from plain decoding's",
+        "docs/exactness.md",
     ),
     "acceptance": Command(
-        "bench.acceptance.command", "tokens per round by tree algorithm, candidates and budget"
+        "bench.acceptance.command",
+        "tokens per round by tree algorithm, candidates and budget",
+        "docs/real-model.md",
     ),
-    "profile": Command("bench.acceptance.profile", "acceptance by depth and rank, for tree algorithms"),
-    "diagnose": Command("bench.acceptance.diagnose", "faithfulness of a head's drafts, and accepted nodes"),
-    "round": Command("bench.round.command", "one round and its phases, with the floor"),
+    "profile": Command(
+        "bench.acceptance.profile",
+        "acceptance by depth and rank, for tree algorithms",
+        "docs/algorithms.md",
+    ),
+    "round": Command("bench.round.command", "one round and its phases, with the floor", "docs/benchmarks.md"),
     "kernel": Command(
-        "bench.kernel.command", "one layer's tree attention, experts or matrix products, with the floor"
+        "bench.kernel.command",
+        "one layer's tree attention, experts or matrix products, with the floor",
+        "docs/benchmarks.md",
     ),
-    "load": Command("bench.load.command", "an engine under load: latency, prefill, rounds of many slots"),
-    "loading": Command("bench.loading.command", "seconds and memory to load a checkpoint"),
-    "startup": Command("bench.startup", "seconds until a server's engine answers, and until it is warm"),
+    "load": Command(
+        "bench.load.command", "an engine under load: latency, prefill, many slots", "docs/benchmarks.md"
+    ),
+    "startup": Command(
+        "bench.startup",
+        "seconds until a server's engine answers, and until it is warm",
+        "docs/benchmarks.md",
+    ),
     "serve": Command(
-        "bench.serve.command", "a server under load, measured by clients over HTTP", "bench,serve"
+        "bench.serve.command",
+        "a server under load, measured by clients over HTTP",
+        "docs/benchmarks.md",
+        "bench,serve",
     ),
-    "collectives": Command("bench.collectives", "sums over devices, in a loop on the devices"),
-    "plots": Command("bench.plots", "redraws kept reports and the README's pictures"),
-    "page": Command("bench.page", "rewrites the tables of docs/real-model.md from kept reports"),
+    "plots": Command("bench.plots", "redraws kept reports and the README's pictures", "docs/benchmarks.md"),
+    "page": Command("bench.page", "rewrites the tables of a page from kept reports", "docs/real-model.md"),
     "train": Command(
         "bench.train_step",
         "one training step of a draft head, with its share of the matmul rate",
-        extra="train,bench",
+        "docs/training.md",
+        "train,bench",
     ),
+}
+_ORACLE = "leave it out: reports have where rounds end, at no candidate or at no child"
+_PROJECTED = "`--parts demo` and `--parts traffic` measure tokens per second"
+_REPLAYED = "`python -m bench serve` measures a server of the demo pair, or any with `--url`"
+#: Commands, options and parts of earlier versions, and what replaced them.
+REPLACED = {
+    **dict.fromkeys(("acceptance --oracle", "acceptance --no-oracle"), _ORACLE),
+    "collectives": "`python -m bench round --tensor-parallel-size 2 --profile` shows the time of sums",
+    "diagnose": "`python -m bench acceptance` shows where rounds end, `python -m bench profile` the ranks",
+    "loading": "`python -m bench startup` measures a server's start, after the models are loaded",
+    "load projected": _PROJECTED,
+    "load rounds": "`python -m bench round --batches` measures rounds of several slots",
+    **dict.fromkeys(("load --tasks", "load --context", "load --rounds", "load --most-rows"), _PROJECTED),
+    **dict.fromkeys(("serve --replay", "serve --no-replay", "serve --recorded", "serve --task"), _REPLAYED),
 }
 
 
@@ -68,6 +101,7 @@ def _run(words: Sequence[str]) -> int:
 
     parser = Parser(prog="python -m bench", description="Benchmarks of jetspec_jax.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.refuse_replaced(words, REPLACED)
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(name, help=command.summary)
         if words[:1] != [name]:

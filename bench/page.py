@@ -1,6 +1,6 @@
 """Rewrites the tables of a page of the documentation from kept reports.
 
-A table starts with a line ``<!-- decode smollm2-gsm8k-gpu -->``, which names its kind and its report in
+A table starts with a line ``<!-- decode smollm2/gsm8k-gpu -->``, which names its kind and its report in
 bench/results, and ends with a line ``<!-- end -->``. The rest of the page does not change.
 """
 
@@ -18,7 +18,7 @@ REAL_MODEL = DOCS / "real-model.md"
 #: The depths in the table of acceptance.
 DEPTHS = (1, 2, 3, 4, 6, 8, 11)
 
-_TABLE = re.compile(r"(?m)^(<!-- ([a-z]+) ([\w.-]+) -->\n)(?:.*\n)*?(<!-- end -->)$")
+_TABLE = re.compile(r"(?m)^(<!-- ([a-z]+) ([\w./-]+) -->\n)(?:.*\n)*?(<!-- end -->)$")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Redraws kept reports, each as a PNG and an SVG: the named ones, or all with a picture in bench/results.
+"""Redraws kept reports, each as an SVG beside it: the named ones, or all with a picture in bench/results.
 
 Without named reports the README's pictures in docs are redrawn too: tokens and speed by budget, and, with a
 browser, the page of trees.
@@ -21,9 +21,9 @@ if TYPE_CHECKING:  # matplotlib is imported when a picture is drawn
 ROOT = Path(__file__).parents[1]
 RESULTS, DOCS = ROOT / "bench/results", ROOT / "docs"
 #: The report of the README's picture of budgets, and the algorithms in it.
-BUDGETS, COMPARED = "smollm2-gsm8k-gpu", ("top_nodes",)
+BUDGETS, COMPARED = "smollm2/gsm8k-gpu", ("top_nodes",)
 #: The trace of the README's page of trees, its round, and the size of the window.
-TRACE, ROUND, WINDOW = "tree-smollm2-cpu", 8, (1200, 820)
+TRACE, ROUND, WINDOW = "smollm2/tree-cpu", 8, (1200, 820)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,12 +52,12 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.common.picture import write_picture
 
     for path in arguments.reports or kept_reports():
-        write_picture(path.with_suffix(".png"), picture_of(path))
+        write_picture(path.with_suffix(".svg"), picture_of(path))
     if not arguments.reports:
         from bench.decode.plot import draw_budgets
 
         budgets = draw_budgets(read_report(RESULTS / f"{BUDGETS}.json"), COMPARED)
-        write_picture(DOCS / "budgets.png", budgets)
+        write_picture(DOCS / "budgets.svg", budgets)
         if arguments.browser:
             photograph(arguments.browser, read_report(RESULTS / f"{TRACE}.json"), DOCS / "tree-page.png")
         else:
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def kept_reports() -> list[Path]:
     """The kept reports with a picture beside them."""
-    return [path for path in sorted(RESULTS.glob("*.json")) if path.with_suffix(".png").exists()]
+    return [path for path in sorted(RESULTS.glob("*/*.json")) if path.with_suffix(".svg").exists()]
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 def picture_of(path: Path) -> "Figure":
     """Draws a report; raises ValueError if its kind has no picture."""
-    from bench.acceptance.plot import draw_acceptance, draw_diagnosis, draw_profile
+    from bench.acceptance.plot import draw_acceptance, draw_profile
     from bench.decode.plot import draw_decode
     from bench.exactness.plot import draw_ledger
     from bench.experts.plot import draw_experts
@@ -96,7 +96,6 @@ def picture_of(path: Path) -> "Figure":
     drawn = {
         "decode": draw_decode,
         "acceptance": draw_acceptance,
-        "diagnose": draw_diagnosis,
         "exactness": draw_ledger,
         "experts": draw_experts,
         "kernel": draw_kernels,

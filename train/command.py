@@ -9,12 +9,18 @@ from jetspec_jax.cli.options import join_as_told
 from jetspec_jax.cli.parser import Parser
 from jetspec_jax.cli.quiet import show_own_log
 from jetspec_jax.device.joining import leave
-from train.ablations import command as ablations
 from train.data import command as data
-from train.demo import command as demo
 from train.head import command as head
 from train.loop.stages import OutOfTime
 from train.smollm2 import command as smollm2
+
+#: Commands of earlier versions, and what replaced them.
+REPLACED = {
+    "ablations": "`python -m train head --set objective.loss=LOSS` trains and evaluates a head with a loss",
+    "demo": "`python -m train data --prompts FOLDER` makes documents from a corpus, and `python -m train "
+    "head --recipe demo` a head; jetspec_jax/demo/README.md names the commits that made the demo pair",
+    "manifest": "`python -m train data --prompts FOLDER` reads a corpus, without a list of its files",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,8 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="where compiled programs are kept (default: auto, on a GPU the user's cache folder)",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (data, head, ablations, demo, smollm2):
+    for module in (data, head, smollm2):
         module.add_command(commands)
+    parser.refuse_replaced(sys.argv[1:] if arguments is None else arguments, REPLACED)
     parsed = parser.parse_args(arguments)
     try:
         join_as_told(parsed)

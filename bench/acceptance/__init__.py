@@ -1,1 +1,1 @@
-"""``python -m bench acceptance``, ``profile``, ``diagnose``: which drafts the target accepts."""
+"""``python -m bench acceptance`` and ``profile``: which drafts the target accepts."""

@@ -26,7 +26,6 @@ from bench.common.pair import (
 from bench.common.report import add_report_arguments, check_report, measured_on, opening_of, publish
 from bench.common.workload import make_workloads
 from jetspec_jax import enable_compilation_cache
-from jetspec_jax.cli.options import parallel_sizes
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.progress import Progress
 from jetspec_jax.tree import algorithm_of
@@ -41,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--candidates", type=int, nargs="+", default=usual, help="candidates per draft row (default: 7 16 32)"
     )
-    add("--oracle", action="store_true", help="score the head's candidates by the target's probabilities")
     add("--batch", type=int, default=32, help="most prompts decoded at a time (default: 32)")
     add("--dtype", default="auto", help="auto, float32 or bfloat16")
     add_report_arguments(parser, "acceptance")
@@ -52,8 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
     check_numbers(arguments, "candidates", "batch")
     check_trees(arguments)
     check_report(arguments)
-    if arguments.oracle and parallel_sizes(arguments):
-        raise ValueError("--oracle reads all logits of a token, which several devices share: use one device")
     check_fixed_budgets("--algorithms", arguments.algorithms)
     named = choose_algorithms(arguments.algorithms, arguments.algorithm_option, arguments.profile)
     trees = {
@@ -72,11 +68,11 @@ def run(arguments: argparse.Namespace) -> int:
             texts = write_texts(pair, work, batch=arguments.batch, implementation=implementation)
             bar.update()
             bar.set_description(f"T = {temperature:g}: draft")
-            # Fewer candidates are the first of more, unless a selector or the target puts them in order.
+            # Fewer candidates are the first of more, unless a selector puts them in order.
             counts = sorted({*arguments.candidates})
-            alone = arguments.oracle or pair.head.config.selector is not None
+            alone = pair.head.config.selector is not None
             drafts = {
-                count: draft_along(pair, texts, count, oracle=arguments.oracle, implementation=implementation)
+                count: draft_along(pair, texts, count, implementation=implementation)
                 for count in (counts if alone else counts[-1:])
             }
             bar.update()

@@ -23,8 +23,6 @@ from jetspec_jax.tree import Hints
 
 #: The target's choice is not among a row's K candidates.
 NO_RANK = -1
-#: A branch is faithful if the head's and the target's sums of log-probabilities differ by at most these nats.
-FAITHFUL = 5.0
 
 
 class TracedRound(NamedTuple):
@@ -142,32 +140,12 @@ def count_tree(rounds: Sequence[TracedRound]) -> Counts:
     return counts
 
 
-def count_accepted(rounds: Sequence[TracedRound]) -> Counts:
-    """Counts accepted nodes by the row and rank of their drafts; ``nodes`` is the number of rounds."""
-    counts = _none(rounds)
-    for traced in rounds:
-        trace = traced.trace
-        places = _places(trace)
-        counts.nodes[:] += 1
-        for above, node in itertools.pairwise(trace.path):
-            row = int(trace.depths[node]) - 1
-            [rank] = np.flatnonzero(order_of(trace, row, int(places[above])) == places[node])
-            counts.hits[row, rank] += 1
-    return counts
-
-
-def table_of(counts: Counts, *, depth: int = 0, nodes: str = "nodes") -> list[dict[str, Any]]:
-    """A table to print, with a row of shares for each depth that has a node.
-
-    Args:
-        counts: The counts.
-        depth: The first row's depth.
-        nodes: The heading of the column of nodes.
-    """
+def table_of(counts: Counts) -> list[dict[str, Any]]:
+    """A table to print, with a row of shares for each depth that has a node."""
     return [
         {
-            "depth": depth + d,
-            nodes: int(counts.nodes[d]),
+            "depth": d,
+            "nodes": int(counts.nodes[d]),
             **{f"rank {rank + 1}": f"{share:.3f}" for rank, share in enumerate(row)},
             "any": f"{sum(row):.3f}",
         }

@@ -1,17 +1,13 @@
-"""Pictures of acceptance: tokens per round, a profile's tables, and a diagnosis of a draft head."""
+"""Pictures of acceptance: tokens per round, and a profile's tables."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench.acceptance.counts import FAITHFUL
 from bench.common.picture import (
-    BLUE,
     COLOURS,
-    ORANGE,
     Report,
     empty_figure,
     grid_of,
@@ -20,8 +16,6 @@ from bench.common.picture import (
     without_frame,
 )
 from bench.common.report import measured_on
-
-LIGHT = "#999999"
 
 
 def draw_acceptance(report: Report) -> Figure:
@@ -74,36 +68,13 @@ def draw_profile(profile: Report) -> Figure:
     )
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, (name, table) in zip(axes, panels.items(), strict=True):
-        _heat_map(axis, table, first_depth=0)
+        _heat_map(axis, table)
         axis.set_title(name, fontsize=10)
         axis.set_ylabel("depth of the node")
     return figure
 
 
-def draw_diagnosis(report: Report) -> Figure:
-    """The report of ``diagnose``: branches, faithfulness by depth, committed tokens and accepted ranks."""
-    given = report["arguments"]
-    figure = empty_figure(
-        11.5,
-        9.6,
-        "Confidence of the draft head and of the target, and accepted nodes",
-        f"{given['num_prompts']} prompts, {given['max_tokens']} tokens each, temperature "
-        f"{given['temperature']:g}, {measured_on(report)}",
-    )
-    (scatter, by_depth), (committed, ranks) = figure.subplots(2, 2)
-    _scatter(scatter, report["branches"])
-    _by_depth(by_depth, report["faithfulness"])
-    _committed(committed, report["committed_per_round"])
-    accepted = report["accepted_by_depth_and_rank"]
-    shares = np.asarray(accepted["nodes"]) / max(accepted["rounds"], 1)
-    _heat_map(ranks, shares.tolist(), first_depth=1)
-    ranks.set_ylabel("depth of the accepted node")
-    ranks.set_title("share of rounds that accept a node, by its rank", fontsize=10)
-    without_frame(scatter, by_depth, committed)
-    return figure
-
-
-def _heat_map(axis: Axes, shares: Sequence[Sequence[float]], *, first_depth: int) -> None:
+def _heat_map(axis: Axes, shares: Sequence[Sequence[float]]) -> None:
     """Shares by depth (downwards) and rank, with figures in per cent."""
     table = np.asarray(shares, float)
     # Small shares decide about caps, and the square root makes them visible.
@@ -114,48 +85,5 @@ def _heat_map(axis: Axes, shares: Sequence[Sequence[float]], *, first_depth: int
             colour = "white" if share > 0.4 else "black"
             axis.text(rank, depth, text, ha="center", va="center", fontsize=8, color=colour)
     axis.set_xticks(range(table.shape[1]), [str(rank + 1) for rank in range(table.shape[1])])
-    axis.set_yticks(range(len(table)), [str(first_depth + depth) for depth in range(len(table))])
+    axis.set_yticks(range(len(table)), [str(depth) for depth in range(len(table))])
     axis.set_xlabel("rank of the head's candidate (figures in %)")
-
-
-def _scatter(axis: Axes, branches: Mapping[str, Sequence[float]]) -> None:
-    draft, target = np.asarray(branches["draft"]), np.asarray(branches["target"])
-    low = float(min(draft.min(), target.min()))
-    diagonal = np.array([low, 0.0])
-    axis.fill_between(
-        diagonal, diagonal - FAITHFUL, diagonal + FAITHFUL, color=LIGHT, alpha=0.25, linewidth=0
-    )
-    axis.plot(diagonal, diagonal, color="black", linewidth=0.8)
-    axis.scatter(draft, target, s=8, alpha=0.4, color=BLUE, linewidths=0)
-    axis.set_ylim(1.02 * float(target.min()) - 1, 1)
-    axis.set_xlim(1.02 * float(draft.min()) - 1, 1)
-    axis.set_xlabel("head's log-probability of its rank-1 branch, nats")
-    axis.set_ylabel("target's log-probability of the same tokens, nats")
-    within = np.mean(np.abs(draft - target) <= FAITHFUL)
-    axis.set_title(f"{within:.0%} of {len(draft):,} branches within {FAITHFUL:g} nats (grey)", fontsize=10)
-
-
-def _by_depth(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    depths = [row["depth"] for row in rows]
-    axis.plot(depths, [100 * row["faithful"] for row in rows], color=BLUE, marker="o", markersize=4)
-    axis.set_ylim(0, 104)
-    axis.set_xticks(depths)
-    axis.set_xlabel("depth of the branch")
-    axis.set_ylabel(f"branches within {FAITHFUL:g} nats, %")
-    axis.set_title("faithfulness by depth", fontsize=10)
-
-
-def _committed(axis: Axes, histograms: Mapping[str, Sequence[int]]) -> None:
-    most = max(map(len, histograms.values()))
-    for i, (name, counts) in enumerate(histograms.items()):
-        shares = np.zeros(most)
-        shares[: len(counts)] = np.asarray(counts) / max(sum(counts), 1)
-        mean = float(np.arange(most) @ shares)
-        colour = (ORANGE, BLUE)[i % 2]
-        places = np.arange(most)[1:] + 0.4 * (i - 0.5)
-        axis.bar(places, 100 * shares[1:], 0.4, color=colour, label=f"{name}: {mean:.2f} a round")
-    axis.set_xticks(range(1, most))
-    axis.set_xlabel("tokens that a round commits")
-    axis.set_ylabel("rounds, %")
-    axis.set_title("acceptance length", fontsize=10)
-    axis.legend(loc="best", frameon=False, fontsize=9)

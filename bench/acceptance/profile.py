@@ -24,10 +24,28 @@ from bench.acceptance.counts import (
     table_of,
     trace_requests,
 )
-from bench.acceptance.rounds import add_shared_arguments, begin
 from bench.common.options import check_least
-from bench.common.pair import describe_pair
-from bench.common.report import add_report_arguments, measured_on, opening_of, show, write_report
+from bench.common.pair import (
+    Pair,
+    add_pair_arguments,
+    add_round_arguments,
+    check_numbers,
+    check_round,
+    describe_pair,
+    load_pair,
+    read_prompts,
+)
+from bench.common.report import (
+    add_report_arguments,
+    check_report,
+    measured_on,
+    opening_of,
+    show,
+    write_report,
+)
+from bench.common.workload import Workload, make_workloads
+from jetspec_jax import enable_compilation_cache
+from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.tree import Candidates, Profile, Routing
 from jetspec_jax.tree.profiles import VERSION
 from jetspec_jax.tree.published import TaskRouter
@@ -38,7 +56,9 @@ COUNTS = {"reached": count_reached, "tree": count_tree}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
-    add_shared_arguments(parser)
+    # Prompts are decoded one at a time, so copies of the pair have no use.
+    add_pair_arguments(parser, prompts=16, max_tokens=128, copies=False)
+    add_round_arguments(parser)
     add = parser.add_argument
     add("--nodes", choices=tuple(COUNTS), default="reached", help="nodes that are counted (default: reached)")
     add(
@@ -108,6 +128,21 @@ def run(arguments: argparse.Namespace) -> int:
 
     write_picture(arguments.plot, draw_profile(profile))
     return 0
+
+
+def begin(arguments: argparse.Namespace) -> tuple[Pair, Workload, TreeSettings]:
+    """Checks the command line, and loads the pair, the requests and the tree settings."""
+    check_numbers(arguments)
+    check_round(arguments)
+    check_report(arguments)
+    settings = TreeSettings(
+        arguments.budget, arguments.width, None, arguments.algorithm, arguments.candidates
+    )
+    prompts = read_prompts(arguments)
+    enable_compilation_cache(arguments.compilation_cache)
+    pair = load_pair(arguments, arguments.dtype, [settings])
+    [work] = make_workloads(arguments, pair.target, prompts, [arguments.temperature]).values()
+    return pair, work, settings
 
 
 def tables(

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from bench.common.pair import Pair
 from bench.common.workload import Workload
@@ -103,17 +103,13 @@ def write_texts(pair: Pair, work: Workload, *, batch: int, implementation: str |
     return texts
 
 
-def draft_along(
-    pair: Pair, texts: Sequence[Text], count: int, *, oracle: bool = False, implementation: str | None
-) -> Drafts:
+def draft_along(pair: Pair, texts: Sequence[Text], count: int, *, implementation: str | None) -> Drafts:
     """The ``count`` best draft tokens of every row, at every token that can be an anchor.
 
     Args:
         pair: The models.
         texts: The texts.
         count: Candidates per draft row.
-        oracle: Whether the target scores these tokens, after the text before them. All parents of a depth
-            share its probabilities, which are exact on the text's path alone.
         implementation: Of tree attention; None picks the best.
     """
     proposer = DraftHeadProposer(pair.head.config, implementation)
@@ -133,7 +129,6 @@ def draft_along(
             np.int32(len(text.prompt) - 1),
             anchors=most,
             count=count,
-            oracle=oracle,
             implementation=implementation,
         )
         found.append(jax.tree.map(lambda rows, length=text.length: np.asarray(rows)[:length], drafts))
@@ -167,16 +162,6 @@ def accepted_along(
     return np.concatenate(found)
 
 
-def as_scored_by(logits: Float[Array, "T V"], drafts: Candidates, positions: Int[Array, "A"]) -> Candidates:
-    """Drafts with a model's probabilities: row d of an anchor has those of the logits d tokens after it."""
-    depth = drafts.tokens.shape[1]
-    rows = jnp.minimum(positions[:, None] + jnp.arange(depth)[None, :], len(logits) - 1)
-    logits = logits.astype(jnp.float32)
-    scores = logits[rows[:, :, None], drafts.tokens] - jax.nn.logsumexp(logits, axis=1)[rows[:, :, None]]
-    log_probs, order = jax.lax.top_k(scores, scores.shape[2])
-    return Candidates(jnp.take_along_axis(drafts.tokens, order, axis=2), log_probs, drafts.entropies)
-
-
 def rounds_along(accepted: Int[np.ndarray, "A"], counts: Sequence[int]) -> list[list[int]]:
     """The number of tokens that each round of each text commits; the last round may overshoot the text's end.
 
@@ -198,9 +183,7 @@ def rounds_along(accepted: Int[np.ndarray, "A"], counts: Sequence[int]) -> list[
     return texts
 
 
-@functools.partial(
-    jax.jit, static_argnums=(0, 1, 2), static_argnames=("anchors", "count", "oracle", "implementation")
-)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames=("anchors", "count", "implementation"))
 def _drafts(
     config: ModelConfig,
     mesh: Mesh | None,
@@ -212,7 +195,6 @@ def _drafts(
     *,
     anchors: int,
     count: int,
-    oracle: bool,
     implementation: str | None,
 ) -> Candidates:
     """Candidates at ``anchors`` tokens from ``first`` on; one forward fills the head's context."""
@@ -237,10 +219,7 @@ def _drafts(
         positions = first + jnp.arange(parts * DRAFTED, dtype=jnp.int32).reshape(parts, DRAFTED)
         positions = jnp.minimum(positions, ids.size - 1)
         found = jax.lax.map(draft, positions)
-        found = jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), found)
-        return (
-            as_scored_by(target.logits(output.hidden)[0], found, positions.reshape(-1)) if oracle else found
-        )
+        return jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), found)
 
     if mesh is not None:
         specs = parameter_specs(config, mesh), proposer.weight_specs(mesh), WHOLE, WHOLE

@@ -28,7 +28,6 @@ BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = COLOURS = (
     "#56b4e9",
 )
 GREY = "#666666"
-DPI = 120
 # Font sizes in points: a figure's title, its subtitle, and its note.
 TITLE, ABOUT, NOTE = 12, 9, 8
 _POINTS = 72  # per inch
@@ -209,13 +208,11 @@ def without_frame(*axes: Axes) -> None:
 
 
 def write_picture(path: Path, figure: Figure) -> None:
-    """Writes a PNG, and an SVG of the same name beside it, each atomically."""
-    with replacing(path) as partial:
-        figure.savefig(partial, format="png", dpi=DPI, metadata={"Software": None})
+    """Writes an SVG atomically."""
     # Texts stay texts: they can be searched, and files are small. A fixed salt makes ids reproducible.
     with (
         matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jetspec-jax"}),
-        replacing(path.with_suffix(".svg")) as partial,
+        replacing(path) as partial,
     ):
         figure.savefig(partial, format="svg", metadata={"Date": None})
-    print(f"wrote {path} and {path.with_suffix('.svg').name}")
+    print(f"wrote {path}")

@@ -35,7 +35,7 @@ def add_report_arguments(parser: argparse.ArgumentParser, name: str, *, picture:
         parser.add_argument(
             "--plot",
             type=Path,
-            help="path of the picture: a PNG, with an SVG beside it (default: beside the report)",
+            help="path of the picture, an SVG (default: beside the report)",
         )
 
 
@@ -46,15 +46,15 @@ def check_report(arguments: argparse.Namespace) -> None:
         arguments: The command line, with `add_report_arguments`; a default ``plot`` is filled in.
 
     Raises:
-        ValueError: The picture's name does not end in .png, or is the report's.
+        ValueError: The picture's name does not end in .svg, or is the report's.
         OSError: A file cannot be written.
     """
     paths = [arguments.json]
     if "plot" in arguments:
-        arguments.plot = arguments.plot or arguments.json.with_suffix(".png")
+        arguments.plot = arguments.plot or arguments.json.with_suffix(".svg")
         paths.append(arguments.plot)
-        if arguments.plot.suffix != ".png":
-            raise ValueError(f"--plot writes a PNG, whose name ends in .png, not {arguments.plot}")
+        if arguments.plot.suffix != ".svg":
+            raise ValueError(f"--plot writes an SVG, whose name ends in .svg, not {arguments.plot}")
         if arguments.plot == arguments.json:
             raise ValueError(f"--json and --plot are one file: {arguments.plot}")
     for path in paths:

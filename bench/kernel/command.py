@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--plot",
         type=Path,
-        help="path of the picture: a PNG, with an SVG beside it (default: beside the report)",
+        help="path of the picture, an SVG (default: beside the report)",
     )
     add_switch(parser, "--tune", "search for the best configurations instead, on a GPU")
     add(

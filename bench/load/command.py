@@ -1,4 +1,4 @@
-"""``python -m bench load``: one engine under load: latency, prefill, rounds of many slots, and the host.
+"""``python -m bench load``: one engine under load: latency, prefill, many slots, and the host.
 
 The parts are measured in the given order, and the report is written after each part; ``--resume`` keeps the
 parts that it has. First a tiny pair in float32 serves a few requests by plain decoding and with trees: all
@@ -9,8 +9,6 @@ tokens must be those of plain decoding without load.
 * gaps: time between tokens of decoding requests while a long prompt arrives.
 * shared: time to first token of a second request with the same prefix.
 * host: time of the engine's thread, by live slots.
-* rounds: time of a round by live slots and nodes, with floors.
-* projected: tokens per second with published acceptance and measured rounds; "auto" is the engine's policy.
 * traffic: methods in turn on random prompts, with fixed numbers of concurrent requests (``--concurrency``) or
   with random arrivals (``--rates``).
 * demo: the same with the demo pair and real prompts.
@@ -26,7 +24,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from bench.common.floors import measure_ceilings
 from bench.common.methods import AUTO, PLAIN_METHOD, Method
 from bench.common.options import check_known, check_least
 from bench.common.pair import Pair, random_pair, shapes_of
@@ -37,7 +34,6 @@ from bench.load import traffic, waits
 from bench.load.arrivals import Lengths, random_prompts
 from bench.load.driving import Load
 from bench.load.report import TITLES, notes_of, tables_of
-from bench.load.rounds import TASKS, costs_of, measure_rounds, project
 from jetspec_jax import (
     SamplingParams,
     enable_compilation_cache,
@@ -67,7 +63,6 @@ _USUAL = {
         "host_slots": [1, 8, 32, 64],
         "buckets_up_to": 128,
         "least_nodes": 2,
-        "context": 1024,
         "concurrency": [1, 2, 4, 8, 16, 32, 64],
         "num_prompts": 64,
     },
@@ -80,15 +75,14 @@ _USUAL = {
         "host_slots": [1, 8, 32, 64],
         "buckets_up_to": 16,
         "least_nodes": 8,
-        "context": 256,
         "concurrency": [1, 4],
         "num_prompts": 8,
     },
 }
 # The engine that measures latency: tokens of a slot beyond its prompt, slots, and nodes.
 _ROOM, _BESIDE, _NODES = 1024, 8, 16
-#: Simulated seconds of each projection.
-PROJECTED_SECONDS = 20.0
+# Tokens of a slot of the engine with many slots.
+_CROWDED_CAPACITY = 2048
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,20 +97,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompts", nargs="+", metavar="N", help="prompts of prefill: 2048 is one prompt, 8x1024 are eight")
     add("--long-prompt", type=int, help="tokens of the long prompt of gaps")
     add("--shared-tokens", type=int, help="tokens of the prefix of shared; a multiple of 64")
-    add("--slots", type=int, help="slots in host, rounds and projected")
+    add("--slots", type=int, help="slots in host")
     add("--host-slots", type=int, nargs="+", help="numbers of decoding slots in host")
-    add("--buckets-up-to", type=int, help="most nodes of a tree in rounds, projected and auto")
+    add("--buckets-up-to", type=int, help="most nodes of a tree of auto")
     add("--least-nodes", type=int, help="fewest nodes of these trees (default: 2 on a GPU, else 8)")
-    add("--most-rows", type=int, default=1024, help="most nodes of all slots together (default: 1024)")
-    add("--context", type=int, help="committed tokens per slot in rounds and projected")
-    add("--rounds", type=int, default=8, help="rounds per timed dispatch in rounds (default: 8)")
-    add(
-        "--tasks",
-        nargs="+",
-        default=["gsm8k", "math500", "mt-bench"],
-        help=f"prompt sets of projected, among {', '.join(TASKS)}",
-    )
-    add("--concurrency", type=int, nargs="+", help="concurrent requests in projected, traffic and demo")
+    add("--concurrency", type=int, nargs="+", help="concurrent requests in traffic and demo")
     add("--rates", type=float, nargs="+", default=[], help="requests per second in traffic and demo")
     add(
         "--budgets",
@@ -163,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_report(arguments)
     enable_compilation_cache(arguments.compilation_cache)
     report = _begin(arguments)
-    measured = Measured(arguments, report["parts"])
+    measured = Measured(arguments)
     left = [part for part in arguments.parts if part not in report["parts"]]
     with Progress(total=len(left) + 1, unit="part") as bar:
         if left:
@@ -190,9 +175,8 @@ def _check(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
     check_known("parts", arguments.parts, PARTS)
-    check_known("tasks", arguments.tasks, TASKS)
     check_least(arguments, 1, "slots", "host_slots", "concurrency", "num_prompts", "count", "repeats")
-    check_least(arguments, 2, "context", "rounds", "least_nodes", "budgets")
+    check_least(arguments, 2, "least_nodes", "budgets")
     for text in arguments.prompts:
         if waits.parse_prompts(text)[0] > _BESIDE:
             raise ValueError(f"--prompts {text}: at most {_BESIDE} prompts can arrive together")
@@ -202,8 +186,6 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--rates must be positive, not {min(arguments.rates):g}")
     if max(arguments.host_slots) > arguments.slots:
         raise ValueError(f"--host-slots {max(arguments.host_slots)} is more than --slots {arguments.slots}")
-    if "projected" in arguments.parts and max(arguments.concurrency) > arguments.slots:
-        raise ValueError(f"--concurrency {max(arguments.concurrency)} is more than --slots {arguments.slots}")
     target = find_pair_shape(arguments.shape).target
     if (need := longest(arguments)) > target.max_position_embeddings:
         raise ValueError(
@@ -275,14 +257,9 @@ def methods_of(arguments: argparse.Namespace, block_size: int) -> list[Method]:
 class Measured:
     """Measures the parts, each by the method of its name. Engines are made when needed, one at a time."""
 
-    def __init__(self, arguments: argparse.Namespace, parts: dict[str, Any]):
-        """Measures nothing yet.
-
-        Args:
-            arguments: The command line.
-            parts: The results so far, by part.
-        """
-        self._given, self._parts = arguments, parts
+    def __init__(self, arguments: argparse.Namespace):
+        """Measures nothing yet."""
+        self._given = arguments
         self._loads: dict[str, Load] = {}
 
     @cached_property
@@ -329,10 +306,9 @@ class Measured:
                 self._pair,
                 TreeSettings(bucket_for(given.buckets_up_to), algorithm=AUTO),
                 slots=given.slots,
-                capacity=given.context + _ROOM,
+                capacity=_CROWDED_CAPACITY,
                 implementation=given.implementation,
                 least_nodes=given.least_nodes,
-                most_rows=given.most_rows,
             ),
         )
 
@@ -363,29 +339,6 @@ class Measured:
         load = self._crowded
         step("measure")
         return waits.measure_host(load, self._given.host_slots, self._given.count, self._rng)
-
-    def rounds(self, step: Callable[[str], None]) -> Any:
-        """See `bench.load.rounds.measure_rounds`."""
-        step("compile")
-        load, given = self._crowded, self._given
-        step("measure")
-        ceilings = measure_ceilings(self._pair.target.dtype, given.repeats)
-        contexts = max(given.context // 4, 1), given.context
-        found = measure_rounds(
-            load.engine.runner, self._pair, contexts, given.rounds, given.repeats, ceilings
-        )
-        return {**found, "ceilings": ceilings.entry()}
-
-    def projected(self, step: Callable[[str], None]) -> Any:
-        """See `bench.load.rounds.project`. Raises ValueError if no rounds were measured."""
-        if "rounds" not in self._parts:
-            raise ValueError(
-                "--parts projected needs the part rounds before it, or --resume with such a report"
-            )
-        given, measured = self._given, self._parts["rounds"]["result"]
-        costs, overlapped = costs_of(measured), measured["overlapped"]
-        setting = given.concurrency, PROJECTED_SECONDS, given.seed
-        return [row for task in given.tasks for row in project(costs, task, *setting, overlapped=overlapped)]
 
     def traffic(self, step: Callable[[str], None]) -> Any:
         """See `bench.load.traffic.measure_traffic`."""

@@ -1,4 +1,4 @@
-"""The picture of ``load``: tokens per second by concurrency, projected and measured."""
+"""The picture of ``load``: tokens per second by concurrency."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -7,24 +7,11 @@ from matplotlib.ticker import NullFormatter, StrMethodFormatter
 from bench.common.picture import COLOURS, GREY, Report, empty_figure, without_frame
 from bench.common.report import measured_on
 
-# Keys of a projection's row that are no method.
-_OTHER = ("task", "concurrency", "auto_over_best", "sglang_chain_b200")
-
 
 def draw_load(report: Report) -> Figure:
-    """A panel per projected prompt set, and a panel per measured traffic."""
+    """A panel per measured traffic."""
     panels = []
     parts = report["parts"]
-    if "projected" in parts:
-        rows = parts["projected"]["result"]
-        for task in dict.fromkeys(row["task"] for row in rows):
-            of_task = [row for row in rows if row["task"] == task]
-            names = [key for key in dict.fromkeys(key for row in of_task for key in row) if key not in _OTHER]
-            curves = {
-                name: [(row["concurrency"], row[name]) for row in of_task if row.get(name) is not None]
-                for name in names
-            }
-            panels.append((f"projected, {task}", curves))
     for part in ("demo", "traffic"):
         if part in parts:
             rows = [row for row in parts[part]["result"] if row["rate"] is None]
@@ -35,7 +22,7 @@ def draw_load(report: Report) -> Figure:
                 ]
                 for name in names
             }
-            panels.append((f"measured, {part}", curves))
+            panels.append((part, curves))
     figure = empty_figure(
         1.0 + 4.6 * max(len(panels), 1), 5.0, "Tokens per second by concurrent requests", _about(report)
     )

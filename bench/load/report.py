@@ -11,8 +11,6 @@ TITLES = {
     "gaps": "time between tokens of decoding requests, before and while a long prompt arrives",
     "shared": "time to first token with a shared prefix",
     "host": "the engine's thread, ms per dispatch",
-    "rounds": "a round, ms",
-    "projected": "tokens per second with published acceptance",
     "traffic": "methods in turn, random prompts",
     "demo": "methods in turn, the demo pair and real prompts",
     "structured": "decoding requests beside a request without and with a grammar, the demo pair",
@@ -20,7 +18,7 @@ TITLES = {
 
 
 def tables_of(parts: Mapping[str, Any]) -> Iterator[Table]:
-    """A table per measured part; rounds and projections have several."""
+    """A table per measured part."""
     for name, found in parts.items():
         yield from _TABLES[name](TITLES[name], found["result"])
 
@@ -38,38 +36,6 @@ def _quantiles(title: str, found: Mapping[str, Any]) -> Iterator[Table]:
 
 def _text(value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-
-def _rounds(title: str, found: Mapping[str, Any]) -> Iterator[Table]:
-    rows = found["rows"]
-    buckets = sorted({row["bucket"] for row in rows})
-    for key, what in (("round_ms", title), ("floor_ms", "floors, ms")):
-        by_shape = {(row["live"], row["bucket"]): row[key] for row in rows}
-        yield (
-            f"{what} (context {found['contexts'][1]})",
-            [
-                {"live": live, **{f"{bucket} nodes": by_shape.get((live, bucket)) for bucket in buckets}}
-                for live in sorted({row["live"] for row in rows})
-            ],
-        )
-
-
-def _projected(title: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
-    keys = list(dict.fromkeys(key for row in rows for key in row if key not in ("task", "auto_over_best")))
-    for task in dict.fromkeys(row["task"] for row in rows):
-        table = [
-            {
-                **{key: _whole(row.get(key)) for key in keys},
-                "auto/best": row["auto_over_best"],
-            }
-            for row in rows
-            if row["task"] == task
-        ]
-        yield f"{title}: {task}", table
-
-
-def _whole(value: Any) -> Any:
-    return round(value) if isinstance(value, float) else value
 
 
 def _traffic(title: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
@@ -98,8 +64,6 @@ _TABLES: dict[str, Any] = {
     "gaps": _quantiles,
     "shared": _quantiles,
     "host": _rows,
-    "rounds": _rounds,
-    "projected": _projected,
     "traffic": _traffic,
     "demo": _traffic,
     "structured": _rows,
@@ -108,16 +72,9 @@ _TABLES: dict[str, Any] = {
 
 def notes_of(parts: Mapping[str, Any]) -> list[str]:
     """What a reader of the tables must know."""
-    notes = []
-    if "host" in parts or "demo" in parts:
-        notes.append(
-            "host_ms: scheduling, launching, fetching and delivering, without the wait for the device. On a "
-            "CPU a launch may compute; thread_ms counts only the work of the engine's thread."
-        )
-    if "projected" in parts:
-        notes.append(
-            "Projected: measured rounds, and acceptance drawn from published means (Qwen3-8B, greedy, one "
-            "H100); trees below 16 nodes are treated as chains. No tokens were decoded. SGLang's figures are "
-            "published by SGLang, on one B200."
-        )
-    return notes
+    if not {"host", "demo"} & parts.keys():
+        return []
+    return [
+        "host_ms: scheduling, launching, fetching and delivering, without the wait for the device. On a "
+        "CPU a launch may compute; thread_ms counts only the work of the engine's thread."
+    ]

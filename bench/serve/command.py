@@ -4,9 +4,6 @@ Methods are measured one after the other, each with a new server, and the report
 ``--url`` a running server is measured; any server with OpenAI's API will do. Every set of conversations is
 run at fixed concurrency (``--concurrency``), with random arrivals (``--rates``), and at multiples of the rate
 that the largest concurrency reached (``--loads``).
-
-With ``--replay`` the engine computes nothing: the real scheduler and policy run with recorded rounds of an
-H200 and published acceptance. This measures the cost of HTTP and the effect of overload on any machine.
 """
 
 import argparse
@@ -21,7 +18,6 @@ from bench.common.report import add_report_arguments, check_report, opening_of, 
 from bench.load.arrivals import Lengths
 from bench.serve.clients import Clients
 from bench.serve.figures import notes_of, parse_bounds, summed_up, tables_of
-from bench.serve.replaying import add_replay_arguments
 from bench.serve.servers import Server, options_of
 from bench.serve.sets import ENDPOINTS, SETS, Asking, conversations
 from jetspec_jax.checkpoint.files import write_json
@@ -59,8 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--goodput", nargs="+", metavar="NAME:MS", help="bounds of a good answer, for example ttft:500")
     add("--seed", type=int, default=0, help="seed of prompts and arrivals (default: 0)")
-    add_switch(parser, "--replay", "replay recorded rounds instead of computing")
-    add_replay_arguments(parser)
     add_report_arguments(parser, "serve")
 
 
@@ -93,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
             finally:
                 if server is not None:
                     server.close()
-            report["notes"] = notes_of(rows, replays=arguments.replay)
+            report["notes"] = notes_of(rows)
             write_json(arguments.json, report)
     from bench.serve.plot import draw_serve
 
@@ -120,8 +114,6 @@ def _check(arguments: argparse.Namespace) -> dict[str, float]:
             raise ValueError(f"--{name} must be positive, not {min(given):g}")
     if arguments.loads and not arguments.concurrency:
         raise ValueError("--loads are multiples of the rate that --concurrency reaches: name a concurrency")
-    if arguments.url and arguments.replay:
-        raise ValueError("--replay starts its own servers: leave --url out")
     return parse_bounds(arguments.goodput or ())
 
 
@@ -130,9 +122,7 @@ def _start(arguments: argparse.Namespace, method: str) -> Server:
     options += options_of(method, arguments.budget)
     for name in ("max_num_seqs", "max_model_len", "max_waiting"):
         options += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-    if arguments.replay:
-        options += ["--task", arguments.task, "--recorded", *map(str, arguments.recorded)]
-    return Server([*options, *shlex.split(arguments.server_options or "")], replays=arguments.replay)
+    return Server([*options, *shlex.split(arguments.server_options or "")])
 
 
 def _measure(
@@ -169,21 +159,12 @@ def _measure(
             bar.set_description(
                 f"{method}, {name}, " + (f"{count} at a time" if count else f"{rate:.3g} per second")
             )
-            before = None if server is None else server.spent()
             answers, seconds = clients.serve(
                 drawn, concurrency=count, rate=rate, seed=arguments.seed, step=bar.update
             )
-            after = None if server is None else server.spent()
             found = summed_up(answers, seconds, bounds)
-            costs = {"server_ms_per_event": None, "engine_ms_per_event": None}
-            if before is not None and after is not None:
-                engine = after.engine - before.engine
-                costs = {
-                    "server_ms_per_event": 1e3 * (after.process - before.process - engine) / found["events"],
-                    "engine_ms_per_event": 1e3 * engine / found["events"],
-                }
             about = {"method": method, "set": name, "concurrency": count, "rate": rate, "load": load}
-            row = {**about, **found, **costs, "bound_seconds": None}
+            row = {**about, **found, "bound_seconds": None}
             row["conversations_per_second"] = row["requests_per_second"] / len(drawn[0].turns)
             if count is not None:
                 peak = row

@@ -115,7 +115,6 @@ def tables_of(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[dict[st
                 "tokens/s": row["tokens_per_second"],
                 "good/s": row["goodput_requests_per_second"],
                 "cached": row["cached_share"],
-                "cpu ms/event": row["server_ms_per_event"],
             }
         )
         parts = ("p50", "p90", "p99")
@@ -125,16 +124,9 @@ def tables_of(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[dict[st
     return [("answers and throughput", answered), ("latency in ms", times)]
 
 
-def notes_of(rows: Sequence[Mapping[str, Any]], *, replays: bool) -> list[str]:
-    """What a reader of the tables must know, and the effect of overload."""
+def notes_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The effect of overload."""
     notes = []
-    if replays:
-        notes.append(
-            "Replayed: the real scheduler, policy and HTTP with recorded rounds of one H200 and published "
-            "acceptance (Qwen3-8B, greedy). Nothing was computed. Missing numbers of rows are interpolated. "
-            "cpu ms/event is the server's processor time without the engine's steps, divided by the "
-            "events of its streams."
-        )
     for row in rows:
         if (row["load"] or 0) <= 1:
             continue

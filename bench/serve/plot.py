@@ -17,7 +17,7 @@ def draw_serve(report: Report) -> Figure:
         9.0,
         "A server under load, measured by its clients",
         _about(report),
-        " ".join(report["notes"][1:]),
+        " ".join(report["notes"]),
     )
     grid = figure.subplots(3, len(sets), squeeze=False)
     for column, (name, rows) in enumerate(sets.items()):
@@ -78,6 +78,6 @@ def _panel(
 
 def _about(report: Report) -> str:
     given = report["arguments"]
-    what = "recorded rounds of an H200, replayed" if given["replay"] else given["url"] or report["device"]
+    what = given["url"] or report["device"]
     limits = f"{given['max_num_seqs']} slots, a waiting queue of {given['max_waiting']}"
     return f"{what}; {limits}; client and server share {report['processors']} processors"

@@ -1,6 +1,5 @@
 """Servers as processes, one per method."""
 
-import json
 import queue
 import re
 import signal
@@ -10,12 +9,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import httpx
 
 from bench.common.methods import AUTO, CHAIN
-from bench.serve.replaying import MARK
 from jetspec_jax.tree import DEFAULT_ALGORITHM
 
 _READY = re.compile(r"is served at (http://\S+)/v1")
@@ -45,40 +42,29 @@ def options_of(method: str, largest: int) -> list[str]:
     raise ValueError(f'methods are {AUTO}, {CHAIN}, plain, or a tree like "tree 64", not {method!r}')
 
 
-class Spent(NamedTuple):
-    """Processor seconds of a server that replays.
-
-    Attributes:
-        process: Seconds of all its threads.
-        engine: Seconds of the engine's steps.
-    """
-
-    process: float
-    engine: float
-
-
 class Server:
     """A server process, which runs until `close`."""
 
-    def __init__(self, options: Sequence[str], *, replays: bool, seconds: float = 900.0):
+    def __init__(self, options: Sequence[str], *, seconds: float = 900.0):
         """Starts the process, and waits until it listens and has compiled everything.
 
         Args:
-            options: Options of ``jetspec-jax serve``, and of the replay.
-            replays: Whether the engine replays instead of computing.
+            options: Options of ``jetspec-jax serve``.
             seconds: The longest time to wait.
 
         Raises:
             RuntimeError: The process has ended, or is not ready in time.
         """
-        module = ["bench.serve.replaying"] if replays else ["jetspec_jax", "serve"]
-        words = [sys.executable, "-m", *module, "--port", "0", *options]
+        words = [sys.executable, "-m", "jetspec_jax", "serve", "--port", "0", *options]
         self._process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        self._replays = replays
         self._last: deque[str] = deque(maxlen=20)
-        self._ready, self._answers = queue.Queue[str | None](), queue.Queue[str]()
+        self._ready = queue.Queue[str | None]()
         threading.Thread(target=self._read, daemon=True).start()
         try:
             url = self._ready.get(timeout=seconds)
@@ -89,20 +75,11 @@ class Server:
             raise RuntimeError(f"the server does not listen: {' '.join(self._last)[-1000:]}")
         self.url = url
         end = time.monotonic() + seconds
-        while not (replays or httpx.get(f"{url}/health", timeout=60).json()["warm"]):
+        while not httpx.get(f"{url}/health", timeout=60).json()["warm"]:
             if time.monotonic() > end:
                 self.close()
                 raise RuntimeError("the server still compiles, or measures its rounds")
             time.sleep(0.5)
-
-    def spent(self) -> Spent | None:
-        """Processor seconds so far; None if the engine computes, whose work cannot be separated."""
-        if not self._replays:
-            return None
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return Spent(**json.loads(self._answers.get(timeout=60)))
 
     def close(self) -> None:
         """Stops the process."""
@@ -117,10 +94,7 @@ class Server:
     def _read(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            if line.startswith(MARK):
-                self._answers.put(line.removeprefix(MARK))
-            else:
-                self._last.append(line.strip())
-                if found := _READY.search(line):
-                    self._ready.put(found[1])
+            self._last.append(line.strip())
+            if found := _READY.search(line):
+                self._ready.put(found[1])
         self._ready.put(None)

@@ -4,7 +4,7 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jetspec_jax.arguments import printable
@@ -36,6 +36,17 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends the program with code 2 and one line."""
         self.exit(2, f"{self.prog}: {printable(message)}; see {self.prog} --help\n")
+
+    def refuse_replaced(self, words: Sequence[str], replaced: Mapping[str, str]) -> None:
+        """Ends the program if a command line has a command or option of an earlier version.
+
+        Args:
+            words: The command line; its first word is the command.
+            replaced: What to use instead of "COMMAND", or of a word of a command, "COMMAND WORD".
+        """
+        names = [*words[:1], *(f"{words[0]} {word.partition('=')[0]}" for word in words[1:])]
+        if gone := next((name for name in names if name in replaced), None):
+            self.error(f"{gone!r} was removed: {replaced[gone]}")
 
     def _unknown_option(self, words: Sequence[str]) -> str | None:
         """The first unknown option among the words that this parser reads."""

@@ -128,8 +128,8 @@ class TestNames:
         ("call", "words"),
         [
             *((command.main, name) for name in ("generate", "chat", "tree", "serve", "info")),
-            *((train, name) for name in ("data", "head", "finetune", "demo")),
-            *((bench, name) for name in ("decode", "acceptance", "exactness", "round", "loading")),
+            *((train, name) for name in ("data", "head", "finetune")),
+            *((bench, name) for name in ("decode", "acceptance", "exactness", "round")),
             (convert, ""),
         ],
     )

@@ -31,12 +31,12 @@ def report_of(tmp_path):
     def call(command, words):
         path = tmp_path / "out" / "report.json"
         assert main([command, *words.split(), "--json", str(path)]) == 0
-        assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-        assert path.with_suffix(".svg").exists()
+        assert "<svg" in path.with_suffix(".svg").read_text()
         assert str(tmp_path) not in path.read_text()
         report = json.loads(path.read_text())
-        assert report["device"]
-        assert report["jax"]
+        opening = report.get("meta", report)
+        assert opening["device"]
+        assert opening["jax"]
         return report
 
     return call

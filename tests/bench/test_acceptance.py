@@ -1,4 +1,4 @@
-"""``python -m bench profile`` and ``diagnose``: counts against plain loops, sums against plain forwards."""
+"""``python -m bench profile``: counts against plain loops."""
 
 import json
 import re
@@ -7,21 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.__main__ import main
-from bench.acceptance import rounds as begin_rounds
+from bench.acceptance import profile as profile_command
 from bench.acceptance.counts import (
     NO_RANK,
     TracedRound,
-    count_accepted,
     count_reached,
     count_tree,
     ranks_of,
     trace_requests,
 )
-from bench.acceptance.diagnose import branches_of, faithfulness
 from bench.acceptance.profile import classes_of, tables
 from bench.common.workload import Workload
-from jetspec_jax import SamplingParams, draft_logits, generate, generate_tree, logits
+from jetspec_jax import SamplingParams, generate, generate_tree
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.inspect.trace import RoundTrace
 from jetspec_jax.tree import Candidates, Profile, Routing, get_algorithm
@@ -82,9 +79,6 @@ def test_counts_of_a_hand_made_round():
     tree = count_tree(rounds)
     assert tree.hits.tolist() == [[2, 0], [0, 2], [0, 2]]
     assert tree.nodes.tolist() == [2, 2, 4]
-    accepted = count_accepted(rounds)
-    assert accepted.hits.tolist() == [[2, 0], [0, 2], [0, 0]]
-    assert accepted.nodes.tolist() == [2, 2, 2]
 
 
 def test_counts_by_the_order_below_the_parent():
@@ -97,10 +91,9 @@ def test_counts_by_the_order_below_the_parent():
 
     assert ranks_of(selected([5, 8, 2])).tolist() == [0, 0, NO_RANK]
     assert ranks_of(selected([6, 8, 4])).tolist() == [1, 1, 0]
-    tree, accepted = (count([selected([5, 8, 2])]) for count in (count_tree, count_accepted))
+    tree = count_tree([selected([5, 8, 2])])
     assert tree.hits.tolist() == [[1, 0], [1, 0], [0, 1]]
     assert tree.nodes.tolist() == [1, 1, 2]
-    assert accepted.hits.tolist() == [[1, 0], [1, 0], [0, 0]]
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +132,6 @@ def test_counts_equal_a_plain_loop_over_plain_decoding(texts, rounds):
     found = count_reached(rounds)
     assert {d: int(n) for d, n in enumerate(found.nodes) if n} == nodes
     assert {(int(d), int(r)): int(found.hits[d, r]) for d, r in np.argwhere(found.hits)} == hits
-    # Every accepted node was reached.
-    assert (count_accepted(rounds).hits <= found.hits).all()
     assert count_tree(rounds).nodes.sum() == sum((one.trace.depths < 7).sum() for one in rounds)
 
 
@@ -178,74 +169,25 @@ def test_a_profile_is_what_the_algorithms_read(pair, work, texts, rounds, name):
     assert min(measured) < 3
 
 
-@pytest.mark.wide
-def test_branches_are_sums_of_plain_forwards(pair, work, texts):
-    chains = trace_requests(pair, work, TreeSettings(8, width=3, algorithm="chain"), implementation="xla")
-    found = branches_of(chains)
-    assert found.draft.shape == (len(chains), 7)
-    for i, one in enumerate(chains):
-        row = [*texts[one.prompt][: one.trace.start + 1], *one.trace.tokens[1:].tolist()]
-        padded = np.zeros((1, 48), np.int32)
-        padded[0, : len(row)] = row
-        scores = np.asarray(logits(pair.target, padded))[0].astype(np.float64)
-        log_probs = scores - np.log(np.sum(np.exp(scores), axis=1, keepdims=True))
-        places = np.arange(one.trace.start, one.trace.start + 7)
-        own = log_probs[places, one.trace.tokens[1:]]
-        np.testing.assert_allclose(found.target[i], np.cumsum(own), atol=1e-4)
-    first = chains[0].trace
-    drafts = np.asarray(draft_logits(pair.target, pair.head, [texts[0][: first.start + 1]]))[0]
-    best = drafts.max(axis=1) - np.log(np.sum(np.exp(drafts.astype(np.float64)), axis=1))
-    np.testing.assert_allclose(found.draft[0], np.cumsum(best), atol=1e-4)
-    rows = faithfulness(found)
-    assert [row["depth"] for row in rows] == list(range(1, 8))
-    assert rows[-1]["faithful"] == np.mean(np.abs(found.draft[:, -1] - found.target[:, -1]) <= 5)
-    assert rows[2]["50 %"] == pytest.approx(np.median(found.draft[:, 2] - found.target[:, 2]))
-
-
-@pytest.mark.wide
-def test_branches_are_read_off_chains_only(rounds):
-    with pytest.raises(ValueError, match="chains of 7 nodes"):
-        branches_of(rounds)
-
-
 def decode_only(patch, pair, work):
     """Commands decode this work with this pair, whatever they are told."""
-    patch.setattr(begin_rounds, "load_pair", lambda *_: pair)
-    patch.setattr(begin_rounds, "make_workloads", lambda *_: {0.0: work})
-
-
-@pytest.fixture(scope="module")
-def folder(pair, work, tmp_path_factory):
-    """Reports of both commands on the tiny pair."""
-    folder = tmp_path_factory.mktemp("reports")
-    small = ["--num-prompts", "2", "--max-tokens", "16", *SETTINGS]
-    with pytest.MonkeyPatch.context() as patch:
-        decode_only(patch, pair, work)
-        for name, more in ("profile", ["--least-nodes", "1"]), ("diagnose", ["--temperature", "1"]):
-            assert main([name, *small, *more, "--json", str(folder / f"{name}.json")]) == 0
-    return folder
+    patch.setattr(profile_command, "load_pair", lambda *_: pair)
+    patch.setattr(profile_command, "make_workloads", lambda *_: {0.0: work})
 
 
 @pytest.mark.wide
-def test_the_commands_write_reports_and_pictures(folder):
-    table, report = (json.loads((folder / f"{name}.json").read_text()) for name in ("profile", "diagnose"))
+def test_the_command_writes_a_report_and_a_picture(pair, work, report_of, monkeypatch):
+    decode_only(monkeypatch, pair, work)
+    small = ["--num-prompts", "2", "--max-tokens", "16", *SETTINGS, "--least-nodes", "1"]
+    table = report_of("profile", " ".join(small))
     assert len(Profile.parse(table).depth_rank_accept[0]) == 3
     meta = table["meta"]
     assert meta["rounds"] == sum(meta["rounds_by_class"].values()) == meta["nodes"][0]
-    trees = report["committed_per_round"]["top_nodes 16"]
-    assert report["accepted_by_depth_and_rank"]["rounds"] == sum(trees) > 10
-    assert len(report["faithfulness"]) == report["shapes"]["block_size"] - 1
-    assert len(report["branches"]["draft"]) == report["faithfulness"][0]["branches"]
-    for own in (meta, report):
-        assert own["device"]
-        assert own["jax"]
-        assert own["dtype"] == "float32"
-        assert own["arguments"]["target"] == "demo"
-        assert own["prompt_tokens"] == [9, 9]
-        for option in ("--num-prompts 2", "--skip-prompts 0", "--max-tokens 16"):
-            assert option in own["command"]
-    for name in ("profile", "diagnose"):
-        assert (folder / f"{name}.png").stat().st_size > 20_000
+    assert meta["dtype"] == "float32"
+    assert meta["arguments"]["target"] == "demo"
+    assert meta["prompt_tokens"] == [9, 9]
+    for option in ("--num-prompts 2", "--skip-prompts 0", "--max-tokens 16"):
+        assert option in meta["command"]
 
 
 @pytest.mark.parametrize(
@@ -256,14 +198,14 @@ def test_the_commands_write_reports_and_pictures(folder):
         ("acceptance", ["--candidates", "7", "0"], "--candidates must be at least 1, not 0"),
         ("acceptance", ["--algorithms", "chain", "auto"], "--algorithms auto: auto chooses budgets"),
         ("profile", ["--algorithm", "best"], "unknown tree algorithm 'best'"),
-        ("diagnose", ["--algorithm", "auto"], "--algorithm auto: auto chooses budgets"),
-        ("diagnose", ["--budget", "1"], "--budget must be in 2..256 (nodes, root and a draft included)"),
+        ("profile", ["--algorithm", "auto"], "--algorithm auto: auto chooses budgets"),
+        ("profile", ["--budget", "1"], "--budget must be in 2..256 (nodes, root and a draft included)"),
         ("profile", ["--budget", "257"], "--budget must be in 2..256"),
-        ("diagnose", ["--temperature", "nan"], "temperature must be 0 or lie in [1e-30, 1e+30], not nan"),
+        ("profile", ["--temperature", "nan"], "temperature must be 0 or lie in [1e-30, 1e+30], not nan"),
     ],
 )
 def test_bad_settings_are_one_line(refusal, monkeypatch, command, arguments, message):
-    monkeypatch.setattr(begin_rounds, "load_pair", None)  # nothing is loaded for them
+    monkeypatch.setattr(profile_command, "load_pair", None)  # nothing is loaded for them
     assert refusal(command, *arguments).startswith(message)
 
 

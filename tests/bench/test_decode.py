@@ -110,7 +110,7 @@ class TestReport:
         assert report["jax"]
         assert report["implementation"] == "xla"
         assert str(measured.parent) not in measured.read_text()
-        assert measured.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in measured.with_suffix(".svg").read_text()
 
     @pytest.mark.wide
     def test_the_command_makes_the_same_report_again(self, measured):
@@ -469,14 +469,14 @@ class TestBadInput:
             (["--plot-budget", "48"], "--plot-budget 48 is not among --budgets 16"),
             (["--prompts", "{}/none.jsonl"], "none.jsonl"),
             (["--num-prompts", "100000"], "asked for 100000"),
-            (["--plot", "{}/folder.png"], "it is a folder"),
+            (["--plot", "{}/folder.svg"], "it is a folder"),
         ],
     )
     def test_bad_input_is_one_line_before_anything_runs(
         self, tmp_path, refusal, monkeypatch, arguments, said
     ):
         (tmp_path / "profile.json").write_text('{"version": 9}')
-        (tmp_path / "folder.png").mkdir()
+        (tmp_path / "folder.svg").mkdir()
         monkeypatch.setattr(Bench, "measure", None)
         line = refusal("decode", *SMALL, *arguments)
         assert said in line

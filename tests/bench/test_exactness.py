@@ -72,7 +72,7 @@ def test_a_right_tree_has_an_empty_ledger(tmp_path):
     assert report["agreement"] is None
     assert report["shapes"]["vocab_size"] == TINY.vocab_size
     assert report["arguments"]["target"] == "demo"
-    assert (tmp_path / "out" / "ledger.png").stat().st_size > 10_000
+    assert (tmp_path / "out" / "ledger.svg").stat().st_size > 10_000
 
 
 @pytest.mark.wide
@@ -176,8 +176,8 @@ def test_totals_count_up_to_the_first_difference(tmp_path):
     given = {"num_prompts": 3, "max_tokens": 10, "batch": 1, "implementation": "xla"}
     entries = [entry_of("tie", 0.0), entry_of(None, float("inf"))]
     report = {"rows": rows, "divergences": entries, "arguments": given, "dtype": ["float32"], "device": "cpu"}
-    write_picture(tmp_path / "l.png", draw_ledger({**report, "jax": "0"}))
-    assert (tmp_path / "l.png").stat().st_size > 10_000
+    write_picture(tmp_path / "l.svg", draw_ledger({**report, "jax": "0"}))
+    assert (tmp_path / "l.svg").stat().st_size > 10_000
 
 
 def test_a_pair_with_a_key_that_is_to_be_ignored(tmp_path):

@@ -1,4 +1,4 @@
-"""``python -m bench load``: draws, simulated rounds, and a run of a tiny shape."""
+"""``python -m bench load``: draws, and a run of a tiny shape."""
 
 import json
 
@@ -10,24 +10,9 @@ from bench.common.methods import Method
 from bench.common.pair import Pair
 from bench.load import command, traffic, waits
 from bench.load.arrivals import Lengths, poisson
-from bench.load.published import TAU, Acceptance
-from bench.load.rounds import costs_of, project
 from jetspec_jax import SamplingParams
 from jetspec_jax.decode.settings import TreeSettings
 from tests.decode.tiny import TINY, random_target
-
-BUCKETS = (2, 4, 8, 16, 32, 64, 128, 256)
-
-
-@pytest.mark.parametrize("task", TAU)
-def test_draws_have_the_published_means(task):
-    acceptance = Acceptance(task, BUCKETS)
-    drawn = acceptance.draw(200_000, np.random.default_rng(0))
-    np.testing.assert_allclose(drawn.mean(axis=0), acceptance.means, rtol=0.01)
-    assert (np.diff(drawn, axis=1) >= 0).all()  # what a tree has, a larger one has
-    assert (drawn <= np.minimum(np.array(BUCKETS) - 1, 15)).all()
-    for bucket in (16, 128, 256):
-        assert acceptance.means[BUCKETS.index(bucket)] == pytest.approx(TAU[task][bucket] - 1)
 
 
 def test_lengths():
@@ -48,43 +33,16 @@ def test_lengths():
         waits.parse_prompts("8x")
 
 
-def test_projections_of_known_costs():
-    """A plain step reads the weights, and so much more for each row: few requests want trees, many none."""
-    rows = [
-        {"live": live, "bucket": bucket, "short_ms": own, "round_ms": own, "dispatch_ms": 0.3}
-        for live in (1, 8, 64)
-        for bucket in (1, 2, 4, 8, 16, 32, 64, 128)
-        if live * bucket <= 1024
-        for own in [4.0 + 1.5 * (bucket > 1) + 0.03 * live * bucket]
-    ]
-    costs = costs_of({"contexts": [64, 1024], "overlapped": False, "rows": rows})
-    table = project(costs, "gsm8k", (1, 8, 50), 4.0, 0, overlapped=False)
-    one, _, many = table
-    assert one["plain"] == pytest.approx(1000 / 4.03, rel=0.02)
-    # Of 16 nodes: 5.98 ms a round, 6 tokens; dispatches have 0.3 ms of their own, and what overshoots a
-    # request's end is lost.
-    assert 0.9 < one["tree 16"] / (6000 / 5.98) < 1
-    assert one["chain"] == pytest.approx(one["tree 16"] * 6.01 / 6.00)
-    assert one["tree 128"] > one["plain"]
-    assert "tree 32" not in many
-    assert many["plain"] == pytest.approx(50 * 1000 / 5.92, rel=0.02)  # programs are for 64 slots
-    for row in table:
-        best = max(row[name] for name in row if name in ("plain", "chain") or name.startswith("tree"))
-        assert row["auto_over_best"] == pytest.approx(row["auto"] / best)
-        assert row["auto_over_best"] > 0.9
-    assert (one["sglang_chain_b200"], many["sglang_chain_b200"]) == (1162.0, None)
-
-
 SMALL = (
     "--shape tiny --prompts 100 2x30 --long-prompt 150 --shared-tokens 128 --slots 4 --host-slots 1 4 "
-    "--buckets-up-to 16 --least-nodes 16 --context 64 --rounds 2 --count 2 --repeats 1 --concurrency 2 "
+    "--buckets-up-to 16 --least-nodes 16 --count 2 --repeats 1 --concurrency 2 "
     "--rates 50 --num-prompts 3 --prompt-tokens 9 --output-tokens uniform:2:4 --compilation-cache off"
 )
 
 
 @pytest.mark.wide
 def test_all_parts_of_a_tiny_shape(report_of):
-    report = report_of("load", f"{SMALL} --parts prefill ttft gaps shared host rounds projected traffic")
+    report = report_of("load", f"{SMALL} --parts prefill ttft gaps shared host traffic")
     parts = {name: part["result"] for name, part in report["parts"].items()}
     assert [(row["prompts"], row["length"]) for row in parts["prefill"]] == [(1, 100), (2, 30)]
     assert all(row["tokens_per_second"] > 0 for row in parts["prefill"])
@@ -92,11 +50,6 @@ def test_all_parts_of_a_tiny_shape(report_of):
     assert parts["gaps"]["gaps"]["max_ms"] > 0
     assert parts["shared"]["prefix_tokens"] == 128
     assert [row["slots"] for row in parts["host"]] == [1, 4]
-    assert {(row["live"], row["bucket"]) for row in parts["rounds"]["rows"]} == {
-        (live, bucket) for live in (1, 2, 4) for bucket in (1, 16)
-    }
-    assert all(row["floor_ms"] > 0 for row in parts["rounds"]["rows"])
-    assert {row["concurrency"] for row in parts["projected"]} == {2}
     methods = ["plain", "chain", "auto", "tree 16"]
     assert [(row["method"], row["concurrency"], row["rate"]) for row in parts["traffic"]] == [
         *((method, 2, None) for method in methods),
@@ -129,7 +82,7 @@ def test_outputs_that_differ_are_an_error(pair, monkeypatch):
         (["--parts", "prefil"], "--parts must be one of prefill, ttft"),
         (["--shape", "tiny", "--long-prompt", "4000"], "need 5024 tokens, and tiny has a context of 4096"),
         (["--slots", "4", "--host-slots", "8"], "--host-slots 8 is more than --slots 4"),
-        (["--context", "1"], "--context must be at least 2"),
+        (["--budgets", "1"], "--budgets must be at least 2"),
         (["--rates", "0"], "--rates must be positive"),
         (["--prompts", "9x100"], "at most 8 prompts can arrive together"),
         (["--output-tokens", "many"], "lengths are N"),
@@ -157,4 +110,3 @@ def test_a_report_that_goes_on(tmp_path, monkeypatch):
     assert measured == ["host"]
     assert json.loads(path.read_text())["tokens_checked"] == 7
     assert main(["load", "--shape", "qwen3-0.6b", *words[3:], "--resume"]) == 2
-    assert main([*words[:4], "projected", *words[5:], "--resume"]) == 2

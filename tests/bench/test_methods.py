@@ -9,7 +9,7 @@ from bench.common.given_profile import describe_profile, profile_notes
 from bench.common.methods import choose_algorithms
 from jetspec_jax.tree import algorithm_names, get_algorithm
 
-KEPT = Path(__file__).parents[2] / "bench" / "results"
+KEPT = Path(__file__).parents[2] / "bench/results/demo"
 
 
 def test_a_profile_reaches_the_algorithm_below_auto(tmp_path):
@@ -79,8 +79,8 @@ def test_prompts_of_the_profile_in_this_run_are_counted(profile, theirs, ours, b
 
 
 def test_the_kept_profile_knows_none_of_the_prompts_that_the_kept_table_judges_it_on():
-    report = json.loads((KEPT / "decode-demo-h200-all.json").read_text())
-    described = describe_profile(KEPT / "profile-demo.json")
+    report = json.loads((KEPT / "decode-h200-all.json").read_text())
+    described = describe_profile(KEPT / "profile.json")
     assert described.items() <= report.items()
     assert described["profile_prompts"]["skip_prompts"] >= report["arguments"]["num_prompts"]
     assert profile_notes(report) == []

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,15 +16,27 @@ from jetspec_jax.view.page import page_of
 from tests.marks import wide
 from tests.train.figures import assert_apart
 
-# One of each kind; all the others when there is time.
-QUICK = {
-    "decode-demo-h200-all",
-    "exactness-demo-h200",
-    "kernel-experts-h200",
-    "kernel-qwen3-8b-h200",
-    "round-qwen3-8b-h200",
-}
-REPORTS = [path if path.stem in QUICK else wide(path) for path in kept_reports()]
+#: Reports of tests, of kinds of which none is kept.
+OWN = Path(__file__).parent / "reports"
+QUICK = [
+    RESULTS / "demo/decode-h200-all.json",
+    RESULTS / "demo/exactness-h200.json",
+    RESULTS / "kernels/experts-h200.json",
+    RESULTS / "rounds/qwen3-8b-h200.json",
+    OWN / "kernel.json",
+]
+SLOW = (
+    *("demo/acceptance-h200", "demo/decode-h200", "demo/profile", "demo/round-h200-algorithms"),
+    *("engine/load-demo-cpu", "kernels/experts-h200-fp8", "kernels/matmul-h200"),
+    *("rounds/gemma4-26b-a4b-h200", "rounds/qwen3-8b-h200-x2", "rounds/qwen3.6-35b-a3b-h200"),
+    *(
+        "smollm2/acceptance-gsm8k-h200",
+        "smollm2/gsm8k-cpu",
+        "smollm2/gsm8k-gpu-exactness",
+        "smollm2/round-gpu",
+    ),
+)
+REPORTS = [*QUICK, *(wide(RESULTS / f"{name}.json") for name in SLOW)]
 
 
 def drawn(figure):
@@ -63,8 +76,15 @@ def test_a_kept_report_is_drawn_and_nothing_overlaps(path):
     check_looks(drawn(picture_of(path)))
 
 
+def test_pictures_of_kept_reports_are_redrawn():
+    assert [path.relative_to(RESULTS).as_posix() for path in kept_reports()] == [
+        "demo/exactness-h200.json",
+        "rounds/qwen3-8b-h200.json",
+    ]
+
+
 def test_phases_are_those_of_the_report_and_the_note_says_what_they_sum_to():
-    path = RESULTS / "round-qwen3-8b-h200.json"
+    path = RESULTS / "rounds/qwen3-8b-h200.json"
     rows, figure = read_report(path)["rows"], picture_of(path)
     [axis] = figure.axes
     bars = np.array([[bar.get_width() for bar in phase] for phase in axis.containers])
@@ -108,9 +128,9 @@ def test_names_beside_lines_keep_apart_and_near():
 
 def test_the_command_draws_what_is_named(tmp_path, capsys):
     path = tmp_path / "report.json"
-    shutil.copy(RESULTS / "kernel-qwen3-8b-h200.json", path)
+    shutil.copy(OWN / "kernel.json", path)
     assert main(["plots", str(path)]) == 0
-    assert sorted(one.suffix for one in tmp_path.iterdir()) == [".json", ".png", ".svg"]
+    assert sorted(one.suffix for one in tmp_path.iterdir()) == [".json", ".svg"]
     for text, said in (
         ('{"benchmark": "train"}', "is a report of 'train'; there are pictures of decode,"),
         ("[]", "it is no JSON object"),

@@ -57,15 +57,6 @@ def test_the_rounds_are_those_of_decoding(pair, work, drafts, monkeypatch, name,
     assert accepted.max() > 0
 
 
-def test_an_oracle_with_all_tokens_accepts_every_chain_of_a_greedy_text(pair, work):
-    greedy = Workload(work.prompts[:1], work.ids[:1], work.params[:1], [None])
-    texts = write_texts(pair, greedy, batch=1, implementation="xla")
-    drafts = draft_along(pair, texts, TINY.vocab_size, oracle=True, implementation="xla")
-    depth = pair.head.config.depth
-    assert (accepted_along(drafts, algorithm_of("chain"), TINY.vocab_size, (depth + 1,)) == depth).all()
-    assert (drafts.candidates.log_probs[:, :, 0] <= 0).all()
-
-
 def test_rounds_of_a_hand_made_text():
     accepted = np.array([1, 0, 2, 0, 0, 0, 9, 0, 3])
     assert rounds_along(accepted, [6, 1, 2]) == [[2, 3, 1], [10], [1, 4]]

@@ -110,7 +110,7 @@ class TestReport:
     @pytest.mark.usefixtures("made_up_times")
     def test_checkpoints_are_named_without_their_folders_and_with_their_shapes(self, tmp_path, monkeypatch):
         monkeypatch.chdir(DEMO_TARGET.parent)
-        path, plot = tmp_path / "round.json", tmp_path / "plots" / "round.png"
+        path, plot = tmp_path / "round.json", tmp_path / "plots" / "round.svg"
         models = ["--target", str(DEMO_TARGET), "--draft-head", str(DEMO_DRAFT_HEAD)]
         arguments = "--budgets 1 --contexts 40 --rounds 2 --repeats 1 --no-phases"
         assert main(["round", *models, *arguments.split(), "--json", str(path), "--plot", str(plot)]) == 0

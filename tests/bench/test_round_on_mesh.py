@@ -1,13 +1,11 @@
-"""``python -m bench round`` and ``collectives`` on two devices."""
+"""``python -m bench round`` on two devices."""
 
 import dataclasses
-import json
 
 import jax
 import pytest
 
 import bench.round.command
-from bench.__main__ import main
 from bench.common.floors import Ceilings
 from bench.common.shapes import SHAPES, PairShape
 from jetspec_jax.config import Experts
@@ -61,16 +59,3 @@ def test_experts_are_counted_over_all_devices(report_of, monkeypatch):
     )
     assert one == several
     assert TOP_K == several[0] < several[1] <= COUNT
-
-
-def test_sums_of_two_devices(tmp_path, capsys):
-    path = tmp_path / "sums.json"
-    words = "--tensor-parallel-size 2 --rows 1 4 --features 32 --turns 3 --repeats 1"
-    assert main(["collectives", *words.split(), "--json", str(path)]) == 0
-    report = json.loads(path.read_text())
-    assert report["devices"] == 2
-    assert [row["rows"] for row in report["rows"]] == [1, 4]
-    for row in report["rows"]:
-        assert row["KiB"] == row["rows"] * 32 * 4 / 1024
-        assert set(row) == {"rows", "KiB", "loop us", "default us", "one-shot us"}
-    assert "2 x cpu" in capsys.readouterr().out

@@ -65,5 +65,5 @@ def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path):
     assert 'href="notes.html#grammars"' in text
     text = (tmp_path / "benchmarks.html").read_text("utf-8")
     assert 'href="https://github.com/jetspec/jetspec_jax/tree/main/bench/results"' in text
-    assert (tmp_path / "bench/results/round-qwen3-8b-h200.png").is_file()
+    assert (tmp_path / "bench/results/rounds/qwen3-8b-h200.svg").is_file()
     assert "Loads the models" in (tmp_path / "api/text.html").read_text("utf-8")

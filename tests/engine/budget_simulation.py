@@ -18,7 +18,7 @@ from jetspec_jax.tree.auto import Auto
 
 ACCEPTANCE = Path(__file__).with_name("acceptance.npz")
 BUCKETS = (1, *tree_buckets(256))
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
+ROUNDS = Path(__file__).with_name("qwen3_8b_rounds.json")
 KINDS = ("easy", "hard", "noise", "mixed", "changing")
 SEEDS, PROMPT_TOKENS, UNCOUNTED = 10, 64, 64
 #: Seconds of a dispatch beside its rounds, of which the measured rounds hold a 16th already.
@@ -63,14 +63,13 @@ def qwen3_8b():
 
     16 and 32 nodes lie between 1 and 64.
     """
-    rows = json.loads((RESULTS / "round-qwen3-8b-h200.json").read_text())["rows"]
-    ms = {row["bucket"]: row["round_ms"] for row in rows}
-    verify = {row["bucket"]: row["phases_ms"]["verify"] for row in rows}
+    measured = json.loads(ROUNDS.read_text())
+    ms = {row["bucket"]: row["round_ms"] for row in measured["rows"]}
+    verify = {row["bucket"]: row["verify_ms"] for row in measured["rows"]}
     for bucket in (16, 32):
         # Drafting takes the same for all; verifying lies between one node and 64.
         ms[bucket] = ms[64] - (verify[64] - verify[1]) * (64 - bucket) / 63
-    rows = json.loads((RESULTS / "round-qwen3-8b-h200-long-contexts.json").read_text())["rows"]
-    far = {(row["bucket"], row["context"]): row["round_ms"] for row in rows}
+    far = {(row["bucket"], row["context"]): row["round_ms"] for row in measured["far"]}
     slope = {bucket: (far[bucket, 8192] - far[bucket, 1024]) / (8192 - 1024) for bucket in (1, 128)}
     seconds = {}
     for bucket in BUCKETS:

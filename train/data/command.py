@@ -38,8 +38,8 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         required=True,
         action="append",
-        help='JSONL with "messages", "text" or "prompt" in each line, a log of requests, ShareGPT, or a data '
-        'set: "owner/name:split"; repeatable',
+        help='JSONL with "messages", "text" or "prompt" in each line, a log of requests, ShareGPT, a folder '
+        'of text files, or a data set: "owner/name:split"; repeatable',
     )
     parser.add_argument(
         "--weights",

@@ -106,7 +106,7 @@ def make_data(
 
     Args:
         target: A folder, a hub id, or the name of a pair, as "demo".
-        prompts: A JSONL file or a data set, see `train.data.prompts`; or several of them.
+        prompts: A JSONL file, a folder of texts or a data set, see `train.data.prompts`; or several of them.
         out: The folder of documents.
         mode: "regenerate" lets the target continue each prompt; "corpus" keeps the texts as they are, and
             teaches every turn of a conversation.
@@ -256,8 +256,8 @@ def name_of(target: str | Path) -> str:
 
 
 def source_names(sources: Sequence[str | Path]) -> list[str]:
-    """The sources' names in a manifest: a file's name without its folders, numbered if it repeats."""
-    plain = [Path(source).name if Path(source).is_file() else str(source) for source in sources]
+    """The sources' names in a manifest: a path's last part, numbered if it repeats."""
+    plain = [Path(source).absolute().name if Path(source).exists() else str(source) for source in sources]
     return [
         name if name not in plain[:index] else f"{name} ({plain[:index].count(name) + 1})"
         for index, name in enumerate(plain)

@@ -1,4 +1,4 @@
-"""Reads prompts and conversations from JSONL files or data sets.
+"""Reads prompts and conversations from JSONL files or data sets, and texts from folders.
 
 A row is read from the first of these keys that it has:
 
@@ -24,6 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from train.data.corpus import read_passages
 from train.data.messages import masked, read_messages, read_tools
 from train.data.traffic import (
     Exchange,
@@ -98,30 +99,36 @@ class Dropped:
 def read_entries(
     source: str | Path, limit: int | None = None, *, dropped: Dropped | None = None
 ) -> list[Entry]:
-    """All entries of a JSONL file or of a data set, or the first ``limit``.
+    """All entries of a JSONL file, a folder of text files or a data set, or the first ``limit``.
 
     Args:
-        source: A file, or a data set as "owner/name", "owner/name:split" or "owner/name/config:split"; the
-            split is "train" by default.
+        source: A file; a folder (see `train.data.corpus`); or a data set as "owner/name", "owner/name:split"
+            or "owner/name/config:split", whose split is "train" by default.
         limit: The number of entries to read; None is all.
         dropped: Collects unusable rows; None raises one error for all of them.
 
     Raises:
         FileNotFoundError: There is no such file or data set.
-        ValueError: A line is not an entry (the message gives file, line and reason), or there are none.
+        ValueError: A line is not an entry, or a file no text (the message gives file, line and reason), or
+            there are none.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"the limit must be at least 1 entry, not {limit}")
-    rows = _lines(Path(source)) if Path(source).is_file() else _rows(str(source))
-    refused: list[ValueError] = []
-    entries = list(islice(_entries(rows, refused.append if dropped is None else dropped.add), limit))
+    path, refused = Path(source), list[ValueError]()
+    refuse = refused.append if dropped is None else dropped.add
+    if path.is_dir():
+        found = (Entry(where, TEXT, passage) for where, passage in read_passages(path, refuse))
+    else:
+        found = _entries(_lines(path) if path.is_file() else _rows(str(source)), refuse)
+    entries = list(islice(found, limit))
     if refused:
         count = f"{len(refused)} rows cannot be used: " if len(refused) > 1 else ""
         raise ValueError(count + "; ".join(map(str, refused)))
     if dropped is not None:
         dropped.check_rest(len(entries))
     if not entries:
-        raise ValueError(f"{source} holds no entries; a line is an object with one of {', '.join(KINDS)}")
+        need = "files with text" if path.is_dir() else f"lines, objects with one of {', '.join(KINDS)}"
+        raise ValueError(f"{source} holds no entries; it needs {need}")
     return entries
 
 

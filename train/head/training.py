@@ -37,11 +37,11 @@ from train.head.selector import trainee_of
 from train.head.start import Beginning, begin_head
 from train.head.target_states import TargetStates, check_bound
 from train.head.tau import by_budget, tau_record
-from train.loop.mesh import batch_parts, make_mesh, one_device, put_batch
+from train.loop.mesh import batch_parts, make_mesh, put_batch
 from train.loop.plot import LivePicture, plot_training
 from train.loop.stages import Deadline, claim, dotted, fresh
 from train.loop.trainer import Trained, compiler_options, train
-from train.loss.distillation import distillation_loss, target_states
+from train.loss.distillation import target_states
 from train.trackers.opening import UNTRACKED, Tracking
 
 #: Batches to read ahead if they contain target states: each may need a GiB of host memory or more.
@@ -169,26 +169,6 @@ def fingerprint(weights: Weights) -> str:
         first = leaf.addressable_shards[0].data
         digest.update(np.asarray(first.ravel()[:64].astype(jnp.float32)).tobytes())
     return digest.hexdigest()[:16]
-
-
-def validate(head: Head, target: Target, held: Documents, recipe: HeadRecipe) -> Mapping[str, Any]:
-    """A head's loss and accuracy on held-out documents, as a run of the recipe would log them."""
-    recipe = replace(recipe, evaluation=replace(recipe.evaluation, prompts=0))
-    mesh, dtype = one_device(), target.weights["embed_tokens"].dtype
-    loss = distillation_loss(head.config, target.config, recipe.objective, dtype)
-    evaluator = HeadEvaluator(
-        head.config,
-        target,
-        target.weights,
-        loss,
-        recipe.evaluation,
-        HeldOut.of(held, recipe, target.config.max_position_embeddings),
-        batch=recipe.fit.batch,
-        dtype=dtype,
-        mesh=mesh,
-        seed=recipe.seed + 1,
-    )
-    return evaluator(head.weights).record
 
 
 class _HeadRun:

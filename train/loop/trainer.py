@@ -47,21 +47,6 @@ class Batches(Protocol):
         ...
 
 
-class DrawnOnDevice:
-    """Empty batches, for losses that sample sequences from frozen arrays with the step's key."""
-
-    def __next__(self) -> dict[str, Any]:
-        """No arrays."""
-        return {}
-
-    def get_state(self) -> dict[str, Any]:
-        """No position: the key depends only on the step's number."""
-        return {}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Nothing to do."""
-
-
 class TrainState(NamedTuple):
     """All arrays of a run at some step.
 

@@ -203,18 +203,6 @@ def draft_losses(
     return DraftRows(*run(teacher, student, rows, labels))
 
 
-def next_token_losses(
-    hidden: Float[Array, "B T M"], labels: Int[Array, "B T"], logits: Logits, *, chunk: int
-) -> Float[Array, "B T"]:
-    """Negative log-likelihood of each label, in nats; the backward pass recomputes the logits."""
-
-    def losses(x: Array, label: Array) -> Array:
-        log_p = jax.nn.log_softmax(logits(x).astype(jnp.float32), axis=-1)
-        return -jnp.take_along_axis(log_p, label[:, :, None], axis=2)[:, :, 0]
-
-    return by_chunks(jax.checkpoint(losses), (hidden, labels), chunk)
-
-
 def depth_weights(depth: int, gamma: float) -> Float[Array, "D"]:
     """Weight of each slot after the anchor: ``exp(-k / gamma)`` for k = 1..D, all ones for gamma 0.
 

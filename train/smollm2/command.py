@@ -23,6 +23,7 @@ from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.smollm2 import SMOLLM2 as NAME
 from train.data.documents import Documents, Writer
 from train.data.holdout import hold_out
+from train.data.prompt_filters import RUN, Evaluated, UserPrompt, without_overlap
 from train.data.prompt_sets import mt_bench_turns, set_rows
 from train.data.prompts import MESSAGES, Entry, read_rows
 from train.data.regenerate import Prompts, regenerate, regeneration_settings
@@ -31,14 +32,7 @@ from train.head.frozen import mesh_to_load
 from train.head.recipe_file import add_set_option, read_head_recipe
 from train.head.training import train_head
 from train.loop.stages import Deadline, claim, run_stages
-from train.smollm2.overlap import RUN, Evaluated
-from train.smollm2.prompts import (
-    UserPrompt,
-    gsm8k_questions,
-    read_written,
-    to_write,
-    without_overlap,
-)
+from train.smollm2.prompts import gsm8k_questions, read_written, to_write
 from train.smollm2.recipe import SMOLLM2, SmolLM2Recipe
 
 #: The evaluated sets, and the texts of their rows that training prompts must not overlap with.

@@ -12,20 +12,12 @@ import numpy as np
 
 from jetspec_jax.checkpoint.chat_template import render_chat
 from jetspec_jax.sampling.params import SamplingParams
+from train.data.prompt_filters import UNENDED, UserPrompt, fault
 from train.data.prompt_sets import PLAIN, PROMPT_SETS, PUBLISHED
 from train.data.records import Document
 from train.data.regenerate import Prompts
-from train.smollm2.overlap import Evaluated
 from train.smollm2.recipe import CHAT, CODE, GSM8K, OWN, PHRASES, Writing
 
-#: Why a prompt is dropped.
-UNENDED, SHORT, REPEATS, TWICE, OVERLAPS = (
-    "does not end",
-    "too short",
-    "repeats itself",
-    "equals an earlier one",
-    "shares a run of words with an evaluated prompt",
-)
 # A placeholder for the user's text, to find its position in the template.
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 
@@ -35,14 +27,6 @@ class Beginning(NamedTuple):
 
     kind: str
     phrase: str
-
-
-class UserPrompt(NamedTuple):
-    """A prompt: its kind, the form that a set has it in ("" for the target's own prompts), and its text."""
-
-    kind: str
-    form: str
-    text: str
 
 
 def beginnings(writing: Writing) -> list[Beginning]:
@@ -81,11 +65,12 @@ def read_written(
         writing: The limits on prompts.
     """
     prompts, dropped = [], Counter()
+    limits = {name: getattr(writing, name) for name in ("least_words", "ngram", "times")}
     for beginning, document in zip(beginnings(writing), documents, strict=True):
         written = document.tokens[document.learn].tolist()
         ended = bool(written) and written[-1] in end_ids
         text = beginning.phrase + tokenizer.decode(written[:-1] if ended else written)
-        if reason := _fault(text.split(), writing) if ended else UNENDED:
+        if reason := fault(text, **limits) if ended else UNENDED:
             dropped[beginning.kind, reason] += 1
         else:
             prompts.append(UserPrompt(beginning.kind, "", text.strip()))
@@ -99,26 +84,3 @@ def gsm8k_questions(rows: Sequence[Any], count: int | None, rng: np.random.Gener
     forms = ((PUBLISHED, gsm8k.turns), (PLAIN, gsm8k.plain))
     chosen = [rows[int(number)] for number in rng.permutation(len(rows))[:count]]
     return [UserPrompt(GSM8K, form, turns(row)[0]) for row in chosen for form, turns in forms]
-
-
-def without_overlap(
-    prompts: Iterable[UserPrompt], evaluated: Evaluated
-) -> tuple[list[UserPrompt], Counter[tuple[str, str]]]:
-    """The distinct prompts that share no run of words with an evaluated prompt."""
-    kept, dropped, seen = [], Counter(), set()
-    for prompt in prompts:
-        if prompt.text in seen:
-            dropped[prompt.kind, TWICE] += 1
-        elif evaluated.shares_a_run(prompt.text):
-            dropped[prompt.kind, OVERLAPS] += 1
-        else:
-            seen.add(prompt.text)
-            kept.append(prompt)
-    return kept, dropped
-
-
-def _fault(words: list[str], writing: Writing) -> str | None:
-    if len(words) < writing.least_words:
-        return SHORT
-    runs = Counter(tuple(words[i : i + writing.ngram]) for i in range(len(words) - writing.ngram + 1))
-    return REPEATS if max(runs.values(), default=0) > writing.times else None

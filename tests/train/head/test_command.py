@@ -308,7 +308,7 @@ def test_bad_input_is_named(folder, tmp_path, capsys):
     assert "has no documents.json" in capsys.readouterr().err
     assert main(["head", "--recipe", "best", "--target", "demo", "--data", "x", "--work", "y"]) == 2
     said = capsys.readouterr().err
-    assert "no recipe best: name a TOML file or one of ablations, demo, demo-selector, finetune" in said
+    assert "no recipe best: name a TOML file or one of demo, demo-selector, finetune" in said
     shutil.copy(folder / "prompts.jsonl", tmp_path / "broken.jsonl")
     with (tmp_path / "broken.jsonl").open("a") as file:
         file.write('{"messages": []}\n')

@@ -4,7 +4,31 @@ import json
 
 import pytest
 
-from train.loop.stages import claim
+from train.loop.stages import Deadline, OutOfTime, claim, run_stages
+
+
+def test_stages_run_once_and_a_time_limit_names_those_that_are_left(tmp_path, capsys):
+    ran = []
+
+    def first():
+        ran.append("first")
+
+    def second():
+        ran.append("second")
+        if len(ran) == 2:
+            raise OutOfTime("at step 3")
+
+    stages = {"first": first, "second": second, "third": lambda: ran.append("third")}
+    with pytest.raises(OutOfTime, match=r"^stopped \(before first\); left: first, second, third$"):
+        run_stages(tmp_path, stages, Deadline(0.0))
+    assert ran == []
+    with pytest.raises(OutOfTime, match=r"^stopped \(at step 3\); left: second, third$"):
+        run_stages(tmp_path, stages, Deadline())
+    for _ in range(2):
+        run_stages(tmp_path, stages, Deadline())
+    assert ran == ["first", "second", "second", "third"]
+    again = "".join(f"{name}: done already\n" for name in stages)
+    assert capsys.readouterr().out.endswith(again)
 
 
 @pytest.mark.parametrize("damage", [b"{", b"\x00\xff", b"[]", b"[" * 10_000])

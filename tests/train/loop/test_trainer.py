@@ -20,7 +20,7 @@ from train.loop.fit import Fit, make_optimizer, schedule
 from train.loop.log import NonFiniteLoss
 from train.loop.mesh import MeshSettings, make_mesh
 from train.loop.stages import Deadline, OutOfTime
-from train.loop.trainer import DrawnOnDevice, Evaluated, mean_of, train
+from train.loop.trainer import Evaluated, mean_of, train
 from train.loss.objectives import Mean
 
 FIT = Fit(steps=24, batch=4, learning_rate=1e-1, warmup=4, save_every=5, evaluate_every=6, log_every=4)
@@ -144,17 +144,6 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole, tmp_path, looks):
     trained = run(tmp_path)
     assert records(tmp_path) == records(whole[0])
     same(trained, whole[1])
-
-
-@pytest.mark.wide
-def test_what_is_drawn_on_the_device_goes_on_too(tmp_path):
-    with pytest.raises(OutOfTime):
-        run(tmp_path / "stopped", StopAfter(8), batches=DrawnOnDevice())
-    for folder in ("stopped", "whole"):
-        run(tmp_path / folder, batches=DrawnOnDevice())
-    assert records(tmp_path / "stopped") == records(tmp_path / "whole")
-    # Every step has a key of its own.
-    assert len(set(losses(tmp_path / "whole"))) == FIT.steps
 
 
 class Killed(BaseException):

@@ -12,7 +12,6 @@ from train.loss.objectives import (
     accepted_length,
     depth_weights,
     draft_losses,
-    next_token_losses,
     pace_weights,
 )
 
@@ -157,18 +156,6 @@ def test_rows_in_bfloat16_are_summed_in_float32():
     np.testing.assert_allclose(rows.loss, expected(STUDENT, "forward_kl", 1.0), atol=0.2)
     gradient = jax.jit(jax.grad(lambda x: jnp.sum(ours(x).loss)))(student)
     assert gradient.dtype == jnp.bfloat16
-
-
-@pytest.mark.parametrize("chunk", [4, 100])
-def test_next_token_losses_and_their_gradient(chunk):
-    def total(hidden):
-        losses = next_token_losses(hidden, i32(LABELS), logits, chunk=chunk)
-        return jnp.sum(losses * f32(WEIGHTS)), losses
-
-    gradient, losses = jax.jit(jax.grad(total, has_aux=True))(f32(STUDENT))
-    np.testing.assert_allclose(losses, expected(STUDENT, "sft", 1.0), atol=1e-5)
-    numeric = WEIGHTS[:, :, None] * slope(lambda x: expected(x, "sft", 1.0), STUDENT)
-    np.testing.assert_allclose(gradient, numeric, atol=2e-5)
 
 
 def test_weights_by_depth():

@@ -5,21 +5,9 @@ import pytest
 
 from jetspec_jax import load_target
 from jetspec_jax.demo import DEMO_TARGET
+from train.data.prompt_filters import REPEATS, SHORT, UNENDED, UserPrompt
 from train.data.records import Document
-from train.smollm2.overlap import Evaluated
-from train.smollm2.prompts import (
-    OVERLAPS,
-    REPEATS,
-    SHORT,
-    TWICE,
-    UNENDED,
-    UserPrompt,
-    beginnings,
-    gsm8k_questions,
-    read_written,
-    to_write,
-    without_overlap,
-)
+from train.smollm2.prompts import beginnings, gsm8k_questions, read_written, to_write
 from train.smollm2.recipe import CHAT, CODE, GSM8K, OWN, PHRASES, SMOLLM2, Writing
 
 END = 0
@@ -108,15 +96,3 @@ def test_each_question_of_gsm8k_has_both_forms():
         assert published.text.startswith(plain.text)
     assert sorted(one.text for one in found[1::2]) == [row["question"] for row in rows]
     assert gsm8k_questions(rows, 3, np.random.default_rng(0)) == found[:6]
-
-
-def test_evaluated_words_and_repeated_prompts_are_dropped():
-    text = "one two three four five six seven eight nine ten"
-    prompts = [
-        UserPrompt(OWN, "", f"{text} eleven"),
-        *[UserPrompt(CODE, "", "another prompt")] * 2,
-        UserPrompt(CHAT, "", "b"),
-    ]
-    kept, dropped = without_overlap(prompts, Evaluated([text]))
-    assert kept == [UserPrompt(CODE, "", "another prompt"), UserPrompt(CHAT, "", "b")]
-    assert dropped == {(OWN, OVERLAPS): 1, (CODE, TWICE): 1}

@@ -1,1 +1,0 @@
-"""The paper's comparisons at the scale of the demo pair."""

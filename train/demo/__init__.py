@@ -1,1 +1,0 @@
-"""The embedded demo pair, from its corpus to its figures."""
