@@ -24,7 +24,7 @@ from jetspec_jax.serve.parsers import REASONING, TOOL_CALLS, Markers, special_to
 from jetspec_jax.serve.sampling import SamplingFields, check_grammar_size, sampling_params
 from jetspec_jax.serve.service import GenerationRequest, Service
 from jetspec_jax.serve.settings import ServeSettings
-from jetspec_jax.serve.tools import Chosen, Tool, form_of
+from jetspec_jax.serve.tools import Chosen, Function, Tool, arguments_form, calls_form
 
 
 class ChatRequest(SamplingFields):
@@ -80,7 +80,8 @@ def chat_routes(service: Service) -> APIRouter:
         model = service.check_model(body.model)
         _check(body, service)
         forced = _forced(body)
-        params = await asyncio.to_thread(_params, body, settings)
+        called = [tool.function for tool in body.tools or [] if forced in ("", tool.function.name)]
+        params = await asyncio.to_thread(_params, body, settings, called)
         # A grammar applies from the first token on, so there is no reasoning.
         markers = reasoning if params.structured_outputs is None else None
         parser = settings.tool_call_parser if _shown_tools(body) and forced is None else None
@@ -106,6 +107,7 @@ def chat_routes(service: Service) -> APIRouter:
             body.priority,
             body.cache_salt,
             body.budget,
+            parts={f"the parameters of {function.name}": arguments_form(function) for function in called},
         )
         begun = markers is not None and _reasons(body, prompt.text or "", markers)
 
@@ -157,15 +159,16 @@ def _reasons(body: ChatRequest, prompt: str, markers: Markers) -> bool:
     return text.rfind(start) > text.rfind(end)
 
 
-def _params(body: ChatRequest, settings: ServeSettings) -> SamplingParams:
-    """The sampling parameters of a request."""
-    forced, tools = _forced(body), body.tools or []
+def _params(body: ChatRequest, settings: ServeSettings, called: Sequence[Function]) -> SamplingParams:
+    """The sampling parameters of a request; if there are ``called`` functions, it must call one of them."""
     form = None
-    if forced is not None:
-        called = [tool.function for tool in tools if forced in ("", tool.function.name)]
+    if called:
         check_grammar_size("tools", "schema", [function.parameters for function in called], settings)
         try:
-            form = form_of(tools, forced or None)
+            if isinstance(body.tool_choice, Chosen):
+                form = arguments_form(called[0])
+            else:
+                form = calls_form(called, several=body.parallel_tool_calls)
         except (TypeError, ValueError) as error:
             raise refused(error, (), "tools", body.renamed) from error
     return sampling_params(

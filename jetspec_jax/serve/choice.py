@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jetspec_jax.serve.calls import Call, Finder, ListedCalls, NamedCall
+from jetspec_jax.serve.calls import Call, Finder, NamedCall
 from jetspec_jax.serve.harmony import Harmony
-from jetspec_jax.serve.json_calls import JsonCalls
+from jetspec_jax.serve.json_calls import JsonCalls, ListedCalls
 from jetspec_jax.serve.parsers import MESSAGE_CALLS, Markers
 from jetspec_jax.serve.reasoning import Reasoning
 from jetspec_jax.serve.tagged_calls import TaggedCalls

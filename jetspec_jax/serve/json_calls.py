@@ -2,7 +2,7 @@
 
 import re
 
-from jetspec_jax.serve.calls import Call, Spaced, call_of, held, read_value
+from jetspec_jax.serve.calls import Call, Spaced, WholeText, call_of, held, read_value
 from jetspec_jax.serve.pieces import Pieces
 from jetspec_jax.serve.tag_reader import CLOSE, OPEN
 
@@ -108,6 +108,23 @@ class JsonCalls:
             self._begin("")
         self._closing = False
         return True
+
+
+class ListedCalls(WholeText):
+    """A parser of texts that are a JSON list of calls, whose end may be cut off."""
+
+    def read(self, whole: str) -> list[Call]:
+        """As `WholeText.read`."""
+        calls, place, before = [], 0, "["
+        while (begin := whole.find("{", place)) >= 0 and whole[place:begin].strip() == before:
+            item = _Object()
+            place, before = item.read(whole, begin), ","
+            if not item.whole:
+                break
+            if (call := call_of(read_value(whole[begin:place]))) is None:
+                return []
+            calls.append(call)
+        return calls
 
 
 class _Object:
