@@ -13,10 +13,12 @@ from jetspec_jax.checkpoint.content import check_small, content_of
 Chat = Sequence[Mapping[str, Any]]
 _MESSAGES = '[{"role": "user", "content": "…"}]'
 
-#: Arguments of a tokenizer's ``apply_chat_template`` that are not passed to the template. Callers may not set
-#: them as template arguments, because they would replace the template or change how it is rendered.
+#: Parameters of a tokenizer's ``apply_chat_template``, and of the functions that it calls, which the template
+#: does not get. Callers may not set them as template arguments: they would replace the template, change the
+#: rendering, or be given twice.
 RESERVED = frozenset(
     (
+        *("self", "conversations", "compiled_template"),
         *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message"),
         *("tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors"),
         *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
@@ -105,7 +107,7 @@ def read_chat_template(file_or_text: str | Path) -> str:
     """
     import jinja2
 
-    from jetspec_jax.checkpoint.template_content import variables_of
+    from jetspec_jax.checkpoint.template_content import TemplateTooDeep, variables_of
 
     check_type("chat_template", file_or_text, str | Path, "a file or a Jinja text")
     text, where = str(file_or_text), "chat_template"
@@ -122,6 +124,8 @@ def read_chat_template(file_or_text: str | Path) -> str:
         names = variables_of(text)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"{where} is no Jinja template: line {error.lineno}: {error.message}") from error
+    except TemplateTooDeep as error:
+        raise ValueError(f"{where} cannot be compiled: {error}") from error
     if "messages" not in names:
         raise ValueError(f"{where} does not read `messages`, so that no conversation would be in its prompts")
     return text
@@ -229,14 +233,19 @@ def read_arguments(text: str, where: str = "messages") -> dict[str, Any]:
     return value
 
 
-def check_template_arguments(names: Iterable[str]) -> None:
-    """Checks that template arguments are not reserved.
+def check_template_arguments(arguments: Mapping[str, Any]) -> None:
+    """Checks the names of template arguments, and the arguments that transformers reads.
 
     Raises:
+        TypeError: A name is not a string, or ``tools`` or ``documents`` are not a list.
         ValueError: Some are in `RESERVED`.
     """
-    if reserved := sorted(RESERVED & set(names)):
+    for name in arguments:
+        check_type("the name of a template argument", name, str, "a string")
+    if reserved := sorted(RESERVED & set(arguments)):
         raise ValueError(f"{', '.join(reserved)} cannot be template arguments: they are set already")
+    for name in ("tools", "documents"):
+        check_type(name, arguments.get(name), list | tuple | None, "a list")
 
 
 def unread(tokenizer: Any, template_arguments: Mapping[str, Any], names: Iterable[str]) -> list[str]:
@@ -274,15 +283,20 @@ def render_chat(
     """
     import jinja2
 
-    from jetspec_jax.checkpoint.template_content import walks_parts
+    from jetspec_jax.checkpoint.template_content import TemplateTooDeep, walks_parts
 
     prefix = f"{where}: " if where else ""
     try:
         template = tokenizer.get_chat_template(tools=template_arguments.get("tools"))
         chat = [_adapted(message, template, walks_parts(template)) for message in messages]
         return tokenizer.apply_chat_template(chat, **settings, **template_arguments)
+    except TemplateTooDeep as error:
+        raise TemplateFailed(f"{prefix}the chat template cannot be compiled: {error}") from error
     except RecursionError as error:
-        raise ValueError(f"{prefix}the conversation is nested too deeply for its chat template") from error
+        raise ValueError(
+            f"{prefix}the chat template recurses too deeply: it calls itself without end, or the "
+            "conversation is nested too deeply for it"
+        ) from error
     except Exception as error:  # a template is a program and may raise any error
         if type(error) is jinja2.TemplateError:  # from the template's `raise_exception`
             raise ValueError(f"{prefix}the chat template refuses the conversation: {error}") from error

@@ -22,9 +22,25 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class TemplateTooDeep(ValueError):
+    """A template is nested too deeply for Jinja or Python to compile it."""
+
+
+@functools.lru_cache(maxsize=32)
 def _parsed(template: str) -> nodes.Template:
-    """The syntax tree of a template, with the extensions of transformers."""
-    return jinja2.Environment(extensions=[jinja2.ext.loopcontrols, _Generation]).parse(template)
+    """The syntax tree of a template, with the extensions of transformers.
+
+    Raises:
+        jinja2.TemplateSyntaxError: The text is not a valid template.
+        TemplateTooDeep: It cannot be compiled.
+    """
+    environment = jinja2.Environment(extensions=[jinja2.ext.loopcontrols, _Generation])
+    try:
+        tree = environment.parse(template)
+        environment.compile(template)
+    except (RecursionError, SyntaxError, MemoryError) as error:
+        raise TemplateTooDeep(f"it is nested too deeply: {type(error).__name__}: {error}") from error
+    return tree
 
 
 @functools.lru_cache(maxsize=32)
@@ -33,6 +49,7 @@ def variables_of(template: str) -> frozenset[str]:
 
     Raises:
         jinja2.TemplateSyntaxError: The text is not a valid template.
+        TemplateTooDeep: It cannot be compiled.
     """
     return frozenset(meta.find_undeclared_variables(_parsed(template)))
 
@@ -46,6 +63,7 @@ def walks_parts(template: str) -> bool:
 
     Raises:
         jinja2.TemplateSyntaxError: The text is not a valid template.
+        TemplateTooDeep: It cannot be compiled.
     """
     tree = _parsed(template)
     macros = {macro.name: [arg.name for arg in macro.args] for macro in tree.find_all(nodes.Macro)}

@@ -42,9 +42,12 @@ def token_biases(text: str) -> dict[int, float]:
     """Parses biases like ``5=-1.5,7=2``; raises argparse.ArgumentTypeError for another form."""
     try:
         pairs = [part.split("=") for part in text.split(",")]
-        return {int(token): float(bias) for token, bias in pairs}
+        biases = {int(token): float(bias) for token, bias in pairs}
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected biases as in 5=-1.5,7=2, not {text!r}") from None
+    if len(biases) < len(pairs):
+        raise argparse.ArgumentTypeError(f"expected each token once, not {text!r}")
+    return biases
 
 
 class Open:

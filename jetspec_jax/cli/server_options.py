@@ -38,7 +38,7 @@ SERVER = Group(
             "tool_call_parser",
             f"format of tool calls in the text: {', '.join(TOOL_CALLS)}",
             metavar="NAME",
-            words=TOOL_CALLS,
+            words=tuple(TOOL_CALLS),
         ),
         Option(
             "reasoning_parser",

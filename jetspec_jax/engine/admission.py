@@ -68,6 +68,7 @@ class CheckedRequest:
                 bad_words=self.bad_words,
                 endings=self.endings,
                 matcher=None if self.matcher is None else self.matcher.copy(),
+                kept_special_tokens=self.prompt.kept_special_tokens,
             )
             for index, params in enumerate(self.params.each())
         ]

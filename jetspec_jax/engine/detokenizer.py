@@ -16,7 +16,7 @@ put one before each text. A text that continues another one keeps that space: se
 import codecs
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -94,27 +94,33 @@ class Detokenizer:
         return (known.first if begins else known.data).decode(errors="replace")
 
     def stream(
-        self, *, skip_special_tokens: bool = False, prompt: Sequence[int] = (), keep_space: bool = False
+        self,
+        *,
+        skip_special_tokens: bool = False,
+        kept: Collection[int] = (),
+        prompt: Sequence[int] = (),
+        keep_space: bool = False,
     ) -> "TextStream":
         """An incremental decoder of one sequence.
 
         Args:
             skip_special_tokens: Whether special tokens have no text, in the sequence and in its prompt.
+            kept: Special tokens that have text nevertheless.
             prompt: The tokens that the sequence continues. The sequence's text is what it adds to their text,
                 with all of a character that they begin and do not complete.
             keep_space: Whether to keep a space at the beginning of a text: grammars count it.
         """
         before: list[_Token] = []
+        shown = kept if skip_special_tokens else None
         for token in reversed(prompt):
-            known = self.look_up(token)
-            if known.data and not (known.special and skip_special_tokens):
+            if (known := self.visible(token, shown)) is not None:
                 before.insert(0, known)
                 if len(before) > _MOST_OPEN:
                     break
         if keep_space and not before and not self._adds_spaces:
             before = [_BEFORE]
         kind = _ByteLevelStream if self._byte_level else _WordStream
-        return kind(self, skip_special_tokens, before)
+        return kind(self, shown, before)
 
     def decode(self, tokens: Sequence[int], *, continued: bool = False) -> str:
         """The text of a whole sequence, special tokens included.
@@ -134,6 +140,12 @@ class Detokenizer:
         if known is None:
             known = self._tokens[token] = self._read(token)
         return known
+
+    def visible(self, token: int, kept: Collection[int] | None) -> _Token | None:
+        """A token that has text, else None; special tokens have text if ``kept`` has them or is None."""
+        known = self.look_up(token)
+        skipped = known.special and kept is not None and token not in kept
+        return None if skipped or not known.data else known
 
     def _read(self, token: int) -> _Token:
         word = self._backend.id_to_token(token)
@@ -163,13 +175,13 @@ class TextStream(ABC):
     prompt, what the sequence adds to the prompt's. The time is linear in the number of tokens.
     """
 
-    def __init__(self, detokenizer: Detokenizer, skip_special_tokens: bool):
-        self._detokenizer, self._skip_special = detokenizer, skip_special_tokens
+    def __init__(self, detokenizer: Detokenizer, kept: Collection[int] | None):
+        self._detokenizer, self._kept = detokenizer, kept
 
     def feed(self, token: int) -> str:
         """The text that a token makes final: no later token can change it."""
-        known = self._detokenizer.look_up(token)
-        return "" if not known.data or (known.special and self._skip_special) else self._add(known)
+        known = self._detokenizer.visible(token, self._kept)
+        return "" if known is None else self._add(known)
 
     @property
     def begins(self) -> bool:
@@ -192,8 +204,8 @@ class TextStream(ABC):
 class _ByteLevelStream(TextStream):
     """Text as the UTF-8 of all bytes: only an incomplete character is held back."""
 
-    def __init__(self, detokenizer: Detokenizer, skip_special_tokens: bool, before: Sequence[_Token]):
-        super().__init__(detokenizer, skip_special_tokens)
+    def __init__(self, detokenizer: Detokenizer, kept: Collection[int] | None, before: Sequence[_Token]):
+        super().__init__(detokenizer, kept)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._decoder.decode(_open_bytes(before))
 
@@ -211,8 +223,8 @@ class _WordStream(TextStream):
     start of the text.
     """
 
-    def __init__(self, detokenizer: Detokenizer, skip_special_tokens: bool, before: Sequence[_Token]):
-        super().__init__(detokenizer, skip_special_tokens)
+    def __init__(self, detokenizer: Detokenizer, kept: Collection[int] | None, before: Sequence[_Token]):
+        super().__init__(detokenizer, kept)
         self._begin_run()
         complete = len(before) - len(_open_bytes(before))
         # A byte of the prompt would make a run with the sequence's bytes.

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -105,7 +105,10 @@ class Completion:
 
 
 def stream_of(
-    detokenizer: Detokenizer | None, params: SamplingParams, prompt: Sequence[int]
+    detokenizer: Detokenizer | None,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    kept: Collection[int] = (),
 ) -> TextStream | None:
     """The decoder of an output, which continues a prompt unless that is empty; None without a detokenizer.
 
@@ -115,6 +118,7 @@ def stream_of(
         return None
     return detokenizer.stream(
         skip_special_tokens=params.skip_special_tokens,
+        kept=kept,
         prompt=prompt,
         keep_space=params.structured_outputs is not None,
     )
@@ -151,7 +155,8 @@ class Output:
         # Number of first tokens that are decoded as the beginning of a text.
         self._beginning = 0
         prompt = self.request.prompt.tolist() if self.request.continues else ()
-        self._stream = stream_of(self._detokenizer, self._params, prompt)
+        kept = self.request.kept_special_tokens
+        self._stream = stream_of(self._detokenizer, self._params, prompt, kept)
         self._whole = True
 
     def update(self, count: int | None = None) -> None:

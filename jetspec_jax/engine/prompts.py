@@ -35,11 +35,14 @@ class EncodedPrompt:
         text: Its text; None if it was given as token ids.
         continues: Whether an output continues its text. If not, as in the answer to a conversation, an output
             begins a text of its own, at whose start some tokenizers' decoders remove a space.
+        kept_special_tokens: Special tokens that the text of an output keeps even if others are skipped,
+            because a parser reads them.
     """
 
     ids: Int32[np.ndarray, "T"]
     text: str | None = None
     continues: bool = True
+    kept_special_tokens: frozenset[int] = frozenset()
 
 
 #: One prompt: a text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or an encoded prompt.

@@ -57,6 +57,7 @@ class Request:
         cache_salt: Pages are shared only among requests with the same salt.
         request_id: The caller's id; completions of one prompt share it.
         matcher: Its grammar matcher; None without a grammar.
+        kept_special_tokens: See `EncodedPrompt`.
         on_cancel: Called by `cancel`, in any thread.
         on_update: Called in the engine's thread after new tokens or an error, so it must be quick. If it
             raises, the request fails and the function is not called again.
@@ -102,6 +103,7 @@ class Request:
     cache_salt: str | None = None
     request_id: str = ""
     matcher: Matcher | None = None
+    kept_special_tokens: frozenset[int] = frozenset()
     on_cancel: Callable[[], None] | None = None
     on_update: Callable[[], None] | None = None
     # Read and written by several threads: the callers', and the engine's.

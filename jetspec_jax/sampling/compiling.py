@@ -9,12 +9,19 @@ import json
 import signal
 import sys
 import threading
+import time
 from copy import copy
 from pathlib import Path
 from typing import Any
 
 # Tokens of a text that a trial decodes, because llguidance computes masks lazily.
 _STEPS = 32
+# Beginnings of texts that a trial tries to end, most tokens tried after each, and characters tried first.
+_BEGINNINGS, _BRANCHES, _CLOSERS = 256, 8, '"}],:'
+# Share of a trial's time limit in which it looks for them.
+_SHARE = 0.25
+# Characters of a beginning that are quoted.
+_QUOTED = 60
 # Bytes of a trial's stack: half of a thread's usual stack, so that accepted grammars also fit the engine's.
 _STACK = 2**22
 
@@ -119,6 +126,8 @@ class Trials:
         import resource  # only on Unix
 
         self._tokens, self._seconds = load_tokens(sys.stdin.readline()), seconds
+        each = (self._tokens.greedy_tokenize(sign) for sign in _CLOSERS)
+        self._closers = [tokens[0] for tokens in each if len(tokens) == 1]
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         statistics = Path("/proc/self/statm")
         if statistics.exists():  # on other systems memory is not limited
@@ -135,8 +144,13 @@ class Trials:
             print(json.dumps(answer), flush=True)
 
     def _answer(self, **grammar: Any) -> str | None:
+        until = time.process_time() + self._seconds * _SHARE
         try:
-            matcher, mask = compiled(self._tokens, **grammar)
+            start, mask = compiled(self._tokens, **grammar)
+            matcher = start.deep_copy()
+            if grammar["kind"] == "json" and grammar["flexible"] and time.process_time() < until:
+                # Endless whitespace would hide a dead end.
+                start, _ = compiled(self._tokens, "json", grammar["text"], flexible=False)
         except ValueError as error:
             return str(error)
         for step in range(_STEPS):
@@ -146,7 +160,44 @@ class Trials:
             mask = matcher.compute_bitmask()
             if matcher.is_error():
                 break
-        return None
+        if (dead_end := self._dead_end(start, until)) is None:
+            return None
+        return f"structured_outputs: {grammar['kind']} allows no text that ends: {dead_end}"
+
+    def _dead_end(self, start: Any, until: float) -> str | None:
+        """A beginning after which nothing may follow, if a search finds such beginnings and no whole text."""
+        found, left = None, [(start, [])]
+        for step in range(_BEGINNINGS):
+            if time.process_time() > until:
+                return None
+            if not left:
+                break
+            # The shortest beginning and the longest one by turns: either may be the closest to an end.
+            before, tokens = left.pop(-(step % 2))
+            matcher = before.deep_copy()
+            matcher.consume_tokens(tokens[-1:])
+            while not matcher.is_error() and (forced := matcher.compute_ff_tokens()):
+                matcher.consume_tokens(forced)
+                tokens = [*tokens, *forced]
+            mask = matcher.compute_bitmask()
+            if not matcher.is_error() and matcher.is_accepting():
+                return None
+            follow = [] if matcher.is_error() else self._follow(mask)
+            if not follow and found is None:
+                reason = f": {words(matcher.get_error())}" if matcher.is_error() else ""
+                found = f"nothing may follow {self._tokens.decode_str(tokens)[-_QUOTED:]!r}{reason}"
+            left += [(matcher, [*tokens, token]) for token in reversed(follow)]
+        return found
+
+    def _follow(self, mask: bytes) -> list[int]:
+        """Some of the text tokens in a packed set: those that end values, then the first ones."""
+        bits = int.from_bytes(mask, "little") & ~sum(1 << end for end in self._tokens.eos_tokens)
+        tokens = [token for token in self._closers if bits >> token & 1]
+        for _ in range(_BRANCHES):
+            bits &= ~sum(1 << token for token in tokens)
+            if bits:
+                tokens.append((bits & -bits).bit_length() - 1)
+        return tokens
 
     def _token(self, mask: bytes, start: int) -> int | None:
         """The first text token of a packed set from byte ``start`` on, cyclically; None if there is none."""

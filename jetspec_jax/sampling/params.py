@@ -200,6 +200,8 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
         if not (isinstance(pair, tuple) and len(pair) == 2):
             raise TypeError(f"logit_bias must be a mapping of token ids to numbers, not {shown(given)}")
         token = check_integer("a token id in logit_bias", pair[0], 0)
+        if token in checked:
+            raise ValueError(f"logit_bias has token {token} twice: give each token once")
         checked[token] = _bounded(f"the bias of token {token} in logit_bias", pair[1], MOST_BIAS)
     return tuple(sorted(checked.items()))
 

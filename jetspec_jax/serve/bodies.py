@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
@@ -118,7 +119,7 @@ def _json(body: bytes) -> Any:
         message = f"the body is no valid UTF-8: byte {error.start} is 0x{body[error.start]:02x}"
         raise ApiError(400, message, code="invalid_unicode") from error
     try:
-        return read_json(text)
+        return read_json(text, unique=True)
     except RecursionError as error:
         raise _too_deep() from error
     except ValueError as error:
@@ -127,18 +128,30 @@ def _json(body: bytes) -> Any:
         raise ApiError(400, f"the body is no valid JSON: {reason}", code="invalid_json") from error
 
 
-def read_json(text: str, *, strict: bool = True) -> Any:
+def read_json(text: str, *, strict: bool = True, unique: bool = False) -> Any:
     """Parses JSON whose numbers must all be finite.
 
     Args:
         text: The JSON text.
         strict: Whether strings must escape control characters such as line feeds.
+        unique: Whether the names of an object must differ; otherwise the last one counts.
 
     Raises:
-        ValueError: The text is not valid JSON, or has a number that is not finite.
+        ValueError: The text is not valid JSON, or has a number that is not finite, or a name twice.
         RecursionError: The value is nested too deeply.
     """
-    return json.loads(text, parse_constant=_no_number, parse_float=_finite, strict=strict)
+    pairs = _unique if unique else None
+    return json.loads(
+        text, parse_constant=_no_number, parse_float=_finite, strict=strict, object_pairs_hook=pairs
+    )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        [(name, count)] = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"an object has {shown(name)} {count} times")
+    return made
 
 
 def _no_number(word: str) -> NoReturn:

@@ -126,7 +126,7 @@ class WholeText(ABC):
         self._pieces: list[str] = []
 
     def feed(self, text: str, *, last: bool = False, cut: bool = False) -> tuple[str, list[Call]]:
-        """As `Finder.feed`; a text that does not consist of calls is returned as text."""
+        """As `Finder.feed`; a text without calls is returned as text."""
         self._pieces.append(text)
         if not last:
             return "", []
@@ -136,7 +136,7 @@ class WholeText(ABC):
 
     @abstractmethod
     def read(self, whole: str) -> list[Call]:
-        """The calls of which the text consists; empty if any part of it is not a call."""
+        """The complete calls of a text; empty if it has none, or one that is not valid."""
 
 
 class NamedCall(WholeText):
@@ -150,14 +150,3 @@ class NamedCall(WholeText):
     def read(self, whole: str) -> list[Call]:
         """The call, with its arguments exactly as the model wrote them."""
         return [] if call_with(self._name, read_value(whole)) is None else [Call(self._name, whole)]
-
-
-class ListedCalls(WholeText):
-    """A parser of texts that are a JSON list of calls."""
-
-    def read(self, whole: str) -> list[Call]:
-        """The calls; empty if the list is incomplete, or an item is not a valid call."""
-        listed = read_value(whole)
-        found = [call_of(item) for item in listed] if isinstance(listed, list) else []
-        calls = [call for call in found if call is not None]
-        return calls if len(calls) == len(found) else []

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
@@ -19,11 +20,11 @@ from jetspec_jax.serve.bodies import Listed, read_body
 from jetspec_jax.serve.choice import ChoiceText
 from jetspec_jax.serve.errors import ApiError, refused
 from jetspec_jax.serve.messages import TEMPLATE_HINT, Message, check_template, encode_messages
-from jetspec_jax.serve.parsers import REASONING, TOOL_CALLS, Markers
+from jetspec_jax.serve.parsers import REASONING, TOOL_CALLS, Markers, special_tokens
 from jetspec_jax.serve.sampling import SamplingFields, check_grammar_size, sampling_params
 from jetspec_jax.serve.service import GenerationRequest, Service
 from jetspec_jax.serve.settings import ServeSettings
-from jetspec_jax.serve.tools import Chosen, Tool, form_of
+from jetspec_jax.serve.tools import Chosen, Function, Tool, arguments_form, calls_form
 
 
 class ChatRequest(SamplingFields):
@@ -68,17 +69,24 @@ class ChatRequest(SamplingFields):
 def chat_routes(service: Service) -> APIRouter:
     """The route."""
     router = APIRouter()
+    tokenizer, settings = service.llm.llm.target.tokenizer, service.settings
+    reasoning = None if settings.reasoning_parser is None else REASONING[settings.reasoning_parser]
+    kept_of_reasoning = special_tokens(tokenizer, () if reasoning is None else reasoning.tags)
+    kept_of_calls = special_tokens(tokenizer, TOOL_CALLS.get(settings.tool_call_parser or "", ()))
 
     @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        body = await read_body(request, ChatRequest, service.settings)
+        body = await read_body(request, ChatRequest, settings)
         model = service.check_model(body.model)
         _check(body, service)
         forced = _forced(body)
-        parser = service.settings.reasoning_parser
-        markers = None if parser is None else REASONING[parser]
-        special = markers is not None and markers.special
-        params = await asyncio.to_thread(_params, body, service.settings, special=special)
+        called = [tool.function for tool in body.tools or [] if forced in ("", tool.function.name)]
+        params = await asyncio.to_thread(_params, body, settings, called)
+        # A grammar applies from the first token on, so there is no reasoning.
+        markers = reasoning if params.structured_outputs is None else None
+        parser = settings.tool_call_parser if _shown_tools(body) and forced is None else None
+        kept = frozenset() if markers is None else kept_of_reasoning
+        kept |= frozenset() if parser is None else kept_of_calls
         prompt = await asyncio.to_thread(
             encode_messages,
             service,
@@ -91,7 +99,7 @@ def chat_routes(service: Service) -> APIRouter:
             continue_final_message=body.continue_final_message,
         )
         generation = GenerationRequest(
-            [prompt],
+            [replace(prompt, kept_special_tokens=kept)],
             params,
             ChatRequest.model_fields,
             "messages",
@@ -99,19 +107,15 @@ def chat_routes(service: Service) -> APIRouter:
             body.priority,
             body.cache_salt,
             body.budget,
+            parts={f"the parameters of {function.name}": arguments_form(function) for function in called},
         )
-        # A grammar applies from the first token on, so there is no reasoning.
-        markers = None if params.structured_outputs is not None else markers
         begun = markers is not None and _reasons(body, prompt.text or "", markers)
 
         def choice_text() -> ChoiceText:
-            calls = (
-                None if forced is not None or _choice(body) == "none" else service.settings.tool_call_parser
-            )
             return ChoiceText(
                 markers,
                 begun=begun,
-                parser=calls,
+                parser=parser,
                 tools=body.tools or [],
                 forced=forced,
                 several=body.parallel_tool_calls,
@@ -155,25 +159,24 @@ def _reasons(body: ChatRequest, prompt: str, markers: Markers) -> bool:
     return text.rfind(start) > text.rfind(end)
 
 
-def _params(body: ChatRequest, settings: ServeSettings, *, special: bool) -> SamplingParams:
-    """The sampling parameters of a request; ``special`` keeps special tokens in the text."""
-    forced, tools = _forced(body), body.tools or []
+def _params(body: ChatRequest, settings: ServeSettings, called: Sequence[Function]) -> SamplingParams:
+    """The sampling parameters of a request; if there are ``called`` functions, it must call one of them."""
     form = None
-    if forced is not None:
-        called = [tool.function for tool in tools if forced in ("", tool.function.name)]
+    if called:
         check_grammar_size("tools", "schema", [function.parameters for function in called], settings)
         try:
-            form = form_of(tools, forced or None)
+            if isinstance(body.tool_choice, Chosen):
+                form = arguments_form(called[0])
+            else:
+                form = calls_form(called, several=body.parallel_tool_calls)
         except (TypeError, ValueError) as error:
             raise refused(error, (), "tools", body.renamed) from error
-    shows = {"skip_special_tokens": False} if special else {}
     return sampling_params(
         body,
         settings,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         form=form,
-        **shows,
     )
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jetspec_jax.serve.calls import Call, Finder, ListedCalls, NamedCall
+from jetspec_jax.serve.calls import Call, Finder, NamedCall
 from jetspec_jax.serve.harmony import Harmony
-from jetspec_jax.serve.json_calls import JsonCalls
+from jetspec_jax.serve.json_calls import JsonCalls, ListedCalls
 from jetspec_jax.serve.parsers import MESSAGE_CALLS, Markers
 from jetspec_jax.serve.reasoning import Reasoning
 from jetspec_jax.serve.tagged_calls import TaggedCalls
@@ -45,11 +45,11 @@ class ChoiceText:
         self._messages: Harmony | None = None
         if forced is not None:
             self._finder = NamedCall(forced) if forced else ListedCalls()
-        elif parser == MESSAGE_CALLS and tools and markers is not None and markers.messages:
+        elif parser == MESSAGE_CALLS and markers is not None and markers.messages:
             self._messages = Harmony(begun=begun, reads_calls=True)
-        elif parser == "hermes" and tools:
+        elif parser == "hermes":
             self._finder = JsonCalls()
-        elif parser in ("qwen3_coder", "qwen3_xml") and tools:
+        elif parser in ("qwen3_coder", "qwen3_xml"):
             self._finder = TaggedCalls(tools)
 
     def feed(self, text: str, *, last: bool, cut: bool = False) -> dict[str, Any]:

@@ -9,10 +9,9 @@ The prompt ends inside the first header. OpenAI describes the format in its guid
 import re
 
 from jetspec_jax.serve.calls import Call, call_with, held, read_value
+from jetspec_jax.serve.parsers import MARKS
 
-_MARKS = ("start", "end", "message", "channel", "constrain", "return", "call")
-_WHOLE = tuple(f"<|{name}|>" for name in _MARKS)
-_MARK = re.compile(rf"<\|({'|'.join(_MARKS)})\|>")
+_MARK = re.compile("|".join(map(re.escape, MARKS)))
 _TO, _FUNCTIONS = "to=", "functions."
 _RECIPIENT = re.compile(rf"(?:^|\s){_TO}([^\s<]+)")
 
@@ -49,9 +48,9 @@ class Harmony:
         text, place = self._pending + text, 0
         while found := _MARK.search(text, place):
             self._text(text[place : found.start()], texts)
-            self._mark(found[1], texts, calls)
+            self._mark(found[0], texts, calls)
             place = found.end()
-        end = len(text) if last else len(text) - held(text[place:], *_WHOLE)
+        end = len(text) if last else len(text) - held(text[place:], *MARKS)
         self._text(text[place:end], texts)
         self._pending = text[end:]
         if last and self._unmarked and self._header:
@@ -75,15 +74,15 @@ class Harmony:
         self._begin(thought=False)
         self._emit(text, texts)
 
-    def _mark(self, name: str, texts: dict[bool, list[str]], calls: list[Call]) -> None:
-        if self._header is None and name not in ("message", "constrain"):
+    def _mark(self, mark: str, texts: dict[bool, list[str]], calls: list[Call]) -> None:
+        if self._header is None and mark not in ("<|message|>", "<|constrain|>"):
             self._end(texts, calls)
             self._header = []
         if self._header is not None:
-            if name == "message":
+            if mark == "<|message|>":
                 self._begin_as("".join(self._header))
-            elif name in ("channel", "constrain"):
-                self._header.append(f" <|{name}|>")
+            elif mark in ("<|channel|>", "<|constrain|>"):
+                self._header.append(f" {mark}")
             else:
                 self._header = []
         self._unmarked = False

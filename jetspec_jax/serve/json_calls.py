@@ -2,10 +2,10 @@
 
 import re
 
-from jetspec_jax.serve.calls import Call, Spaced, call_of, held, read_value
+from jetspec_jax.serve.calls import Call, Spaced, WholeText, call_of, held, read_value
 from jetspec_jax.serve.pieces import Pieces
+from jetspec_jax.serve.tag_reader import CLOSE, OPEN
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 # Significant characters: outside of strings all but words and numbers, and inside of strings.
 _OUTSIDE, _INSIDE = re.compile(r"[^\s\w,:.+-]"), re.compile(r'["\\]')
 
@@ -44,15 +44,15 @@ class JsonCalls:
     def _search(self, shown: list[str], last: bool) -> bool:
         """Emits text up to the next tag; returns False if there is none yet."""
         pieces = self._pieces
-        place = pieces.text.find(_OPEN, pieces.place)
+        place = pieces.text.find(OPEN, pieces.place)
         end = (
             place
             if place >= 0
-            else len(pieces.text) - (0 if last else held(pieces.text[pieces.place :], _OPEN))
+            else len(pieces.text) - (0 if last else held(pieces.text[pieces.place :], OPEN))
         )
         shown.append(self._spaced.text(pieces.read(end)))
         if place >= 0:
-            self._begin(_OPEN)
+            self._begin(OPEN)
         elif last:
             shown.append(self._spaced.end())
         return place >= 0
@@ -70,10 +70,10 @@ class JsonCalls:
         pieces.place = parser.read(pieces.text, pieces.place)
         missing = ""
         if parser.depth == 1 and parser.broken:
-            rest = pieces.text[pieces.place : pieces.place + len(_CLOSE)]
-            if rest != _CLOSE and _CLOSE.startswith(rest) and not last:
+            rest = pieces.text[pieces.place : pieces.place + len(CLOSE)]
+            if rest != CLOSE and CLOSE.startswith(rest) and not last:
                 return False
-            missing = "}" if rest == _CLOSE else ""
+            missing = "}" if rest == CLOSE else ""
         if not (parser.broken or parser.whole or last):
             return False
         call = None
@@ -98,16 +98,33 @@ class JsonCalls:
         pieces = self._pieces
         rest = pieces.text[pieces.place :]
         pieces.place += len(rest) - len(rest.lstrip())
-        rest = pieces.text[pieces.place : pieces.place + len(_CLOSE)]
-        if rest != _CLOSE and _CLOSE.startswith(rest) and not last:
+        rest = pieces.text[pieces.place : pieces.place + len(CLOSE)]
+        if rest != CLOSE and CLOSE.startswith(rest) and not last:
             return False
         # The text may also end inside the tag.
-        if _CLOSE.startswith(rest):
+        if CLOSE.startswith(rest):
             pieces.read(pieces.place + len(rest))
         elif rest.startswith("{"):
             self._begin("")
         self._closing = False
         return True
+
+
+class ListedCalls(WholeText):
+    """A parser of texts that are a JSON list of calls, whose end may be cut off."""
+
+    def read(self, whole: str) -> list[Call]:
+        """As `WholeText.read`."""
+        calls, place, before = [], 0, "["
+        while (begin := whole.find("{", place)) >= 0 and whole[place:begin].strip() == before:
+            item = _Object()
+            place, before = item.read(whole, begin), ","
+            if not item.whole:
+                break
+            if (call := call_of(read_value(whole[begin:place]))) is None:
+                return []
+            calls.append(call)
+        return calls
 
 
 class _Object:

@@ -120,10 +120,10 @@ def encode_messages(
     check_template(service, tools)
     arguments = dict(template_arguments or {})
     try:
-        check_template_arguments(arguments)
         if "tools" in arguments:
             raise ValueError("tools cannot be template arguments: give them as tools of the request")
-    except ValueError as error:
+        check_template_arguments(arguments)
+    except (TypeError, ValueError) as error:
         raise refused(error, (), "chat_template_kwargs") from error
     if tools:
         arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]

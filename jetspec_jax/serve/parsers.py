@@ -1,6 +1,13 @@
 """Names of the parsers of reasoning and tool calls; needs no library of the server."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
+
+from jetspec_jax.serve import tag_reader as tags
+
+#: The marks of GPT-OSS's messages; see `harmony`.
+MARKS = tuple(f"<|{name}|>" for name in ("start", "end", "message", "channel", "constrain", "return", "call"))
 
 
 @dataclass(frozen=True)
@@ -10,14 +17,17 @@ class Markers:
     Attributes:
         start: The marker before the reasoning.
         end: The marker after the reasoning.
-        special: Whether the markers are special tokens, which are usually removed from the text.
         messages: Whether answers are sequences of messages, with reasoning in several places; see `harmony`.
     """
 
     start: str
     end: str
-    special: bool = False
     messages: bool = False
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The texts that must be in an answer for its parser."""
+        return MARKS if self.messages else (self.start, self.end)
 
 
 _THINK = Markers("<think>", "</think>")
@@ -27,12 +37,27 @@ REASONING = {
     "qwen3": _THINK,
     "deepseek_r1": _THINK,
     "step3": _THINK,
-    "gemma4": Markers("<|channel>thought\n", "<channel|>", special=True),
-    "openai_gptoss": Markers("<|channel|>analysis<|message|>", "<|end|>", special=True, messages=True),
+    "gemma4": Markers("<|channel>thought\n", "<channel|>"),
+    "openai_gptoss": Markers("<|channel|>analysis<|message|>", "<|end|>", messages=True),
 }
 
 #: The tool-call parser for messages to functions, and the reasoning parser that it needs.
 MESSAGE_CALLS, MESSAGES = "openai", "openai_gptoss"
-#: The values of ``--tool-call-parser``: JSON in tags, functions and parameters as tags, messages to
-#: functions.
-TOOL_CALLS = ("hermes", "qwen3_coder", "qwen3_xml", MESSAGE_CALLS)
+_CALL = tags.OPEN, tags.CLOSE
+_TAGS = *_CALL, tags.FUNCTION, tags.FUNCTION_END, tags.PARAMETER, tags.PARAMETER_END
+#: The values of ``--tool-call-parser``, with the tags that each reads: JSON in tags, functions and parameters
+#: as tags, messages to functions.
+TOOL_CALLS = {"hermes": _CALL, "qwen3_coder": _TAGS, "qwen3_xml": _TAGS, MESSAGE_CALLS: MARKS}
+
+
+def special_tokens(tokenizer: Any, tags: Iterable[str]) -> frozenset[int]:
+    """The special tokens of a transformers tokenizer that are tags or parts of tags.
+
+    Parsers read tags in the text, whether or not the tokenizer declares them as special.
+    """
+    added = {} if tokenizer is None else tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    return frozenset(
+        token
+        for token, word in added.items()
+        if word.special and any(word.content in tag or tag in word.content for tag in tags)
+    )

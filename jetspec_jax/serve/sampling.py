@@ -205,11 +205,17 @@ def _check(request: SamplingFields, settings: ServeSettings) -> None:
 
 
 def _biases(given: Mapping[str, Any]) -> dict[int, float]:
-    for token in given:
-        if not (token.isascii() and token.isdecimal() and len(token) < 12):
-            message = f'logit_bias must have token ids as names, as in {{"42": -1}}, not {token[:32]!r}'
-            raise ApiError(400, message, param="logit_bias", code="invalid_value")
-    return {int(token): check_number(f"logit_bias of token {token}", bias) for token, bias in given.items()}
+    biases: dict[int, float] = {}
+    for name, bias in given.items():
+        if not (name.isascii() and name.isdecimal() and len(name) < 12):
+            message = f'logit_bias must have token ids as names, as in {{"42": -1}}, not {name[:32]!r}'
+        elif (token := int(name)) in biases:
+            message = f"logit_bias has token {token} twice, once as {name!r}: give each token once"
+        else:
+            biases[token] = check_number(f"logit_bias of token {name}", bias)
+            continue
+        raise ApiError(400, message, param="logit_bias", code="invalid_value")
+    return biases
 
 
 def _form(request: SamplingFields, settings: ServeSettings) -> StructuredOutputsParams | None:

@@ -16,6 +16,7 @@ from jetspec_jax.engine.admission import CheckedRequest
 from jetspec_jax.engine.prompts import EncodedPrompt, naming
 from jetspec_jax.engine.size import default_capacity
 from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.sampling.structured import StructuredOutputsParams
 from jetspec_jax.serve.errors import ApiError, of_generation, refused
 from jetspec_jax.serve.logs import log
 from jetspec_jax.serve.metrics import Metrics
@@ -44,6 +45,7 @@ class GenerationRequest:
         budget: Most nodes of the trees; None means the engine's budget.
         prompt_only: Whether to return no generated tokens. The engine generates one, which is dropped;
             ``params`` must not ask for its log-probabilities.
+        parts: Grammars in the grammar of ``params``, by names for errors.
     """
 
     prompts: Sequence[EncodedPrompt]
@@ -55,6 +57,7 @@ class GenerationRequest:
     cache_salt: str | None = None
     budget: int | None = None
     prompt_only: bool = False
+    parts: Mapping[str, StructuredOutputsParams] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -134,6 +137,8 @@ class Service:
         self.check_budget(generation.budget)
         if generation.params.structured_outputs is not None:
             with _refusing(generation):
+                for name, part in generation.parts.items():
+                    await self.trials.check(part, name)
                 await self.trials.check(generation.params.structured_outputs)
         return await asyncio.to_thread(self._check, generation)
 

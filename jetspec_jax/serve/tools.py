@@ -1,10 +1,12 @@
 """Tools in request bodies, and the grammar of a text that must call them."""
 
+import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field
 
+from jetspec_jax.engine.prompts import naming
 from jetspec_jax.sampling.structured import StructuredOutputsParams
 from jetspec_jax.serve.bodies import Body
 
@@ -40,22 +42,23 @@ class Chosen(Body):
     function: ChosenName
 
 
-def form_of(tools: Sequence[Tool], name: str | None) -> StructuredOutputsParams:
-    """The grammar of a text that calls the function ``name``, or, if None, one or more of the tools."""
-    if name is not None:
-        [parameters] = [tool.function.parameters or _ANY for tool in tools if tool.function.name == name]
-        return StructuredOutputsParams(json=parameters, disable_any_whitespace=True)
-    each = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool.function.name},
-                "arguments": tool.function.parameters or _ANY,
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    listed = {"type": "array", "minItems": 1, "items": {"anyOf": each}}
-    return StructuredOutputsParams(json=listed, disable_any_whitespace=True)
+def arguments_form(function: Function) -> StructuredOutputsParams:
+    """The grammar of a function's arguments."""
+    with naming(f"the parameters of {function.name}"):
+        return StructuredOutputsParams(json=function.parameters or _ANY, disable_any_whitespace=True)
+
+
+def calls_form(functions: Sequence[Function], *, several: bool) -> StructuredOutputsParams:
+    """The grammar of a JSON list of calls of the functions: exactly one call, unless ``several`` are allowed.
+
+    Each schema stays a document of its own, so that its references mean what they mean there.
+    """
+    rules = ['start: "[" call ("," call)* "]"' if several else 'start: "[" call "]"']
+    rules.append(f"call: {' | '.join(f'call{place}' for place in range(len(functions)))}")
+    for place, function in enumerate(functions):
+        begin = f'{{"name":{json.dumps(function.name, ensure_ascii=False)},"arguments":'
+        schema = json.loads(arguments_form(function).source[1])
+        schema["x-guidance"] = {"whitespace_flexible": False}
+        rules.append(f'call{place}: {json.dumps(begin, ensure_ascii=False)} arguments{place} "}}"')
+        rules.append(f"arguments{place}: %json {json.dumps(schema)}")
+    return StructuredOutputsParams(grammar="\n".join(rules))

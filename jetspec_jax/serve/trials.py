@@ -40,8 +40,8 @@ class GrammarTrials:
         self._waiting = 0
         self._known: OrderedDict[StructuredOutputsParams, str | None] = OrderedDict()
 
-    async def check(self, grammar: StructuredOutputsParams) -> None:
-        """Checks that a grammar compiles within the limits.
+    async def check(self, grammar: StructuredOutputsParams, name: str = "") -> None:
+        """Checks that a grammar compiles within the limits; errors have its ``name``.
 
         Raises:
             ApiError: Too many requests are waiting for a trial.
@@ -63,7 +63,7 @@ class GrammarTrials:
         while len(self._known) > MOST_KEPT:
             self._known.popitem(last=False)
         if (problem := self._known[grammar]) is not None:
-            raise ValueError(problem)
+            raise ValueError(problem.replace(": ", f": {name}: ", 1) if name else problem)
 
     async def close(self) -> None:
         """Ends the process."""

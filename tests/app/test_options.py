@@ -117,6 +117,12 @@ class TestTable:
             parse("--logit-bias", text)
         assert "expected biases as in 5=-1.5,7=2" in capsys.readouterr().err
 
+    @pytest.mark.parametrize("text", ["5=1,5=2", "5=1,005=1"])
+    def test_biases_of_one_token(self, text, capsys):
+        with pytest.raises(SystemExit):
+            parse("--logit-bias", text)
+        assert f"expected each token once, not '{text}'" in capsys.readouterr().err
+
     def test_none_is_the_word_for_no_limit(self):
         assert settings.sampling_params(parse("--max-tokens", "none")).max_tokens is None
 

@@ -2,8 +2,10 @@
 
 import inspect
 
+import jinja2
 import pytest
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from jetspec_jax.checkpoint.chat_template import (
     Ending,
@@ -57,6 +59,7 @@ READS = {
 TOKENIZER = load_tokenizer(DEMO_TARGET)
 DEMO_TEMPLATE = TOKENIZER.chat_template
 PARTS = [{"role": "user", "content": [part("one"), part("two")]}]
+BLOCKS = [("{% if messages %}", "{% endif %}"), ("{% for m in messages %}", "{% endfor %}")]
 
 
 def rendered(template, messages, **ending):
@@ -162,13 +165,31 @@ def test_what_is_no_conversation(messages, error, message):
 
 def test_what_a_tokenizer_takes_itself_is_no_argument_of_a_template():
     """But for what it gives on to the template; also what later releases take beside."""
-    own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-    own = {name for name, parameter in own.items() if parameter.kind is not parameter.VAR_KEYWORD}
-    assert "chat_template" in own
-    for name in (own | {"messages"}) - {"self", "tools", "documents"}:
+    calls = PreTrainedTokenizerBase.apply_chat_template, render_jinja_template, jinja2.Template.render
+    own = {
+        parameter.name
+        for call in calls
+        for parameter in inspect.signature(call).parameters.values()
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    }
+    assert own > {"chat_template", "self", "conversations"}
+    for name in (own | {"messages"}) - {"tools", "documents"}:
         with pytest.raises(ValueError, match=f"^{name} cannot be template arguments"):
-            check_template_arguments([name])
-    check_template_arguments(["tools", "documents", "enable_thinking"])
+            check_template_arguments({name: 1})
+    check_template_arguments({"tools": [], "documents": None, "enable_thinking": 1})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"documents": 5}, "documents must be a list, not 5"),
+        ({"tools": "a"}, "tools must be a list, not 'a'"),
+        ({1: 2}, "the name of a template argument must be a string, not 1"),
+    ],
+)
+def test_what_is_no_argument_of_a_template(arguments, message):
+    with pytest.raises(TypeError, match=f"^{message}$"):
+        check_template_arguments(arguments)
 
 
 BEGUN = {"role": "assistant", "content": "The answer is "}
@@ -301,6 +322,35 @@ class TestTemplatesThatAreGiven:
     )
     def test_one_that_fails_is_named_with_what_to_do(self, template, said):
         with pytest.raises(TemplateFailed, match=f"^the chat template fails on the conversation: .*{said}"):
+            rendered(template, [HELLO])
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            *(begin * 100_000 + "{{ messages }}" + end * 100_000 for begin, end in BLOCKS),
+            "{{ " + "(" * 100_000 + "messages" + ")" * 100_000 + " }}",
+            "{{ messages" + ".a" * 3000 + " }}",
+            # What Jinja reads and Python does not compile.
+            *(begin * 120 + "{{ messages }}" + end * 120 for begin, end in BLOCKS),
+            "{% for m in messages %}" * 25 + "{% endfor %}" * 25,
+        ],
+        ids=lambda template: f"{template[:6]} {len(template)}",
+    )
+    def test_one_that_is_nested_too_deeply_is_blamed_itself(self, template):
+        with pytest.raises(
+            TemplateFailed, match=r"^the chat template cannot be compiled: it is nested too deeply"
+        ):
+            rendered(template, [HELLO])
+        with pytest.raises(ValueError, match=r"^chat_template cannot be compiled: it is nested too deeply"):
+            read_chat_template(template)
+        TOKENIZER.chat_template = template
+        check_writes_tools(TOKENIZER)  # the error is the rendering's
+
+    def test_one_that_calls_itself_without_end(self):
+        template = "{% macro f() %}{{ f() }}{% endmacro %}{{ messages and f() }}"
+        with pytest.raises(
+            ValueError, match=r"^the chat template recurses too deeply: it calls itself without end"
+        ):
             rendered(template, [HELLO])
 
     def test_names_that_a_template_reads(self):

@@ -111,6 +111,7 @@ OUTSIDE = [
     ("min_tokens", 257, "at most max_tokens, 256, not 257"),
     *((name, value, r"0\.\.20") for name in ("logprobs", "prompt_logprobs") for value in (-1, 21, HUGE)),
     ("allowed_token_ids", [], "is empty, so that no token could be chosen"),
+    ("logit_bias", ((5, 1), (5, 2)), "has token 5 twice"),
     ("bad_words", ["a", ""], "not empty"),
     ("bad_words", ["\udc80"], r"no valid Unicode: .*U\+DC80"),
     ("logit_bias", {-1: 0.5}, "at least 0"),

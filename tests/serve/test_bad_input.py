@@ -45,6 +45,8 @@ def refused(response, status, param, *words):
         (b'{"prompt": "a", "temperature": 1e999}', "application/json", 400, ["beyond all floats"]),
         (b'{"prompt": "a", "seed": -Infinity}', "application/json", 400, ["-Infinity is no number"]),
         (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "application/json", 400, ["too many digits"]),
+        (b'{"prompt": "a", "seed": 1, "seed": 2}', "application/json", 400, ["'seed' 2 times"]),
+        (b'{"prompt": "a", "logit_bias": {"5": 1, "5": 2}}', "application/json", 400, ["'5' 2 times"]),
         (b"[" * 100_000, "application/json", 400, ["nested too deeply"]),
         (b'{"prompt": "' + b"a" * 2**23 + b'"}', "application/json", 413, ["4194304 bytes"]),
     ],
@@ -90,6 +92,7 @@ def test_bodies(http, raw, kind, status, words):
         ({"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty", ["[-2, 2]"]),
         ({"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", ["token ids"]),
         ({"prompt": "a", "logit_bias": {"1": 200}}, 400, "logit_bias", ["[-100, 100]"]),
+        ({"prompt": "a", "logit_bias": {"5": 1, "005": 2}}, 400, "logit_bias", ["token 5 twice", "'005'"]),
         ({"prompt": "a", "logit_bias": {"1": "2"}}, 400, "logit_bias", ["token 1", "number, not '2'"]),
         ({"prompt": "a", "max-tokens": 1}, 400, "max-tokens", ["did you mean max_tokens?"]),
         ({"prompt": "a", "logprobs": 21}, 400, "logprobs", ["0..20"]),
@@ -257,10 +260,15 @@ def test_a_template_is_the_server_s(http, path):
 
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])
-@pytest.mark.parametrize("name", ["tokenize", "chat_template", "tools"])
+@pytest.mark.parametrize("name", ["tokenize", "chat_template", "tools", "self", "conversations"])
 def test_a_template_s_arguments_do_not_set_how_it_is_used(http, path, name):
     got = http.post(path, json={"messages": USER, "chat_template_kwargs": {name: "{{ 1 }}"}})
     refused(got, 400, "chat_template_kwargs", f"{name} cannot be template arguments")
+
+
+def test_documents_of_a_template_are_a_list(http):
+    got = http.post(CHAT, json={"messages": USER, "chat_template_kwargs": {"documents": 5}})
+    refused(got, 400, "chat_template_kwargs", "documents must be a list, not 5")
 
 
 def test_tools_need_a_parser():
@@ -279,10 +287,19 @@ def test_tools_need_a_parser():
             },
         )
         refused(got, 400, "tool_choice", "'b'")
-        function = {"name": "a", "parameters": {"type": "nothing"}}
-        given = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
-        got = http.post(CHAT, json={"messages": USER, **given})
-        refused(got, 400, "tools", "tools: ", "does not compile")
+        for parameters, said in (
+            ({"type": "nothing"}, "json does not compile: Invalid type: nothing"),
+            ({"$ref": "#/$defs/b"}, "json does not compile: Pointer '/$defs/b' does not exist"),
+            ({"$ref": "http://example.com/b"}, "'http://example.com/b' is not present"),
+            ({"$dynamicRef": "#b"}, "$dynamicRef"),
+            ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "json allows no text that ends"),
+            ({"type": "array", "minItems": 10**9}, "minItems in json must be at most"),
+        ):
+            functions = {"name": "b"}, {"name": "c", "parameters": parameters}
+            given = {"tools": [{"type": "function", "function": each} for each in functions]}
+            for choice in ("required", {"type": "function", "function": {"name": "c"}}):
+                got = http.post(CHAT, json={"messages": USER, **given, "tool_choice": choice})
+                refused(got, 400, "tools", "the parameters of c: ", said)
 
 
 def test_without_a_chat_template_completions_are_served():
@@ -300,6 +317,9 @@ def test_without_a_chat_template_completions_are_served():
         tools = [{"type": "function", "function": {"name": "a"}}]
         got = http.post(CHAT, json={"messages": USER, "tools": tools, "tool_choice": "required"})
         refused(got, 400, "tools", "does not write tools")
+        llm.llm.target.tokenizer.chat_template = "{% if messages %}" * 1000 + "{% endif %}" * 1000
+        got = http.post(CHAT, json={"messages": USER, "tools": tools, "tool_choice": "required"})
+        refused(got, 400, "messages", "the chat template cannot be compiled", "--chat-template FILE")
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/embeddings", "/v1/audio/speech", "/v1/nothing"])

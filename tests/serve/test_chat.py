@@ -31,9 +31,10 @@ TOOLS = [
             "description": "Looks.",
             "parameters": {
                 "type": "object",
-                "properties": {"x": {"enum": [1, 2]}},
+                "properties": {"x": {"$ref": "#/$defs/Number"}},
                 "required": ["x"],
                 "additionalProperties": False,
+                "$defs": {"Number": {"enum": [1, 2]}},
             },
         },
     }
@@ -142,6 +143,11 @@ def test_a_function_that_must_be_called(llm):
                 assert made["tool_calls"] == [
                     (call.function.name, json.loads(call.function.arguments)) for call in calls
                 ]
+            got = client.chat.completions.create(
+                model=MODEL, tool_choice="required", parallel_tool_calls=False, **given
+            )
+            assert len(got.choices[0].message.tool_calls) == 1
+            assert got.choices[0].finish_reason == "tool_calls"
     finally:
         target.tokenizer.chat_template = before
 
@@ -247,6 +253,19 @@ def test_calls_in_tags_and_as_messages(scripted, parsers, text, answers):
             made = streamed(client, **given)
             assert (made["content"], made["reasoning_content"]) == (content, reasoning)
             assert (made["tool_calls"], made["reason"]) == (calls, choice.finish_reason)
+    scripted.reason = "stop"
+
+
+def test_of_calls_that_are_cut_off_the_complete_ones_are_given(tooled, scripted):
+    scripted.text = '[{"name":"look","arguments":{"x":1}},{"name":"look","argu'
+    scripted.reason = "length"
+    given = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
+    [choice] = tooled.chat.completions.create(model=MODEL, **given).choices
+    [call] = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == LOOK[0]
+    assert (choice.message.content, choice.finish_reason) == (None, "length")
+    made = streamed(tooled, **given)
+    assert (made["content"], made["tool_calls"], made["reason"]) == ("", LOOK, "length")
     scripted.reason = "stop"
 
 

@@ -64,6 +64,34 @@ def test_what_does_not_compile_is_refused_in_the_words_of_llguidance(target):
     assert fine is None
 
 
+INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
+NEXT = {"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": False}
+#: Two names are required of objects whose only name is "ab".
+TWO_NAMES = {"patternProperties": {"^ab$": {}}, "required": ["ab"], "minProperties": 2}
+
+
+@pytest.mark.parametrize("rigid", [False, True])
+def test_what_no_text_can_end_is_refused(target, rigid):
+    endless = (
+        NEXT | {"required": ["next"]},
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+        *(TWO_NAMES | NEXT | {"properties": {"ab": value}} for value in (INTEGER, TEXT)),
+    )
+    fine = (
+        *(NEXT, {"type": "array", "items": {"$ref": "#"}}, {"type": "object"}, {}),
+        TWO_NAMES | NEXT | {"properties": {"ab": INTEGER}, "minProperties": 1},
+        {"type": "array", "items": TEXT, "minItems": 1000},
+        {"type": "string", "minLength": 1000},
+    )
+    forms = [Wanted(json=schema, disable_any_whitespace=rigid) for schema in (*endless, *fine)]
+    refusals = tried(target, *forms, seconds=60)
+    for refusal in refusals[: len(endless)]:
+        assert refusal.startswith("structured_outputs: json allows no text that ends: nothing may follow '")
+    assert refusals[len(endless) :] == [None] * len(fine)
+    others = Wanted(grammar='start: "a" "b" | "c"+'), Wanted(regex="a{1000}b*"), Wanted(choice=["a" * 3000])
+    assert tried(target, *others, seconds=60) == [None] * len(others)
+
+
 def test_a_grammar_is_tried_once(target, monkeypatch):
     made = []
     own = GrammarTrials._tried

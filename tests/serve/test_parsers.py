@@ -52,6 +52,11 @@ def taken_apart(text, size, **settings):
     return put_together(pieces_of(text, size), **settings)
 
 
+def cut_off(text, size):
+    """A list of calls that ends at its length limit."""
+    return taken_apart(text, size, forced="", cut=True)
+
+
 def everywhere(text, **settings):
     """What a text is taken apart to, which its pieces do not change."""
     first, *others = [taken_apart(text, size, **settings) for size in SIZES]
@@ -93,7 +98,14 @@ class TestPieces:
         assert taken_apart('{"x": 1}', size, forced="look") == ("", "", [("look", {"x": 1})])
         listed = '[{"name": "look", "arguments": {"x": 1}}, {"name": "look", "arguments": {}}]'
         assert taken_apart(listed, size, forced="") == ("", "", [("look", {"x": 1}), ("look", {})])
-        assert taken_apart(listed[:-4], size, forced="") == (listed[:-4], "", [])
+        second = listed.index(", {")
+        for end in (second, second + 1, second + 5, len(listed) - 4, len(listed) - 1):
+            cut = cut_off(listed[:end], size)
+            assert cut == ("", "", [("look", {"x": 1})] + [("look", {})] * (end == len(listed) - 1))
+        for end in range(second):
+            assert cut_off(listed[:end], size) == (listed[:end], "", [])
+        quoted = json.dumps([{"name": "look", "arguments": {"x": '}, {"'}}, {"name": "look"}])
+        assert cut_off(quoted[:-1], size)[2] == [("look", {"x": '}, {"'}), ("look", {})]
         assert taken_apart('{"x": 1', size, forced="look") == ('{"x": 1', "", [])
 
 

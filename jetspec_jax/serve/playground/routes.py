@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Generator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
@@ -22,6 +23,7 @@ from jetspec_jax.serve.bodies import Body, Listed, read_body
 from jetspec_jax.serve.errors import ApiError, internal, of_generation, refused
 from jetspec_jax.serve.logs import log
 from jetspec_jax.serve.messages import Message, encode_messages
+from jetspec_jax.serve.parsers import REASONING, special_tokens
 from jetspec_jax.serve.playground.page import playground_page, policy_of
 from jetspec_jax.serve.playground.traces import TooManyTraces, TracedRequest, Traces
 from jetspec_jax.serve.service import GenerationRequest, Service
@@ -110,7 +112,11 @@ def _read(service: Service, body: RoundsRequest) -> tuple[EncodedPrompt, Samplin
     except (TypeError, ValueError) as error:
         raise refused(error, names) from error
     if body.messages is not None:
-        return encode_messages(service, body.messages), params
+        prompt = encode_messages(service, body.messages)
+        # As in the text of `/v1/chat/completions`.
+        tags = () if (parser := service.settings.reasoning_parser) is None else REASONING[parser].tags
+        kept = special_tokens(service.llm.llm.target.tokenizer, tags)
+        return replace(prompt, kept_special_tokens=kept), params
     assert body.prompt is not None
     try:
         return encode_text(service.llm.llm.target, body.prompt), params
