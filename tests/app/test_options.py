@@ -219,7 +219,7 @@ class TestPrompts:
 
         def encoded(part, *words, role="user"):
             messages = [{"role": role, "content": [part]}]
-            return encode(llm, GivenPrompt("p.jsonl:1", messages=messages), parse(*words))
+            return encode(llm, GivenPrompt("p.jsonl:1", messages=messages), parse(*words)).ids.tolist()
 
         text = {"type": "text", "text": "ab"}
         assert encoded(text) == encoded(text, "--no-add-generation-prompt") == [0, 1, 25]
