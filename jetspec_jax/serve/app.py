@@ -89,6 +89,7 @@ def make_app(
         openapi_url=None,
         lifespan=life,
         redirect_slashes=False,
+        telemetry={"auto_configure": False},  # newer releases read FASTAPI_OTEL_AUTO_CONFIGURE
     )
     app.state.service = service
     routers = (

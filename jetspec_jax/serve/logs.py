@@ -7,8 +7,12 @@ import time
 import traceback
 from typing import Any
 
+from jetspec_jax.arguments import shortened
+
 #: The server's logger; each record has its fields in ``fields``.
 LOG = logging.getLogger("jetspec_jax.serve")
+# Most characters of a message and of a field: paths, methods and headers are as long as a client likes.
+_MESSAGE, _FIELD = 1000, 200
 
 
 class JsonLines(logging.Formatter):
@@ -20,9 +24,10 @@ class JsonLines(logging.Formatter):
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
             + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
-            "message": record.getMessage(),
+            "message": shortened(record.getMessage(), _MESSAGE),
         }
-        line |= getattr(record, "fields", {})
+        for name, value in getattr(record, "fields", {}).items():
+            line[name] = shortened(value, _FIELD) if isinstance(value, str) else value
         if record.exc_info and record.exc_info[1] is not None:
             # Without the error's message, which may quote the request.
             error = record.exc_info[1]

@@ -73,7 +73,7 @@ class Tracking:
             log(
                 "request",
                 method=scope["method"],
-                path=scope["path"][:200],
+                path=scope["path"],
                 status=status,
                 seconds=round(seconds, 4),
                 client=client[0] if client else None,

@@ -148,6 +148,10 @@ async def serve_at(
         lifespan="on",
         log_config=None,
         access_log=False,
+        # uvicorn's defaults depend on FORWARDED_ALLOW_IPS and WEB_CONCURRENCY in the environment.
+        proxy_headers=False,
+        forwarded_allow_ips=[],
+        workers=1,
         server_header=False,
         timeout_graceful_shutdown=1,
     )

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jetspec_jax import TreeDecoder
 from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.request import EngineFailed
-from jetspec_jax.serve.app import MORE
+from jetspec_jax.serve.app import MORE, make_app
 from jetspec_jax.serve.completions import CompletionWriter
 from jetspec_jax.serve.logs import LOG, JsonLines
 from tests.engine.halting import begun, halted, paused
@@ -408,7 +408,9 @@ def test_pages_of_other_origins(target):
         assert "Access-Control-Allow-Origin" not in http.get("/version", headers=asks).headers
 
 
-def test_lines_of_the_log_hold_no_texts(target):
+@contextlib.contextmanager
+def logged(*loggers):
+    """The lines that the server's logger, and others, write meanwhile."""
     lines = []
 
     class Keeper(logging.Handler):
@@ -417,15 +419,20 @@ def test_lines_of_the_log_hold_no_texts(target):
 
     keeper = Keeper()
     keeper.setFormatter(JsonLines())
-    LOG.addHandler(keeper)
+    for logger in (LOG, *loggers):
+        logger.addHandler(keeper)
     LOG.setLevel(logging.INFO)
     try:
-        llm = Scripted(target, "an answer")
-        with served(llm) as own, own.client() as http:
-            http.post(COMPLETION, json={"prompt": "my secret"}, headers={"X-Request-Id": "me"})
-            http.post(COMPLETION, json={"prompt": "my secret", "my secret": 1})
+        yield lines
     finally:
-        LOG.removeHandler(keeper)
+        for logger in (LOG, *loggers):
+            logger.removeHandler(keeper)
+
+
+def test_lines_of_the_log_hold_no_texts(target):
+    with logged() as lines, served(Scripted(target, "an answer")) as own, own.client() as http:
+        http.post(COMPLETION, json={"prompt": "my secret"}, headers={"X-Request-Id": "me"})
+        http.post(COMPLETION, json={"prompt": "my secret", "my secret": 1})
     assert "secret" not in "".join(lines)
     assert "an answer" not in "".join(lines)
     [line] = [json.loads(line) for line in lines if '"me"' in line]
@@ -442,6 +449,46 @@ def test_a_line_of_the_log_is_printable():
     assert line.isascii()
     assert line.isprintable()
     assert json.loads(line)["path"] == json.loads(line)["message"] == odd
+
+
+@pytest.mark.parametrize("trusted", [None, "*", "127.0.0.1"])
+def test_neither_a_header_nor_the_environment_changes_a_clients_address(target, monkeypatch, trusted):
+    if trusted is not None:
+        monkeypatch.setenv("FORWARDED_ALLOW_IPS", trusted)
+    monkeypatch.setenv("WEB_CONCURRENCY", "not a number")
+    headers = {"X-Request-Id": "me", "X-Forwarded-For": "10.1.2.3", "X-Forwarded-Proto": "https"}
+    with logged() as lines, served(Scripted(target)) as own, own.client() as http:
+        assert http.post(COMPLETION, json={}, headers={**headers, "Forwarded": "for=10.1.2.3"}).status_code
+    [line] = [json.loads(line) for line in lines if '"me"' in line]
+    assert line["client"] == "127.0.0.1"
+
+
+def test_the_environment_turns_no_reports_on(target, monkeypatch):
+    """FastAPI from 0.165 on can send traces to a host that the environment names."""
+    monkeypatch.setenv("FASTAPI_OTEL_AUTO_CONFIGURE", "true")
+    app = make_app(Scripted(target))
+    assert not getattr(app, "_telemetry", {}).get("auto_configure")
+
+
+@pytest.mark.parametrize("level", [logging.INFO, 5])
+def test_what_a_client_says_is_cut_in_the_log(target, level):
+    """The method, the path, the query and the headers, also in uvicorn's messages at its level "trace"."""
+    long, uvicorn = "x" * 10_000, logging.getLogger("uvicorn")
+    uvicorn.setLevel(level)
+    try:
+        with logged(uvicorn) as lines, served(Scripted(target)) as own:
+            for start in (f"{long.upper()} /a", f"GET /{long}", f"GET /a?{long}"):
+                with connect(own) as client:
+                    fields = f"X-Request-Id: {long}\r\nX-Forwarded-For: {long}\r\nOrigin: {long}"
+                    client.sendall(f"{start} HTTP/1.1\r\nHost: {long}\r\n{fields}\r\n\r\n".encode())
+                    assert client.recv(2**16)
+    finally:
+        uvicorn.setLevel(logging.NOTSET)
+    requests = [json.loads(line) for line in lines if '"request"' in line]
+    assert [line["method"] for line in requests] == ["X" * 199 + "…", "GET", "GET"]
+    assert requests[1]["path"] == "/" + "x" * 198 + "…"
+    assert any("Started scope" in line for line in lines) == (level == 5)
+    assert max(map(len, lines)) < 1500
 
 
 def test_metrics(llm):
