@@ -17,13 +17,20 @@ from flax import nnx
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from jetspec_jax.checkpoint.content import CheckpointError, check_regular, check_small, read_object
+from jetspec_jax.checkpoint.content import (
+    CheckpointError,
+    check_regular,
+    check_small,
+    content_of,
+    read_object,
+)
 from jetspec_jax.checkpoint.finite import is_finite
 from jetspec_jax.checkpoint.parts import Placement, part_of, take_rows, to_devices
 from jetspec_jax.checkpoint.tensor_plan import Parameter, ParameterPath, expected_parameters
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import Weights, dtype_of
 from jetspec_jax.models.key_table import ShardRows
+from jetspec_jax.models.scale_key import check_fp8_scales
 from jetspec_jax.progress import unseen
 from jetspec_jax.version import __version__
 
@@ -86,7 +93,8 @@ def read_orbax_weights(
     Raises:
         ImportError: orbax-checkpoint is not installed.
         CheckpointError: The folder is of another version or kind, is incomplete, has other parameters than
-            its config (all differences are listed), has values that are not finite, or cannot be read.
+            its config (all differences are listed), has values that are not finite or scales of FP8 weights
+            that `check_fp8_scales` refuses, or cannot be read.
     """
     placement = None if mesh is None else Placement(config, mesh)
     return to_devices(open_orbax(folder, config, dtype, allow_nonfinite=allow_nonfinite), placement)
@@ -110,7 +118,8 @@ def open_orbax(
         path: array.dtype if dtype is None else dtype_of(config, path, dtype)
         for path, array in arrays.items()
     }
-    return OrbaxParameters(folder, expected_parameters(config), arrays, dtypes, allow_nonfinite)
+    products = jnp.dtype(jnp.float32) if dtype is None else dtype
+    return OrbaxParameters(folder, expected_parameters(config), arrays, dtypes, products, allow_nonfinite)
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,7 @@ class OrbaxParameters:
         parameters: All parameters.
         arrays: Their stored arrays, which read a part when they are indexed.
         dtypes: The type in which each parameter is read.
+        products: The type in which products have quantised weights.
         allow_nonfinite: Whether values may be NaN or infinite.
     """
 
@@ -129,6 +139,7 @@ class OrbaxParameters:
     parameters: Sequence[Parameter]
     arrays: Mapping[ParameterPath, Any]
     dtypes: Mapping[ParameterPath, np.dtype]
+    products: np.dtype
     allow_nonfinite: bool
 
     def counted(self) -> Iterable[Parameter]:
@@ -154,6 +165,9 @@ class OrbaxParameters:
             raise CheckpointError(
                 f"{self.folder}: {parameter.name} holds values that are not finite{rounded}"
             )
+        if parameter.block:
+            with content_of(f"{self.folder}: {parameter.name}"):
+                check_fp8_scales(value, self.products, allow_nonfinite=self.allow_nonfinite)
         return value
 
     @functools.cached_property

@@ -43,6 +43,7 @@ from jetspec_jax.models import Weights, dtype_of
 from jetspec_jax.models.key_table import Each, Key, ShardRows
 from jetspec_jax.models.mxfp4 import check_scales
 from jetspec_jax.models.quantized import SCALES
+from jetspec_jax.models.scale_key import check_fp8_scales
 from jetspec_jax.progress import unseen
 
 INDEX = "model.safetensors.index.json"
@@ -76,7 +77,8 @@ def read_weights(
         CheckpointError: Tensors are missing, surplus, misshapen, stored twice or of an unsupported type (all
             are listed); a file is corrupt; the weights are pickled; without a dtype, the tensors of one
             parameter have different types; a stored output head that the config ties differs from the
-            embedding; values are not finite; or shards would cut MXFP4 blocks (all layers are listed). With
+            embedding; values are not finite; scales of FP8 weights are not positive, or so large that weights
+            may not be finite; or shards would cut MXFP4 blocks (all layers are listed). With
             several processes, each checks the values of its shards.
         FileNotFoundError: There are no weights.
     """
@@ -136,7 +138,8 @@ def open_parameters(
         parameter.path: kept if dtype is None and parameter.block else dtype_of(config, parameter.path, kept)
         for parameter, kept in zip(found, dtypes, strict=True)
     }
-    parameters = StoredParameters(folder, files, plan, types, placement, allow_nonfinite)
+    products = jnp.dtype(jnp.float32) if dtype is None else dtype
+    parameters = StoredParameters(folder, files, plan, types, products, placement, allow_nonfinite)
     parameters.check_copies()
     return parameters
 
@@ -150,6 +153,7 @@ class StoredParameters:
         files: The file of each tensor, by the tensor's name.
         plan: The tensors of each parameter.
         dtypes: The type in which each parameter is read.
+        products: The type in which products have quantised weights.
         placement: The placement on a mesh; None means one device.
         allow_nonfinite: Whether values may be NaN or infinite.
     """
@@ -158,6 +162,7 @@ class StoredParameters:
     files: Mapping[str, TensorFile | GgufTensors]
     plan: TensorPlan
     dtypes: Mapping[ParameterPath, np.dtype]
+    products: np.dtype
     placement: Placement | None
     allow_nonfinite: bool
 
@@ -186,14 +191,11 @@ class StoredParameters:
             for key, key_copies in copies:
                 with self._naming(key):
                     key_copies.end()
-            if value.dtype == np.uint8:
-                if parameter.path[-1] == SCALES:
-                    with self._naming(copies[0][0]):
-                        check_scales(value)
-                return value
-            finite = self.allow_nonfinite or all_finite(value, threads)
+            finite = value.dtype == np.uint8 or self.allow_nonfinite or all_finite(value, threads)
         if not finite:
             raise CheckpointError(self._nonfinite(parameter, value, rows))
+        if parameter.path[-1] == SCALES:
+            self._check_scales(parameter, rows)
         return value
 
     def check_copies(self) -> None:
@@ -231,6 +233,18 @@ class StoredParameters:
         if (found := self._tensors(key, rows)) is not None:
             entry, tensors = found
             entry.from_file(value, *tensors, each=each)
+
+    def _check_scales(self, parameter: Parameter, rows: ShardRows | None) -> None:
+        """Checks the scales of quantised weights tensor by tensor, so that the error names one."""
+        for key in self._keys[parameter.path]:
+            if (found := self._tensors(key, rows)) is None:
+                continue
+            [scales] = found[1]
+            with self._naming(key):
+                if scales.dtype == np.uint8:
+                    check_scales(scales)
+                else:
+                    check_fp8_scales(scales, self.products, allow_nonfinite=self.allow_nonfinite)
 
     @contextlib.contextmanager
     def _naming(self, key: Key) -> Iterator[None]:

@@ -16,6 +16,32 @@ import numpy as np
 from jetspec_jax.config.quantization import Quantization
 from jetspec_jax.models.key_table import Each, Key, ShardRows, one_by_one
 from jetspec_jax.models.layout import parse_layout
+from pallas_kernels.quantized import LARGEST
+
+
+def check_fp8_scales(scales: np.ndarray, dtype: np.dtype, *, allow_nonfinite: bool = False) -> None:
+    """Checks that scales are positive, and so small that every weight is finite.
+
+    Args:
+        scales: The scales of FP8 values.
+        dtype: The type in which products have their weights.
+        allow_nonfinite: Whether weights may be NaN or infinite.
+
+    Raises:
+        ValueError: A scale is zero or negative, or its product with the largest value of FP8 is not finite.
+    """
+    wide = scales.astype(np.float32)
+    if (wrong := wide[wide <= 0]).size:
+        raise ValueError(f"a scale is {wrong[0]:g}; scales of FP8 weights must be positive")
+    if allow_nonfinite:
+        return
+    with np.errstate(over="ignore"):
+        weights = (wide * np.float32(LARGEST)).astype(dtype)
+    if (wrong := wide[~np.isfinite(weights.astype(np.float32))]).size:
+        raise ValueError(
+            f"a scale is {wrong[0]:g}; times {LARGEST:g}, the largest value of FP8, "
+            f"it is not finite in {dtype}"
+        )
 
 
 def shared_axes(key: Key, shape: tuple[int, ...], quantization: Quantization) -> tuple[int, ...]:

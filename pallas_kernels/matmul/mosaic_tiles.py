@@ -7,6 +7,7 @@ neither rows nor columns fall into the same banks: of 16-byte chunks, c of row r
     c ^ (r % 8)        where they have 128 (bfloat16)
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -19,8 +20,10 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 #: Columns of a warpgroup: tensor cores take 64 rows of the transposed weights.
 COLUMNS = 64
-#: Multiplies scales, as the weights below stand for 2**-120 times their value.
-POWER = 2.0**120
+# Multiplies scales, as the bits of weights below stand for 2**-120 times their value.
+_POWER = 2.0**120
+# Scales from here on could become infinite, so the power multiplies the weights first.
+_LARGE_SCALE = 2.0**7
 
 FP8_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64))
 WIDE_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -46,18 +49,30 @@ prmt.b32 bits, $1, $1, {selector};
 shr.u32 moved, bits, 4;
 and.b32 moved, moved, 0x07f007f0;
 lop3.b32 bits, bits, 0x80008000, moved, 0xea;
-mul.bf16x2 moved, bits, $3;
+{large}mul.bf16x2 moved, bits, $3;
 fma.rn.bf16x2 $0, bits, $2, moved;
 }}"""
 _SELECTORS = ("0x1000", "0x3020")
+# Both halves of the second register are 2**120 in bfloat16.
+_TIMES_POWER = "mov.b32 moved, 0x7b807b80;\nmul.bf16x2 bits, bits, moved;\n"
 
 
 def widen(values_ref: Any, scale: jax.Array, out_ref: Any) -> None:
-    """Weights [depth, 64] in FP8 times `scale` / 2**120, each rounded once, to bfloat16 in shared memory.
+    """Weights [depth, 64] in FP8 times `scale`, each rounded once, to bfloat16 in shared memory.
 
     The caller must fence the writes and wait for all threads before it reads them.
     """
+    write = functools.partial(_widen, values_ref, scale, out_ref)
+    # The same branch for all threads; NaN is large.
+    jax.lax.cond(
+        scale < _LARGE_SCALE, functools.partial(write, large=False), functools.partial(write, large=True)
+    )
+
+
+def _widen(values_ref: Any, scale: jax.Array, out_ref: Any, *, large: bool) -> None:
+    """`widen` for scales on one side of `_LARGE_SCALE`."""
     depth = values_ref.shape[-2]
+    codes = [widening(selector, large=large) for selector in _SELECTORS]
     types = plgpu.RefType(FP8_TRANSFORMS), plgpu.RefType(WIDE_TRANSFORMS), plgpu.Layout.WG_SPLAT
 
     def write(_: Any, values: Any, out: Any, scales: Any) -> None:
@@ -83,11 +98,12 @@ def widen(values_ref: Any, scale: jax.Array, out_ref: Any) -> None:
         for at, four in zip(starts, loaded, strict=True):
             for i, start in enumerate(places):
                 own = [_element(four, j) for j in (2 * i, 2 * i + 1)]
-                wide = [_widened(word, selector, high_low) for word in own for selector in _SELECTORS]
+                wide = [_widened(word, code, high_low) for word in own for code in codes]
                 there = _offset(start, at * 2 * COLUMNS)
                 llvm.store(vector.from_elements(words, wide), there, alignment=_CHUNK)
 
-    splat = plgpu.layout_cast(jnp.full((_THREADS,), scale, jnp.float32), plgpu.Layout.WG_SPLAT)
+    factor = scale if large else scale * jnp.float32(_POWER)
+    splat = plgpu.layout_cast(jnp.full((_THREADS,), factor, jnp.float32), plgpu.Layout.WG_SPLAT)
     plgpu.inline_mgpu(arg_types=types)(write)(values_ref, out_ref, splat)
 
 
@@ -116,10 +132,14 @@ def store_transposed(sums: jax.Array, out_ref: Any) -> None:
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))(write)(out_ref, sums)
 
 
-def _widened(word: Any, selector: str, high_low: list[Any]) -> Any:
+def _widened(word: Any, code: str, high_low: list[Any]) -> Any:
     """A register of two values of a word, times the scale."""
-    code = _WIDEN_PAIR.format(selector=selector)
     return llvm.inline_asm(_i32(), [word, *high_low], code, "=r,r,r,r", asm_dialect=0)
+
+
+def widening(selector: str, *, large: bool) -> str:
+    """The assembly that widens two bytes of a word, for scales on one side of `_LARGE_SCALE`."""
+    return _WIDEN_PAIR.format(selector=selector, large=_TIMES_POWER if large else "")
 
 
 def _thread() -> Any:

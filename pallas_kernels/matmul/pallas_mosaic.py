@@ -7,9 +7,6 @@ each widen 64 columns of the weights, times their scale, into one of two buffers
 cores still multiply the other one. Both operands come from shared memory: with one in registers, compilers
 before CUDA 13.3 can overwrite it while a product still reads.
 
-Scales must be below 256, or their product with a power of two is infinite. With 448, the largest value in
-FP8, that is a weight of 114,688.
-
 Shapes: M rows, K terms, N columns.
 """
 
@@ -30,7 +27,6 @@ from pallas_kernels.matmul.config import MosaicConfig, config_for
 from pallas_kernels.matmul.mosaic_tiles import (
     COLUMNS,
     FP8_TRANSFORMS,
-    POWER,
     WIDE_TRANSFORMS,
     store_transposed,
     widen,
@@ -262,9 +258,7 @@ def _program(
 
             def scale_of(i: Array) -> Array:
                 term = jnp.minimum(i, last - 1) * _DEPTH
-                return scales_ref[cell_of(term, problem.depth, problem.depth_block), cell] * jnp.float32(
-                    POWER
-                )
+                return scales_ref[cell_of(term, problem.depth, problem.depth_block), cell]
 
             def widened(n: Array) -> Any:
                 return wide_ref.at[group, lax.rem(n, 2)]

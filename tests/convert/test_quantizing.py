@@ -9,6 +9,7 @@ import pytest
 
 from convert.command import main
 from convert.conversion import to_huggingface, to_orbax
+from convert.folders import locate
 from convert.quantizing import to_fp8
 from jetspec_jax import CheckpointError, load_target
 from jetspec_jax.config import parse_model_config
@@ -98,3 +99,22 @@ def test_orbax_and_back_keep_every_bit(tmp_path, config):
     for mine, its in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert mine.dtype == its.dtype
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(its))
+
+
+def test_scales_that_are_not_positive_or_too_large(tmp_path):
+    """They are not converted, and an Orbax folder that has them is refused by the parameter's name."""
+    tensors = {name: own.astype(np.float32) for name, own in random_values(target_shapes(RAW)).items()}
+    held = quantised(tensors, config := blocks(128, 128))
+    scale = "model.layers.0.mlp.down_proj.weight_scale_inv"
+    for name, value in (("zero", 0.0), ("large", 1e38)):
+        held[scale][0, 0] = value
+        source = write(tmp_path / name, {**RAW, "quantization_config": config}, held)
+        with pytest.raises(CheckpointError, match=f"{scale}: a scale is {value:g}".replace("+", r"\+")):
+            to_orbax(source, tmp_path / "refused")
+        assert not (tmp_path / "refused").exists()
+    to_orbax(locate(source, allow_nonfinite=True), tmp_path / "orbax")
+    with pytest.raises(
+        CheckpointError, match=r"layers\.0\.mlp\.down_proj\.scales: a scale is .* in bfloat16$"
+    ):
+        load_target(tmp_path / "orbax", dtype="bfloat16")
+    load_target(tmp_path / "orbax", dtype="bfloat16", allow_nonfinite=True)

@@ -3,11 +3,13 @@
 from functools import partial
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from pallas_kernels.matmul import pallas_mosaic
+from pallas_kernels.matmul import mosaic_tiles, pallas_mosaic
 from pallas_kernels.matmul.config import MosaicConfig
 from pallas_kernels.quantized import FP8, Quantized, scale_shape
+from tests.kernels import ptx
 from tests.kernels.lowering import MOSAIC, lower_for_gpu
 from tests.marks import wide
 
@@ -62,6 +64,24 @@ def test_lowers_for_cuda(spec, rows, shape, block):
 )
 def test_what_it_cannot_do_is_said(x, w, why):
     assert why in pallas_mosaic.unsupported(x, w, "bm,mf->bf")
+
+
+@pytest.mark.parametrize("scale", [2e-38, 3.1e-4, 1.0, 127.9, 128.0, 255.9, 256.0, 1.3e9, 7.56e35])
+def test_every_code_times_any_scale_is_finite_and_within_rounding(scale):
+    """What the kernel's assembly computes of each value of FP8: twice two of them in a word."""
+    codes = np.array([code for code in range(256) if code & 0x7F != 0x7F] + [0, 0], np.uint8)
+    scale = np.float32(scale)
+    large = not scale < mosaic_tiles._LARGE_SCALE
+    factor = scale if large else scale * np.float32(mosaic_tiles._POWER)
+    high_low = ptx.run(mosaic_tiles._SPLIT_SCALE, 2, factor)
+    wide = np.empty(codes.size)
+    for first, selector in zip((0, 2), mosaic_tiles._SELECTORS, strict=True):
+        code = mosaic_tiles.widening(selector, large=large)
+        [pair] = ptx.run(code, 1, codes.view(np.uint32), *high_low)
+        wide[first::4], wide[first + 1 :: 4] = pair.view(ptx.BF16).reshape(-1, 2).T
+    exact = codes.view(FP8).astype(np.float64) * np.float64(scale)
+    # Half a unit in the last of eight bits, the rounding of the scale to 17 bits, and subnormal numbers.
+    assert (abs(wide - exact) <= (2.0**-8 + 2.0**-16) * abs(exact) + 2.0**-133).all()
 
 
 def test_other_gpus(monkeypatch):

@@ -1,6 +1,7 @@
 """FP8 checkpoints: what is read, that it stays FP8, and that it is what NumPy makes of the files."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jetspec_jax import CheckpointError, load_target
+from jetspec_jax import CheckpointError, load_draft_head, load_target
 from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.checkpoint.reading import read_weights
 from jetspec_jax.checkpoint.tensor_plan import expected_parameters
@@ -20,8 +21,9 @@ from jetspec_jax.inspect.forward import next_token_logits
 from jetspec_jax.models import quantized_blocks
 from pallas_kernels.quantized import FP8, Quantized
 from tests.families.goldens import FOLDER, MADE_OF_OTHERS, NAMES
+from tests.loading import test_qwen3_moe as moe
 from tests.loading.fp8 import blocks, channels, load, quantised, scale_name, widened
-from tests.loading.published import V4, random_tensors, target_shapes, write
+from tests.loading.published import HEAD, V4, head_shapes, random_tensors, target_shapes, write
 from tests.marks import wide
 from tests.meshes import mesh_of
 
@@ -147,6 +149,91 @@ class TestRefused:
         name = "model.layers.0.mlp.up_proj.weight"
         other = {**tensors, name: tensors[name].view(np.uint8).view(ml_dtypes.float8_e5m2)}
         assert f"{name} is F8_E5M2, not one of ('F8_E4M3',)" in self.complaint(tmp_path / "x", raw, other)
+
+
+class TestScales:
+    """A scale is refused by its tensor's name if it is not positive, or its weights may not be finite."""
+
+    NAME = "model.layers.0.self_attn.k_proj.weight"  # one of three matrices of a parameter
+
+    def stored(self, kind, value, scale_dtype=np.float32, name=NAME):
+        """A checkpoint whose last scale of a matrix is ``value``; also the scale's name."""
+        raw, tensors = make(*KINDS[kind], scale_dtype)
+        scale = scale_name(name, raw["quantization_config"])
+        tensors[scale].flat[-1] = value
+        return raw, tensors, scale
+
+    @pytest.mark.parametrize("kind", ["partial blocks", "channels"])
+    @pytest.mark.parametrize("value", [0.0, -0.0, -2.5, 2.0**120])
+    @pytest.mark.parametrize("scale_dtype", [np.float32, ml_dtypes.bfloat16])
+    def test_is_refused_by_name(self, tmp_path, kind, value, scale_dtype):
+        raw, tensors, scale = self.stored(kind, value, scale_dtype)
+        why = "times 448, the largest value of FP8, it is not finite in float32"
+        says = re.escape(
+            f"a scale is {value:g}; {'scales of FP8 weights must be positive' if value <= 0 else why}"
+        )
+        with pytest.raises(CheckpointError, match=rf"{scale}: {says} \(model\.safetensors\)$"):
+            read(tmp_path / "x", raw, tensors)
+
+    @pytest.mark.parametrize(
+        ("dtype", "largest", "least"),
+        [("float32", 7.59e35, 7.6e35), ("bfloat16", 7.56e35, 7.59e35), ("float16", 146.2, 146.5)],
+    )
+    def test_the_limit_is_that_of_the_products(self, tmp_path, dtype, largest, least):
+        raw, tensors, scale = self.stored("partial blocks", largest)
+        weights = read(tmp_path / "good", raw, tensors, dtype)
+        parameter = weights["layers"][0]["self_attn"]["qkv_proj"]
+        assert float(parameter["scales"].max()) == np.float32(largest)
+        block = quantized_blocks(parse_model_config(raw))["layers", 0, "self_attn", "qkv_proj"]
+        wide = Quantized(parameter["values"], parameter["scales"], block).widened(jnp.dtype(dtype))
+        assert np.isfinite(np.asarray(wide, np.float32)).all()
+        raw, tensors, scale = self.stored("partial blocks", least)
+        with pytest.raises(CheckpointError, match=f"{scale}: .* it is not finite in {dtype} "):
+            read(tmp_path / "bad", raw, tensors, dtype)
+
+    def test_what_is_not_finite_is_said_as_of_values(self, tmp_path):
+        raw, tensors, scale = self.stored("channels", np.nan)
+        with pytest.raises(CheckpointError, match=f"{scale} holds values that are not finite"):
+            read(tmp_path / "x", raw, tensors)
+
+    def test_garbage_that_is_allowed(self, tmp_path):
+        """Weights may then be infinite, but no scale is zero or negative."""
+        for name, value in (("nan", np.nan), ("inf", np.inf), ("large", 1e38)):
+            raw, tensors, _ = self.stored("channels", value)
+            folder = write(tmp_path / name, raw, tensors)
+            read_weights(folder, parse_model_config(raw), jnp.dtype("float32"), allow_nonfinite=True)
+        raw, tensors, scale = self.stored("channels", -1.0)
+        tensors[scale].flat[0] = np.nan
+        folder = write(tmp_path / "negative", raw, tensors)
+        with pytest.raises(CheckpointError, match=f"{scale}: a scale is -1"):
+            read_weights(folder, parse_model_config(raw), allow_nonfinite=True)
+
+    def test_a_device_reads_its_own_alone_and_names_them(self, tmp_path):
+        raw, tensors = make({**LARGER, "intermediate_size": 64}, blocks(16, 16))
+        scale = "model.layers.0.mlp.down_proj.weight_scale_inv"
+        tensors[scale].flat[-1] = 0
+        folder = write(tmp_path / "x", raw, tensors)
+        with pytest.raises(CheckpointError, match=f"{scale}: a scale is 0"):
+            read_weights(folder, parse_model_config(raw), jnp.dtype("float32"), mesh_of(1, 2))
+
+    @pytest.mark.parametrize("form", [moe.one_by_one, moe.fused])
+    def test_of_experts(self, tmp_path, form):
+        experts = moe.random_experts({**moe.MIXED, "intermediate_size": moe.MIXED["moe_intermediate_size"]})
+        config = blocks(4, 8)
+        tensors = quantised(moe.published(form, experts), config)
+        name = max(name for name in tensors if "layers.2.mlp.experts" in name and "scale" in name)
+        tensors[name].flat[-1] = 0
+        raw = {**moe.MIXED, "quantization_config": config}
+        with pytest.raises(CheckpointError, match=f"{re.escape(name)}: a scale is 0"):
+            read(tmp_path / "x", raw, tensors)
+
+    def test_of_a_draft_head(self, tmp_path):
+        config = channels()
+        tensors = quantised(random_tensors(head_shapes(HEAD)), config)
+        tensors["fc.weight_scale"][3] = 1e38
+        folder = write(tmp_path / "head", {**HEAD, "quantization_config": config}, tensors)
+        with pytest.raises(CheckpointError, match=r"fc\.weight_scale: a scale is 1e"):
+            load_draft_head(folder, dtype="bfloat16")
 
 
 def test_scales_of_activations_are_left_unread(tmp_path, caplog):
