@@ -1,5 +1,6 @@
 """Checks of arguments: a wrong type raises TypeError, a wrong value ValueError; both name the argument."""
 
+import codecs
 import difflib
 import functools
 import inspect
@@ -50,6 +51,23 @@ def printable(text: str) -> str:
     The result cannot control a terminal or change the direction of the text around it.
     """
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def skip_bom(content: bytes) -> bytes:
+    """A file's content without the byte-order mark that some editors write at the beginning of UTF-8."""
+    return content.removeprefix(codecs.BOM_UTF8)
+
+
+def decode_utf8(content: bytes, where: str) -> str:
+    """Decodes a text of a user's, see `skip_bom`.
+
+    Raises:
+        ValueError: The bytes are not UTF-8; reading in text mode would let them pass.
+    """
+    try:
+        return skip_bom(content).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is no UTF-8 text: {error}") from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jetspec_jax.arguments import check_flag, check_text, check_type, shortened, shown
+from jetspec_jax.arguments import check_flag, check_text, check_type, decode_utf8, shortened, shown
 from jetspec_jax.checkpoint.content import check_small, content_of
+from jetspec_jax.config.fields import CONFIG
 
 #: A conversation: messages with "role", "content" and other keys that a template may read.
 Chat = Sequence[Mapping[str, Any]]
@@ -117,9 +118,9 @@ def read_chat_template(file_or_text: str | Path) -> str:
             raise FileNotFoundError(
                 f"chat_template is {shown(text)}, which is no file; a Jinja text has braces"
             )
-        check_small(path)
+        check_small(path, CONFIG)
         with content_of(path):
-            text = path.read_text(encoding="utf-8")
+            text = decode_utf8(path.read_bytes(), str(path))
     try:
         names = variables_of(text)
     except jinja2.TemplateSyntaxError as error:

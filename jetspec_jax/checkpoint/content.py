@@ -7,10 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_jax.config import read_json
-from jetspec_jax.config.fields import check_size
+from jetspec_jax.config.fields import CONFIG, INDEX, LARGE, Bound, check_size
 
 #: Files of a checkpoint that are read whole: configs, indices, and tokenizers.
 SMALL_PATTERNS = ("*.json", "*.txt", "*.jinja", "*.model")
+# Those of them that have the bounds of configs.
+_CONFIGS = (
+    *("*config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json"),
+    *("orbax.json", "*.jinja"),
+)
+_INDICES = "*.index.json"
 #: The subfolder in which transformers keeps further templates.
 TEMPLATE_FOLDER = "additional_chat_templates"
 
@@ -43,12 +49,12 @@ def read_object(path: Path) -> dict[str, Any]:
     """Reads a file with a JSON object.
 
     Raises:
-        CheckpointError: The content is not a JSON object, or the path is not a regular file.
+        CheckpointError: The content is not a JSON object or too large, or the path is not a regular file.
         OSError: The file does not exist or cannot be read.
     """
     check_regular(path)
     with content_of(path):
-        return read_json(path)
+        return read_json(path, _bound(path))
 
 
 def check_regular(path: Path) -> None:
@@ -77,8 +83,8 @@ def small_files(folder: Path) -> list[Path]:
     return found
 
 
-def check_small(path: Path) -> None:
-    """Checks size and kind of a file that will be read whole.
+def check_small(path: Path, bound: Bound | None = None) -> None:
+    """Checks size and kind of a file that will be read whole; None is the bound of files of its name.
 
     Raises:
         CheckpointError: The file is too large, or not a regular file.
@@ -86,4 +92,10 @@ def check_small(path: Path) -> None:
     check_regular(path)
     if path.exists():
         with content_of(path):
-            check_size(path)
+            check_size(path, bound or _bound(path))
+
+
+def _bound(path: Path) -> Bound:
+    if fnmatch.fnmatch(path.name, _INDICES):
+        return INDEX
+    return CONFIG if any(fnmatch.fnmatch(path.name, pattern) for pattern in _CONFIGS) else LARGE

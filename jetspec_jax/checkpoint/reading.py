@@ -47,6 +47,8 @@ from jetspec_jax.models.scale_key import check_fp8_scales
 from jetspec_jax.progress import unseen
 
 INDEX = "model.safetensors.index.json"
+#: The most shards that an index may name.
+MAX_SHARDS = 4096
 
 # Tensors are compared in parts of this many bytes.
 _COMPARED_BYTES = 64 * 2**20
@@ -312,7 +314,7 @@ def read_headers(folder: Path) -> Headers:
 def has_weights(folder: Path) -> bool:
     """Whether a folder has safetensors, including all files in its index."""
     try:
-        return bool(_shards(folder))
+        return bool(_shards(folder, _weight_map(folder)))
     except (ValueError, FileNotFoundError):
         return False
 
@@ -332,7 +334,7 @@ def merge_shards(
         wrong += [f"stored in more than one file: {name}" for name in shard if name in tensors]
         tensors |= shard
     if lost := sorted(weight_map.keys() - tensors.keys()):
-        wrong.append(f"the index names tensors that no shard holds: {lost}")
+        wrong.append(f"the index names tensors that no shard holds: {shown(lost)}")
     return tensors, wrong
 
 
@@ -349,7 +351,10 @@ def _weight_map(folder: Path) -> dict[str, str]:
     named = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
     if not weight_map or not named:
         raise CheckpointError(f"{listing} has no weight_map from tensors to files")
-    if outside := sorted(name for name in set(weight_map.values()) if not _is_inside(folder, name)):
+    shards = set(weight_map.values())
+    if len(shards) > MAX_SHARDS:
+        raise CheckpointError(f"{listing} names {len(shards):,} shards; it may name {MAX_SHARDS:,}")
+    if outside := sorted(name for name in shards if not _is_inside(folder, name)):
         raise CheckpointError(f"{listing} names shards outside the checkpoint's folder: {shown(outside)}")
     return weight_map
 
@@ -365,9 +370,9 @@ def _is_inside(folder: Path, name: str) -> bool:
     return place.is_relative_to(os.path.realpath(folder))
 
 
-def _shards(folder: Path) -> list[Path]:
-    """The checkpoint's safetensors files."""
-    paths = sorted({folder / file for file in _weight_map(folder).values()})
+def _shards(folder: Path, weight_map: Mapping[str, str]) -> list[Path]:
+    """The checkpoint's safetensors files, of the index if there is one."""
+    paths = sorted(folder / file for file in set(weight_map.values()))
     if absent := [path.name for path in paths if not os.path.isfile(path)]:
         raise CheckpointError(f"{folder / INDEX}: the index names shards that are not there: {shown(absent)}")
     paths = paths or sorted(folder.glob("*.safetensors"))
@@ -387,9 +392,10 @@ def _open(folder: Path) -> tuple[Mapping[str, TensorFile | GgufTensors], Headers
     if is_gguf(folder):
         file = GgufTensors.open(folder)
         return dict.fromkeys(file.stored, file), Headers(str(folder), file.stored, [], folder.stat().st_size)
-    paths = _shards(folder)
+    weight_map = _weight_map(folder)
+    paths = _shards(folder, weight_map)
     opened = [TensorFile.open(path) for path in paths]
-    tensors, wrong = merge_shards([file.stored for file in opened], _weight_map(folder))
+    tensors, wrong = merge_shards([file.stored for file in opened], weight_map)
     files = {name: file for file in opened for name in file.stored}
     return files, Headers(str(folder), tensors, wrong, sum(path.stat().st_size for path in paths))
 

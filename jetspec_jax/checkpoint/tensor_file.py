@@ -11,12 +11,15 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jetspec_jax.checkpoint.content import CheckpointError, check_regular
+from jetspec_jax.checkpoint.content import CheckpointError, check_regular, content_of
 from jetspec_jax.checkpoint.tensor_plan import FILE_BYTES, FILE_DTYPES, FILE_FP8, Stored
+from jetspec_jax.config.fields import HEADER, check_values
 from pallas_kernels.quantized import FP8
 
 # The supported types: floats, FP8, and the bytes of MXFP4.
 _DTYPES = {**FILE_DTYPES, FILE_FP8: FP8, FILE_BYTES: np.dtype(np.uint8)}
+# Bytes of a header that are read at a time.
+_PART = 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +45,7 @@ class TensorFile:
         """
         check_regular(path)
         try:
+            _check_header(path)
             # The library checks that the tensors fill the file without gaps.
             with safe_open(path, framework="numpy") as file:
                 parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -65,3 +69,17 @@ class TensorFile:
         shape, dtype = self.stored[name]
         start, stop = self._places[name]
         return self._content[start:stop].view(_DTYPES[dtype]).reshape(shape)
+
+
+def _check_header(path: Path) -> None:
+    """Refuses a header with too many values before the library parses it.
+
+    Raises:
+        CheckpointError: The header is beyond `HEADER`.
+        OSError: The file cannot be read.
+    """
+    with path.open("rb") as file, content_of(path):
+        size = int.from_bytes(file.read(8), "little")
+        if size <= HEADER.bytes:  # else the library refuses it
+            parts = (file.read(min(_PART, size - start)) for start in range(0, size, _PART))
+            check_values(parts, size, HEADER, f"the header of {path}")

@@ -47,6 +47,8 @@ CACHE_SCALES = r"\.(k_scale|v_scale|kv_scale|q_scale|output_scale)$"
 
 # More lines of an error than this that differ only in their numbers are shown as one.
 MAX_ALIKE = 8
+# The most lines of an error.
+MAX_LINES = 100
 
 
 class Stored(NamedTuple):
@@ -304,11 +306,13 @@ def _unused(
 
 
 def _shortened(lines: Iterable[str]) -> list[str]:
-    """The lines; many that differ only in numbers become the first of them and a count."""
+    """The first lines; many that differ only in numbers become the first of them and a count."""
     alike = defaultdict(list)
     for line in lines:
         alike[re.sub(r"\d+", "*", line)].append(line)
     shown = []
     for group in alike.values():
         shown += group if len(group) <= MAX_ALIKE else [f"{group[0]}, and {len(group) - 1} more like it"]
-    return shown
+    return (
+        shown if len(shown) <= MAX_LINES else [*shown[:MAX_LINES], f"and {len(shown) - MAX_LINES} more lines"]
+    )

@@ -23,6 +23,8 @@ from jetspec_jax.progress import waiting
 # A folder with one of these files has a tokenizer.
 FILES = ("tokenizer.json", "tokenizer_config.json")
 
+# A byte-order mark, which transformers keeps at the beginning of a template's file.
+_BOM = "\ufeff"
 # A text to test a tokenizer with.
 _TEXT = "def f(x): return 'é'\n"
 
@@ -78,6 +80,11 @@ def load_tokenizer(folder: Path) -> Any:
         raise CheckpointError(
             f"{folder}: {type(tokenizer).__name__} has no fast form; a tokenizer.json is needed"
         )
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict):
+        tokenizer.chat_template = {name: text.removeprefix(_BOM) for name, text in templates.items()}
+    elif templates is not None:
+        tokenizer.chat_template = templates.removeprefix(_BOM)
     return tokenizer
 
 

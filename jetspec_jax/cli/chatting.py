@@ -9,12 +9,11 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from jetspec_jax.arguments import printable
+from jetspec_jax.arguments import decode_utf8, printable
 from jetspec_jax.checkpoint.chat_template import check_template_arguments, read_chats
 from jetspec_jax.cli.figures import figures
 from jetspec_jax.cli.options import ALGORITHM, CHAT, MODELS, ROUTING, SAMPLING, STRUCTURED, add_target_place
 from jetspec_jax.cli.process import in_main_thread, on_signals
-from jetspec_jax.cli.prompts import decode_utf8
 from jetspec_jax.cli.screen import on_screen
 from jetspec_jax.cli.settings import load_llm, sampling_params
 from jetspec_jax.device.memory import DeviceMemoryError

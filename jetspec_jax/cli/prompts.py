@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jetspec_jax.arguments import decode_utf8
 from jetspec_jax.checkpoint.chat_template import Chat, Ending, check_template_arguments, read_chats
 from jetspec_jax.cli.options import CHAT
 from jetspec_jax.engine.prompts import EncodedPrompt, encode_chat, naming, read_prompt
@@ -109,14 +110,6 @@ def _parse_line(line: str, where: str) -> GivenPrompt:
         ):
             return GivenPrompt(where, messages=messages)
     raise ValueError(f"{where}: {_LINE}")
-
-
-def decode_utf8(content: bytes, where: str) -> str:
-    """Decodes UTF-8; raises ValueError for invalid bytes, which reading in text mode would let pass."""
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where} is no UTF-8 text: {error}") from error
 
 
 def _as_chat(prompt: GivenPrompt) -> GivenPrompt:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jetspec_jax.arguments import decode_utf8
 from jetspec_jax.cli.options import (
     ALGORITHM,
     GROUPS,
@@ -17,7 +18,6 @@ from jetspec_jax.cli.options import (
     parallel_sizes,
     parse_option,
 )
-from jetspec_jax.cli.prompts import decode_utf8
 from jetspec_jax.config import read_json
 from jetspec_jax.device.processes import agreed
 from jetspec_jax.llm import LLM

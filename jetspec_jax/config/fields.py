@@ -1,11 +1,11 @@
 """Checked access to a JSON object's keys: a key that no code has read is an error."""
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
-from jetspec_jax.arguments import shortened, shown
+from jetspec_jax.arguments import decode_utf8, shortened, shown
 
 #: The command-line option for ``ignore_config_keys``; it is repeated for each key.
 IGNORE_OPTION = "--ignore-config-key"
@@ -18,9 +18,30 @@ MAX_KERNEL = 2**6  # width of a convolution, in tokens
 MAX_SIZE = 2**20  # other sizes, and vocabularies
 MAX_TOKENS = 2**30  # contexts and windows
 
-#: The largest JSON or text file that is read: ten times the largest tokenizer. Parsing needs several times
-#: the file's size in memory.
-MAX_TEXT_BYTES = 2**28
+
+class Bound(NamedTuple):
+    """Bounds of a file that is parsed whole, two to ten times those of the largest published files.
+
+    Attributes:
+        bytes: The largest size.
+        values: The most values, which parsers turn into up to 200 bytes of memory each.
+    """
+
+    bytes: int
+    values: int
+
+
+CONFIG = Bound(4 * 2**20, 2**18)
+INDEX = Bound(32 * 2**20, 2**20)
+#: Headers of safetensors, of which the library refuses larger ones. A tensor has twelve values.
+HEADER = Bound(100_000_000, 2**21)
+#: Tokenizers, vocabularies, and files of unknown kinds.
+LARGE = Bound(64 * 2**20, 2**22)
+# Published files have at least four bytes per value. With fewer, parsers could need more than 64 bytes of
+# memory per byte of a file.
+_VALUE_BYTES = 3
+# Bytes that are counted at a time.
+_PART = 2**20
 
 # The most characters of a list of keys in an error message.
 _LONGEST_LIST = 600
@@ -66,15 +87,15 @@ HARMLESS_ONLY: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, bound: Bound = CONFIG) -> dict[str, Any]:
     """Reads a JSON object from a file.
 
     Raises:
-        ValueError: The file is not a JSON object, gives a key two values, or is too large.
+        ValueError: The file is not a JSON object, gives a key two values, or is beyond the bound.
     """
-    check_size(path)
+    check_size(path, bound)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object)
+        raw = json.loads(decode_utf8(path.read_bytes(), "it"), object_pairs_hook=_object)
     except ValueError as error:  # of the JSON, or of its UTF-8
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     except RecursionError as error:
@@ -86,18 +107,54 @@ def read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
-def check_size(path: Path) -> None:
-    """Refuses a JSON or text file that is too large, before it is read.
+def check_size(path: Path, bound: Bound = CONFIG) -> None:
+    """Refuses a JSON or text file with too many bytes or values, before it is parsed.
 
     Raises:
-        ValueError: It has more than `MAX_TEXT_BYTES`.
+        ValueError: The file is beyond the bound.
         OSError: The file cannot be read.
     """
-    if (size := path.stat().st_size) > MAX_TEXT_BYTES:
+    size = path.stat().st_size
+    if size > bound.bytes:
         raise ValueError(
-            f"{path} has {size:,} bytes, and a JSON or text file may have {MAX_TEXT_BYTES:,} "
-            f"({MAX_TEXT_BYTES // 2**20} MiB); replace it by the published file"
+            f"{path} has {size:,} bytes; it may have {bound.bytes:,} ({bound.bytes // 2**20} MiB), more than "
+            "any published file"
         )
+    check_values(_parts(path), size, bound, str(path), lines=path.suffix in (".txt", ".model"))
+
+
+def _parts(path: Path) -> Iterator[bytes]:
+    """A file in parts. It is opened when the first is needed, because a pipe can be read only once."""
+    with path.open("rb") as file:
+        while part := file.read(_PART):
+            yield part
+
+
+def check_values(parts: Iterable[bytes], size: int, bound: Bound, where: str, *, lines: bool = False) -> None:
+    """Refuses JSON with too many values, by its brackets, colons and commas.
+
+    Those in strings are counted too. Published files have too few of them to matter.
+
+    Args:
+        parts: The JSON in parts, which are read only as far as needed.
+        size: Its size in bytes.
+        bound: The bound.
+        where: The file's name.
+        lines: Whether it is not JSON but a vocabulary, with a value for each line.
+
+    Raises:
+        ValueError: There are more values than the bound allows, or than files of this size have.
+    """
+    most, count = min(bound.values, max(size // _VALUE_BYTES, _PART // 4)), 0
+    if size <= most:
+        return
+    for part in parts:
+        count += len(part) - len(part.translate(None, b"\n" if lines else b"[{:,"))
+        if count > most:
+            raise ValueError(
+                f"{where} has more than {most:,} values in its {size:,} bytes, more than any published file, "
+                "and would take too much memory"
+            )
 
 
 class Fields:

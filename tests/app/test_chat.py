@@ -69,6 +69,10 @@ def test_each_line_is_answered_with_all_that_was_said_before(chat, llm):
     assert answers(llm, "why?") not in out
 
 
+def test_a_byte_order_mark_is_no_part_of_a_message(chat, llm):
+    assert chat("\ufeffdef f(x):\n")[1] == answers(llm, "def f(x):")
+
+
 def test_commands_forget_instruct_and_end(chat, llm):
     one, other = "import os", "import sys"
     code, out, err = chat(

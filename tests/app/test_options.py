@@ -204,6 +204,24 @@ class TestPrompts:
         ]
         assert [own.name for own in found[:3]] == [str(text), f"{lines}:1", f"{lines}:3"]
 
+    def test_a_byte_order_mark_is_no_part_of_a_text(self, tmp_path, monkeypatch):
+        for name, content in (("a.txt", "one"), ("b.jsonl", '"\ufefftwo"\n"three"'), ("c.txt", "\ufefffour")):
+            (tmp_path / name).write_text("\ufeff" + content, encoding="utf-8")
+        names = ("a.txt", "b.jsonl", "c.txt")
+        found = prompts_of(*(f"--prompt-file={tmp_path / name}" for name in names))
+        assert [own.text for own in found] == ["one", "\ufefftwo", "three", "\ufefffour"]
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\ufefffive".encode())))
+        assert [own.text for own in prompts_of()] == ["five"]
+
+    def test_a_byte_order_mark_of_a_form(self, tmp_path):
+        schema, grammar = tmp_path / "schema", tmp_path / "grammar"
+        schema.write_text('\ufeff{"type": "object"}', encoding="utf-8")
+        grammar.write_text('\ufeffstart: "a"', encoding="utf-8")
+        params = settings.sampling_params(parse("--json-schema", str(schema)))
+        assert params.structured_outputs.json == '{"type": "object"}'
+        params = settings.sampling_params(parse("--grammar", str(grammar)))
+        assert params.structured_outputs.grammar == 'start: "a"'
+
     def test_token_ids(self):
         assert prompts_of("--token-ids", "3,1, 2") == [GivenPrompt("prompt", token_ids=[3, 1, 2])]
 

@@ -114,7 +114,7 @@ class TestRefused:
     def test_files_that_are_too_large(self, tmp_path, orbax, name):
         with (orbax / name).open("ab") as file:
             file.truncate(2**30)
-        with pytest.raises(CheckpointError, match=rf"{name} has [0-9,]+ bytes, and a JSON or text file"):
+        with pytest.raises(CheckpointError, match=rf"{name} has [0-9,]+ bytes; it may have "):
             to_huggingface(orbax, tmp_path / "back")
 
     def test_a_pipe_in_place_of_a_file(self, tmp_path, orbax):

@@ -1,6 +1,7 @@
 """Conversations as callers bring them: nothing is rendered here."""
 
 import inspect
+import shutil
 
 import jinja2
 import pytest
@@ -19,6 +20,7 @@ from jetspec_jax.checkpoint.chat_template import (
 from jetspec_jax.checkpoint.template_content import variables_of, walks_parts
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer
 from jetspec_jax.demo import DEMO_TARGET
+from tests.decode.tiny import word_tokenizer
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 HELLO = {"role": "user", "content": "hello"}
@@ -278,6 +280,30 @@ class TestTemplatesThatAreGiven:
         odd = tmp_path / "{own}"
         odd.write_text(DEMO_TEMPLATE, encoding="utf-8")
         assert read_chat_template(odd) == DEMO_TEMPLATE
+        odd.write_text("\ufeff" + DEMO_TEMPLATE, encoding="utf-8")
+        assert read_chat_template(odd) == DEMO_TEMPLATE
+
+    def test_too_large(self, tmp_path):
+        (tmp_path / "long").write_text("{{ messages }}" + "a" * 4 * 2**20)
+        with pytest.raises(ValueError, match=r"long has 4,194,318 bytes; it may have 4,194,304 \(4 MiB\)"):
+            read_chat_template(tmp_path / "long")
+        (tmp_path / "many").write_text("{{ messages }}" + "{{a}}" * 2**17)
+        with pytest.raises(ValueError, match="many has more than 262,144 values in its 655,374 bytes"):
+            read_chat_template(tmp_path / "many")
+
+    @pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/tools.jinja"])
+    def test_a_byte_order_mark_in_a_checkpoint(self, tmp_path, name):
+        """transformers would put it into every prompt."""
+        tokenizer = word_tokenizer(19)
+        tokenizer.chat_template = {"default": "{{ messages }}", "tools": "{{ messages }}"}
+        tokenizer.save_pretrained(tmp_path)
+        path = tmp_path / name
+        path.write_text("\ufeff{{ messages }}", encoding="utf-8")
+        templates = load_tokenizer(tmp_path).chat_template
+        assert templates == {"default": "{{ messages }}", "tools": "{{ messages }}"}
+        shutil.rmtree(tmp_path / "additional_chat_templates")
+        (tmp_path / "chat_template.jinja").write_text("\ufeff{{ messages }}", encoding="utf-8")
+        assert load_tokenizer(tmp_path).chat_template == "{{ messages }}"
 
     @pytest.mark.parametrize(
         ("given", "error", "message"),
@@ -306,7 +332,7 @@ class TestTemplatesThatAreGiven:
         with pytest.raises(ValueError, match=r"own\.jinja is no Jinja template: line 2: "):
             read_chat_template(file)
         file.write_bytes(b"\xff{{ messages }}")
-        with pytest.raises(ValueError, match=r"own\.jinja: .*utf-8"):
+        with pytest.raises(ValueError, match=r"own\.jinja is no UTF-8 text: "):
             read_chat_template(file)
         with pytest.raises(ValueError, match="is a folder, not a file"):
             read_chat_template(tmp_path)

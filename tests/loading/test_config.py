@@ -1,6 +1,9 @@
+import codecs
 import dataclasses
 import math
+import os
 import re
+import threading
 
 import pytest
 
@@ -483,3 +486,14 @@ class TestReadJson:
         path = tmp_path / "config.json"
         path.write_text('{"naïve": [1]}', encoding="utf-8")
         assert read_json(path) == {"naïve": [1]}
+        path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+        assert read_json(path) == {"naïve": [1]}
+
+    def test_a_pipe_is_read_once(self, tmp_path):
+        """A shell's ``<(…)`` as a schema."""
+        path = tmp_path / "pipe"
+        os.mkfifo(path)
+        writer = threading.Thread(target=path.write_text, args=('{"a": 1}',))
+        writer.start()
+        assert read_json(path) == {"a": 1}
+        writer.join()

@@ -1,10 +1,14 @@
 """Files that nobody should trust: each ends in one CheckpointError that names the file, at once."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
 import shutil
+import struct
+import tracemalloc
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +20,8 @@ from jetspec_jax.checkpoint import CheckpointError as OfTheRoom
 from jetspec_jax.checkpoint.finite import is_finite
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer
 from jetspec_jax.checkpoint.writing import save_checkpoint
-from jetspec_jax.config.fields import MAX_TEXT_BYTES
+from jetspec_jax.config.fields import CONFIG, LARGE, check_values
+from jetspec_jax.config.fields import INDEX as OF_INDEX
 from jetspec_jax.inspect.describe import describe
 from tests.decode.tiny import word_tokenizer
 from tests.loading import test_gemma4 as gemma4
@@ -25,6 +30,10 @@ from tests.loading import test_step as step
 from tests.loading.published import HEAD, V4, halves, head_shapes, random_tensors, write, write_index
 
 INDEX = "model.safetensors.index.json"
+CONFIGS_OF_TOKENIZERS = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("processor_config.json", "preprocessor_config.json", "chat_template.json"),
+)
 DEEP = "[" * 100_000
 
 
@@ -69,12 +78,83 @@ class TestJson:
         (folder / name).mkdir() if kind == "folder" else os.mkfifo(folder / name)
         refused(folder, "is a folder" if kind == "folder" else "no regular file", name)
 
-    @pytest.mark.parametrize("name", ["config.json", INDEX, "generation_config.json"])
-    def test_too_large(self, folder, name):
+    @pytest.mark.parametrize(
+        ("name", "bound", "says"),
+        [
+            ("config.json", CONFIG, r"4,194,305 bytes; it may have 4,194,304 \(4 MiB\)"),
+            ("generation_config.json", CONFIG, r"4,194,305 bytes; it may have 4,194,304 \(4 MiB\)"),
+            (INDEX, OF_INDEX, r"33,554,433 bytes; it may have 33,554,432 \(32 MiB\)"),
+        ],
+    )
+    def test_too_large(self, folder, name, bound, says):
         """A file of zeros that takes no room on the disk: it is refused before it is read."""
         with (folder / name).open("ab") as file:
-            file.truncate(MAX_TEXT_BYTES + 1)
-        refused(folder, r"has 268,435,457 bytes, .* may have 268,435,456 \(256 MiB\)", name)
+            file.truncate(bound.bytes + 1)
+        refused(folder, f"has {says}, more than any published file$", name)
+
+    @pytest.mark.parametrize("unit", ["[],", '{"":0},', '"ab",', '["",""],', "1,"])
+    @pytest.mark.parametrize(
+        ("name", "load"),
+        [
+            *((name, load_target) for name in ("config.json", INDEX, "generation_config.json")),
+            *((name, load_tokenizer) for name in CONFIGS_OF_TOKENIZERS),
+            *((name, load_tokenizer) for name in ("tokenizer.json", "vocab.json")),
+        ],
+    )
+    def test_too_many_values(self, folder, name, load, unit, monkeypatch):
+        """Small values, which parsers turn into twenty times their bytes and more, are counted before."""
+        word_tokenizer(19).save_pretrained(folder)
+        bound = CONFIG if "config" in name or name in CONFIGS_OF_TOKENIZERS else LARGE
+        size = 5 * bound.values if "index" not in name else 5 * OF_INDEX.values
+        (folder / name).write_text(f'{{"x": [{unit * (size // len(unit))}0]}}')
+        read_bytes = Path.read_bytes
+        monkeypatch.setattr(Path, "read_bytes", lambda path: read_bytes(path) if path.name != name else 1 / 0)
+        tracemalloc.start()
+        try:
+            refused(folder, r"has more than [\d,]+ values in its [\d,]+ bytes", name, load)
+            assert tracemalloc.get_traced_memory()[1] < 16 * 2**20
+        finally:
+            tracemalloc.stop()
+
+    def test_what_is_as_large_as_published(self, folder):
+        """Tokenizers of 262,144 tokens and twice as many merges pass, and so do configs with many labels."""
+        merges = b'["ab","cd"],' * (LARGE.values // 3 - 1)
+        check_values([merges], len(merges), LARGE, "it")
+        with pytest.raises(ValueError, match="it has more than 4,194,304 values in its 16,777,200 bytes"):
+            check_values([merges, b"[" * 7], len(merges), LARGE, "it")
+        raw = {**V4, "id2label": {str(i): f"label {i}" for i in range(2**16)}}
+        (folder / "config.json").write_text(json.dumps(raw))
+        load_target(folder)
+
+    @pytest.mark.parametrize("name", ["vocab.txt", "merges.txt", "tokenizer.model"])
+    def test_too_many_lines(self, folder, name):
+        word_tokenizer(19).save_pretrained(folder)
+        (folder / name).write_bytes(b"a\n" * 2**21)
+        refused(folder, "has more than 1,398,101 values in its 4,194,304 bytes", name, load_tokenizer)
+
+    def test_too_many_values_of_a_header(self, folder):
+        """It is refused before the library reads it, and before its end is looked for."""
+        header = b'{"a":{"dtype":"U8","shape":[' + b"0," * 10**6 + b'0],"data_offsets":[0,0]}}'
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+        refused(folder, r"the header of .* has more than [\d,]+ values", "model.safetensors")
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + header)
+        refused(folder, "is not a readable safetensors file", "model.safetensors")
+
+    def test_too_many_shards(self, folder):
+        write_index(folder, {f"a{i}": f"{i}/x.safetensors" for i in range(5000)})
+        refused(folder, "names 5,000 shards; it may name 4,096", INDEX)
+
+    def test_an_error_has_few_lines(self, folder):
+        tensors = load_file(folder / "model.safetensors")
+        odd = {"".join(pair): np.zeros(1) for pair in itertools.product(map(chr, range(97, 123)), repeat=2)}
+        save_file({**tensors, **odd}, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match="surplus: aa\n") as info:
+            load_target(folder)
+        assert str(info.value).endswith("\n  and 576 more lines")
+        write_index(
+            folder, dict.fromkeys([*tensors, *odd, "a" * 10**5, *map(str, range(10**4))], "model.safetensors")
+        )
+        refused(folder, "the index names tensors that no shard holds: ")
 
     @pytest.mark.parametrize(
         "name",
@@ -89,7 +169,7 @@ class TestJson:
         (folder / name).parent.mkdir(exist_ok=True)
         with (folder / name).open("ab") as file:
             file.truncate(2**40)
-        refused(folder, "has 1,099,511,627,776 bytes, and a JSON or text file may have", name, load_tokenizer)
+        refused(folder, "has 1,099,511,627,776 bytes; it may have ", name, load_tokenizer)
         (folder / name).unlink()
         os.mkfifo(folder / name)
         refused(folder, "is no regular file", name, load_tokenizer)

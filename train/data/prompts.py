@@ -14,7 +14,6 @@ the ``object`` of a response. Other keys are ignored, and a byte-order mark at t
 skipped. Errors give file and line, and never a row's text.
 """
 
-import codecs
 import json
 import logging
 import re
@@ -24,6 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from jetspec_jax.arguments import skip_bom
 from train.data.corpus import read_passages
 from train.data.messages import masked, read_messages, read_tools
 from train.data.traffic import (
@@ -177,7 +177,7 @@ def load_rows(path: str, config: str | None = None, *, split: str, files: Sequen
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
     # Split as bytes: JSON strings may contain characters that end a line of text.
-    lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
+    lines = skip_bom(path.read_bytes()).split(b"\n")
     if lines[-1] == b"":
         lines.pop()
     for number, line in enumerate(lines, start=1):

@@ -13,6 +13,8 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from jetspec_jax.arguments import decode_utf8
+from jetspec_jax.config.fields import check_size
 from train.head.recipe import HeadRecipe
 
 #: The folder of the packaged recipes.
@@ -48,7 +50,8 @@ def read_head_recipe(name_or_path: str | Path, changes: Iterable[str] = ()) -> H
         known = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.toml")))
         raise FileNotFoundError(f"no recipe {name_or_path}: name a TOML file or one of {known}")
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        check_size(path)
+        table = tomllib.loads(decode_utf8(path.read_bytes(), "it"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from error
     for change in changes:

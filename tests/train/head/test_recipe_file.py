@@ -1,5 +1,6 @@
 """Recipes as files: those that come with the program, changes, and all that can be wrong."""
 
+import codecs
 import dataclasses
 import re
 
@@ -48,6 +49,19 @@ def test_the_published_recipe():
 
 def test_what_a_file_does_not_say_has_its_usual_value(file):
     assert read_head_recipe(file(SMALL)) == HeadRecipe(Fit(10, 4, 1.0, 2))
+
+
+def test_bytes_of_a_recipe(file):
+    path = file(SMALL)
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    assert read_head_recipe(path) == HeadRecipe(Fit(10, 4, 1.0, 2))
+    path.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"own\.toml is not valid TOML: it is no UTF-8 text"):
+        read_head_recipe(path)
+    with path.open("ab") as grown:
+        grown.truncate(2**40)
+    with pytest.raises(ValueError, match="has 1,099,511,627,776 bytes; it may have 4,194,304"):
+        read_head_recipe(path)
 
 
 def test_changes_replace_what_the_file_says(file):
