@@ -316,4 +316,4 @@ def test_bad_input_is_named(folder, tmp_path, capsys):
     assert main([*command, "--max-tokens", "8", "--prompts", str(tmp_path / "broken.jsonl")]) == 0
     said = capsys.readouterr()
     assert f"dropped: {tmp_path / 'broken.jsonl'}:9: " in said.err
-    assert "dropped because they cannot be used: 1" in said.out
+    assert "dropped because they are excluded or cannot be used: 1" in said.out
