@@ -17,6 +17,7 @@ from jetspec_jax.cli.parser import Parser
 from jetspec_jax.demo import DEMO_TARGET
 from tests.docs.blocks import ALL, OF_A_CHECKOUT, PAGES, ROOT, Block, prose, with_demo
 from train.command import main as train
+from train.head.recipe_file import read_head_recipe
 
 MAKE = "make"
 #: What calls a program, and the program; `make` is called as it is.
@@ -40,8 +41,8 @@ NOT_RUN = {
     r"//host:": "a server on another host",
     r"bench (?:plots|page)\b": "it rewrites the checkout; tests/bench has it write elsewhere",
     r"make (?:test|test-all|lint|lint-newest)\b": "it runs this test, or what .ci/run runs beside it",
-    r"make (?:demo|parity|playground-check|prometheus-check|newest-jax|wheel-check)\b": "it installs packages",
-    r"make (?:fuzz|docs)\b": "minutes: tests/fuzz and tests/docs/test_site.py have parts of it",
+    r"make (?:demo|parity|newest-jax|\w+-check)\b": "it installs packages",
+    r"make (?:fuzz|soak-serve)\b": "minutes: tests/fuzz has shorter ones",
 }
 _SETS = " ".join(
     f"--set {setting}"
@@ -57,20 +58,18 @@ SHORT = {
     "jetspec-jax generate": "--max-tokens 16",
     "jetspec-jax chat": "--max-tokens 16",
     "jetspec-jax tree": "--max-tokens 16",
-    "python -m train data": "--limit 24 --heldout 4 --max-tokens 8",
-    "python -m train finetune": f"--limit 24 --heldout 4 --max-tokens 8 {_SETS}",
+    "python -m train data": "--limit 24 --heldout 1",
+    "python -m train finetune": f"--limit 24 --heldout 4 {_SETS}",
     "python -m train head": _SETS,
-    "python -m bench decode": f"{_PROMPTS} {_ONE} --repeats 1",
+    "python -m bench decode": f"{_PROMPTS} --temperatures 0 --budgets 8 --repeats 1",
     "python -m bench exactness": f"{_PROMPTS} {_ONE} --dtypes float32",
     "python -m bench acceptance": f"{_PROMPTS} {_ONE} --candidates 4",
-    "python -m bench diagnose": f"{_PROMPTS} --budget 8",
-    "python -m bench profile": f"{_PROMPTS} --budget 8",
+    "python -m bench profile": f"{_PROMPTS} --budget 8 --least-nodes 1",
     "python -m bench round": "--shape tiny --budgets 8 --contexts 64 --rounds 2 --repeats 1 --no-phases",
-    "python -m bench load": "--shape tiny --num-prompts 2 --prompt-tokens 8 --output-tokens 4 --concurrency 2 "
-    "--rates 50 --budgets 8",
+    "python -m bench load": "--shape tiny --budgets 8 --num-prompts 2 --prompt-tokens 8 --output-tokens 4 "
+    "--concurrency 2 --rates 50",
     "python -m bench serve": "--num-prompts 2 --output-tokens 4 --concurrency 2 --methods plain",
     "make soak": "MINUTES=0.02",
-    "make soak-serve": "MINUTES=0.02",
 }
 _CALL = re.compile(
     rf"(?<![\w/.\"-])(?P<program>{'|'.join(map(re.escape, PROGRAMS))})(?![\w-])(?P<rest>[^\n]*)"
@@ -126,7 +125,7 @@ def _commands(where, text, feeding="", reason=""):
     for found in _CALL.finditer(text):
         program, rest, plain = found["program"], found["rest"], found.start() == 0
         if not plain:  # inside of another command, up to the end of its quotes
-            rest = re.split(r"['`)]", rest)[0].rstrip('"')
+            rest = re.split(r"['`)]", rest)[0]
         # Variables are names of options, or numbers.
         rest = re.sub(r"(?<=[ =])[NI]\b|(?<!-)\$\w+", "1", rest.replace("--$", "--"))
         if program == "python -m convert":
@@ -152,7 +151,7 @@ def prose_commands(page) -> Iterator[Command]:
 
 
 def error_of(command: Command) -> str:
-    """What the parser says against a command; nothing if it knows all that is there.
+    """What the parser says against a command, and against a recipe's settings; nothing if it knows them all.
 
     In a sentence, or with an ellipsis, a command may be a part of one: then what is required may be missing.
     """
@@ -163,7 +162,9 @@ def error_of(command: Command) -> str:
     real, said = Parser.parse_args, io.StringIO()
 
     def parse_args(*given, **named):
-        real(*given, **named)
+        arguments = real(*given, **named)
+        if hasattr(arguments, "recipe"):
+            read_head_recipe(arguments.recipe, arguments.set).check()
         raise EOFError
 
     with (
@@ -193,7 +194,7 @@ def _error_of_make(words):
 
 
 def is_to_run(command: Command) -> bool:
-    """Whether a command is one to run: it has no reason, is whole, and in a sentence it is no part of another."""
+    """Whether a command is run: nothing is against it, and in a sentence it is whole and not a block's."""
     if command.reason or command not in IN_PROSE:
         return not command.reason
     if len(command.words) < 2 or "…" in command.words or "--help" in command.words:
@@ -204,5 +205,7 @@ def is_to_run(command: Command) -> bool:
 
 #: The commands of all blocks, and all that are not in one.
 IN_BLOCKS = [found for block in ALL for found in block_parts(block) if isinstance(found, Command)]
-_OTHERS = [path for folder in ("deploy", "examples") for path in sorted((ROOT / folder).iterdir()) if path.is_file()]
+_OTHERS = [
+    path for folder in ("deploy", "examples") for path in sorted((ROOT / folder).iterdir()) if path.is_file()
+]
 IN_PROSE = [found for page in (*PAGES, *OF_A_CHECKOUT, *_OTHERS) for found in prose_commands(page)]
