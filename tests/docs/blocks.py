@@ -1,38 +1,29 @@
-"""The blocks of README and docs: their Python and their commands, and which of them are not run, and why.
+"""The blocks of the pages: their Python and their commands, and which of them are not run, and why.
 
 A line `<!-- not run: REASON -->` in front of a block says that one CPU cannot run it, or not in the time of
 a test.
 """
 
 import re
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+#: Pages of a checkout alone.
+OF_A_CHECKOUT = [
+    *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")),
+    *(ROOT / name for name in ("bench/results/NOTES.md", "train/results/README.md")),
+    *sorted((ROOT / "jetspec_jax").glob("**/*.md")),
+]
 _BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
 _MARK = re.compile(r"^<!-- not run:", re.M)
 # Readers put checkpoints of their own in these places; here they are the embedded pair.
-_PLACEHOLDER = re.compile(r"path/or/hub-id|\bPATH(?:_OR_ID)?\b|\bMODEL\b")
-_COMMAND = re.compile(r"(?<![\w/.\"-])jetspec-jax(?= [a-z-])")
-
-
-@dataclass(frozen=True)
-class Command:
-    """A line of a shell that calls the command.
-
-    Attributes:
-        words: What follows the command's name; None where the line is no plain call.
-        feeding: The command line whose output is its input; empty if there is none.
-    """
-
-    words: list[str] | None
-    feeding: str = ""
+_PLACEHOLDER = re.compile(r"path/or/hub-id|\bPATH(?:_OR_ID)?\b|\bMODEL\b|\bHEAD\b")
 
 
 @dataclass(frozen=True)
@@ -53,25 +44,6 @@ class Block:
     code: str
     reason: str
 
-    @property
-    def commands(self) -> list[Command]:
-        """Calls of the command, in order."""
-        if self.language != "sh":
-            return []
-        lines = self.code.replace("\\\n", " ").splitlines()
-        return [_command(line) for line in lines if _COMMAND.search(line.partition(" #")[0])]
-
-    @property
-    def runs(self) -> bool:
-        """Whether there is anything in it that is to be run."""
-        return not self.reason and (self.language == "python" or bool(self.commands))
-
-
-def _command(line: str) -> Command:
-    feeding, _, called = line.rpartition(" | ") if " | " in line else ("", "", line)
-    words = shlex.split(called, comments=True)
-    return Command(words[1:], feeding) if words[0] == "jetspec-jax" else Command(None)
-
 
 def blocks(page: Path) -> Iterator[Block]:
     """The blocks of a page.
@@ -86,8 +58,17 @@ def blocks(page: Path) -> Iterator[Block]:
         raise ValueError(f"{name} has a mark that is in front of no block")
     for own in found:
         line = text.count("\n", 0, own.start("code")) + 1
-        code = _PLACEHOLDER.sub("demo", own["code"])
-        yield Block(name, line, own["language"], code, own["reason"] or "")
+        yield Block(name, line, own["language"], with_demo(own["code"]), own["reason"] or "")
 
 
-ALL = [block for page in PAGES for block in blocks(page)]
+def prose(page: Path) -> str:
+    """The text of a page with its blocks blank, so that lines keep their numbers."""
+    return _BLOCK.sub(lambda own: "\n" * own[0].count("\n"), page.read_text("utf-8"))
+
+
+def with_demo(code: str) -> str:
+    """Code with the embedded pair in the places for a reader's own."""
+    return _PLACEHOLDER.sub("demo", code)
+
+
+ALL = [block for page in (*PAGES, *OF_A_CHECKOUT) for block in blocks(page)]

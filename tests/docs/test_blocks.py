@@ -1,76 +1,83 @@
-"""What README and docs show runs: every Python block and every call of the command that one CPU can run.
+"""What the pages show runs: every Python block and every command that one CPU can run.
 
 The blocks of a page share their names, as they do for who types them in one after the other, and all pages
 share a process, so that programs are compiled once.
 """
 
+import collections
 import contextlib
 import io
+import json
 import os
 import re
-import shlex
 import socket
 import subprocess
 import sys
 import threading
 
 import httpx
+import jax
 import pytest
 
-from jetspec_jax.cli import command, serving
+from jetspec_jax.cli import serving
 from jetspec_jax.tree import algorithms
 from tests.docs.blocks import ALL, PAGES, ROOT
+from tests.docs.commands import (
+    IN_BLOCKS,
+    IN_PROSE,
+    MAKE,
+    NOT_RUN,
+    PROGRAMS,
+    SHORT,
+    block_parts,
+    error_of,
+    is_to_run,
+)
 from tests.events import join, until
+from tests.loading.gguf_files import CONFIGS, random_tensors, write_gguf
+from tests.loading.test_gguf_tokenizer import byte_level
 
-#: Blocks that are marked as not run; a new one is to be thought about.
-MARKED = 15
-#: Appended to commands that decode: the test's own limit.
-SHORT = ("--max-tokens", "16")
+#: Blocks that are marked as not run, and other commands that are not; a new one is to be thought about.
+MARKED, LEFT_OUT = 16, 76
 # What a wheel lacks.
-PROGRAMS = re.compile(
+PROGRAMS_OF_A_CHECKOUT = re.compile(
     r"python -m (?:bench|train|convert)\b|`make [a-z]|^make [a-z]|\bserve run\b|python examples/",
     re.MULTILINE,
 )
 
 
-def named(block):
-    return f"{block.page}:{block.line}"
-
-
 def test_what_is_not_run_is_counted_and_has_a_reason():
     marked = [block for block in ALL if block.reason]
-    assert len(marked) == MARKED
     for block in marked:
-        assert block.language == "python" or block.commands, f"{named(block)} has nothing that would run"
-    assert sum(block.runs for block in ALL) > len(marked)
+        assert block.language == "python" or list(block_parts(block)), (
+            f"{block.page}:{block.line} has nothing to run"
+        )
+    inside = {command.where for block in marked for command in block_parts(block)}
+    left_out = [one for one in (*IN_BLOCKS, *IN_PROSE) if one.reason and one.where not in inside]
+    assert (len(marked), len(left_out)) == (MARKED, LEFT_OUT)
+    found = collections.Counter(one.reason for one in left_out)
+    assert not {*NOT_RUN.values()} - {*found}, "a reason that no command has"
+    assert sum(map(is_to_run, IN_BLOCKS)) > 50
 
 
-def test_calls_that_run_are_plain_calls():
-    for block in ALL:
-        if block.runs:
-            assert all(own.words for own in block.commands), f"mark {named(block)}, or change it"
+def test_commands_that_run_are_plain_calls():
+    for command in filter(is_to_run, IN_BLOCKS):
+        assert command.plain, f"mark {command.where}, or change it"
 
 
-def test_calls_that_do_not_run_have_options_that_are_known():
-    """Also those inside of other commands, and those in the middle of a text."""
-    parser = command._parser()
-    names = [name for action in parser._actions for name in (action.choices or {}) if action.nargs == "A..."]
-    call = re.compile(rf"jetspec-jax ((?:{'|'.join(names)})\b[^'|#`]*)")
-    seen = 0
-    for page in PAGES:
-        for found in call.findall(page.read_text("utf-8").replace("\\\n", " ")):
-            words = shlex.split(re.sub(r"\$\w+|\bN\b", "1", found.partition("\n")[0]))
-            if words[-1] not in names:  # a call, and not the mention of a command
-                parser.parse_args(words)
-                seen += 1
-    assert seen > 20
+@pytest.mark.parametrize(
+    "command", [*IN_BLOCKS, *IN_PROSE], ids=lambda command: f"{command.where} {command.name}"
+)
+def test_commands_have_options_that_their_programs_know(command):
+    """Also those that are not run, inside of other commands, and in the middle of a text."""
+    assert error_of(command) == ""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_programs_that_a_wheel_lacks_are_said_to_be_of_a_checkout(page):
     opening, *sections = re.split(r"^(?=## )", page.read_text("utf-8"), flags=re.M)
     for section in sections if "checkout" in opening else [opening, *sections]:
-        if found := PROGRAMS.search(section):
+        if found := PROGRAMS_OF_A_CHECKOUT.search(section):
             assert "checkout" in section or "checkout" in opening, f"{page.name}: {found[0]}"
 
 
@@ -83,17 +90,42 @@ class Shell:
         # In a process of its own, signals call it.
         monkeypatch.setattr(serving, "on_signals", lambda stopping, *_: self._stopping.append(stopping))
 
-    def run(self, call):
-        """Runs a call to its end; of a server, until it listens."""
-        if call.words[0] == "serve":
-            self._serve(call.words)
-            return
-        fed = subprocess.run(["sh", "-c", call.feeding], capture_output=True, check=True).stdout
+    def run(self, part):
+        """Runs a command to its end, of a server until it listens; or writes files for the commands."""
+        if isinstance(part, str):
+            path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+            subprocess.run(["sh", "-ec", part], check=True, env=os.environ | {"PATH": path})
+        elif part.program == MAKE:
+            self._make(part)
+        elif part.name == "jetspec-jax serve":
+            self._serve(part.words)
+        else:
+            self._call(part)
+
+    def _call(self, part):
+        fed = subprocess.run(["sh", "-c", part.feeding], capture_output=True, check=True).stdout
         self._patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(fed)))
-        short = SHORT if call.words[0] in ("generate", "chat", "tree") else ()
-        assert command.main([*call.words, *short]) == 0, self._capsys.readouterr().err
-        nothing_said = call.words[0] == "chat" and not fed
-        assert bool(self._capsys.readouterr().out) is not nothing_said
+        words = [*part.words, *SHORT.get(part.name, "").split()]
+        trains = part.program == "python -m train"
+        if trains and "--max-tokens" in words:  # not where nothing is generated
+            words += ["--max-tokens", "8"]
+        with pytest.MonkeyPatch.context() as patch:
+            if trains:  # on all devices; of a CPU there is one
+                first = jax.devices()[:1]
+                patch.setattr(jax, "devices", lambda *_: first)
+                patch.setattr(jax, "device_count", lambda: 1)
+            code = PROGRAMS[part.program](words)
+        said = self._capsys.readouterr()
+        # 3: the head did not improve, in so few steps.
+        assert code == 0 or (trains and code == 3), f"{part.where}: {said.err}"
+        nothing_said = part.name == "jetspec-jax chat" and not fed
+        assert bool(said.out) is not nothing_said
+
+    def _make(self, part):
+        stamps = [word for name in ("test", "docs") for word in ("-o", f"{sys.prefix}/.installed-{name}")]
+        words = [*stamps, f"VENV={sys.prefix}", *part.words, *SHORT.get(part.name, "").split()]
+        done = subprocess.run([MAKE, "-C", str(ROOT), *words], capture_output=True, text=True)
+        assert done.returncode == 0, f"{part.where}: {done.stderr}"
 
     def _serve(self, words):
         self.close()
@@ -101,7 +133,8 @@ class Shell:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         more = ["--port", str(self.port), "--warm-up", "none"]
-        self._thread = threading.Thread(target=lambda: self._code.append(command.main([*words, *more])))
+        serve = PROGRAMS["jetspec-jax"]
+        self._thread = threading.Thread(target=lambda: self._code.append(serve([*words, *more])))
         self._thread.start()
         until(self._listens)
 
@@ -120,23 +153,47 @@ class Shell:
             self._thread = None
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize(
-    "name", list(dict.fromkeys(block.page for block in ALL if block.runs)), ids=os.path.basename
-)
-def test_a_page_runs(name, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with what pages say is there: parts of a checkout, and files of a reader's own."""
+    for name in ("examples", "bench", "jetspec_jax"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    [profile] = (ROOT / "bench/results").glob("**/profile*.json")
+    (tmp_path / "profile.json").symlink_to(profile)
+    lines = [json.dumps({"prompt": f"def f{number}(x):"}) + "\n" for number in range(24)]
+    (tmp_path / "prompts.jsonl").write_text("".join(lines))
+    raw, metadata = (
+        {**CONFIGS["llama"], "vocab_size": 300},
+        {f"tokenizer.{k}": v for k, v in byte_level().items()},
+    )
+    for name in ("model.gguf", "x.gguf"):
+        write_gguf(tmp_path / name, raw, random_tensors(raw), metadata=metadata)
     monkeypatch.chdir(tmp_path)
     # What a page registers is gone after it.
     monkeypatch.setattr(algorithms, "_KNOWN", dict(algorithms._KNOWN))
-    (tmp_path / "examples").symlink_to(ROOT / "examples")  # which a page says is a checkout's
+    return tmp_path
+
+
+RUN = [
+    block for block in ALL if not block.reason and (block.language == "python" or list(block_parts(block)))
+]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", list(dict.fromkeys(block.page for block in RUN)))
+def test_a_page_runs(name, place, monkeypatch, capsys):
     names, shell = {"__name__": "__main__"}, Shell(monkeypatch, capsys)
     with contextlib.closing(shell):
-        for block in ALL:
-            if block.page != name or not block.runs:
+        for block in RUN:
+            if block.page != name:
                 continue
             if block.language == "python":
                 code = block.code.replace("127.0.0.1:8000", f"127.0.0.1:{shell.port}")
                 exec(compile(code, str(ROOT / name), "exec"), names)
-            for call in block.commands:
-                shell.run(call)
+            for part in block_parts(block):
+                if isinstance(part, str) or is_to_run(part):
+                    shell.run(part)
+        for command in IN_PROSE:
+            if command.where.startswith(f"{name}:") and is_to_run(command):
+                shell.run(command)
     capsys.readouterr()

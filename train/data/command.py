@@ -8,6 +8,7 @@ from typing import Any
 from jetspec_jax.checkpoint.pairs import PAIR_NAMES
 from jetspec_jax.cli.options import MODELS, PARALLEL, add_ignore_option, add_target_option, parallel_mesh
 from jetspec_jax.cli.parser import accept_formerly
+from train.data.keys import IGNORE_DATA_OPTION
 from train.data.make_data import LAST, MAX_TOKENS, REFUSED, TURNS, Made, make_data
 from train.data.manifest import MODES, REGENERATE
 from train.data.mixing import DEDUPLICATIONS, NONE
@@ -96,6 +97,14 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
         "--skip-too-long", action="store_true", help="drop prompts that do not fit the context"
     )
     parser.add_argument("--template-arguments", metavar="JSON", help="object passed to the chat template")
+    parser.add_argument(
+        IGNORE_DATA_OPTION,
+        dest="ignore_data_keys",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="accept this unknown key of rows and messages, without effect; repeatable",
+    )
 
 
 def generation_settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -119,6 +128,7 @@ def generation_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "limit": arguments.limit,
         "skip_too_long": arguments.skip_too_long,
         "template_arguments": _object(arguments.template_arguments),
+        "ignore_data_keys": tuple(arguments.ignore_data_keys),
     }
 
 
@@ -163,7 +173,9 @@ def summary(made: Made) -> str:
         lines.append(f"  dropped because they are too long: {made.skipped:,}")
     if made.unusable:
         where = made.folder / REFUSED
-        lines.append(f"  dropped because they cannot be used: {made.unusable:,}, listed in {where}")
+        lines.append(
+            f"  dropped because they are excluded or cannot be used: {made.unusable:,}, listed in {where}"
+        )
     return "\n".join(lines)
 
 

@@ -24,6 +24,7 @@ from train.data.documents import Writer
 from train.data.encoding import Found, encode_documents, encode_prompts
 from train.data.given import write_given
 from train.data.holdout import default_heldout, hold_out
+from train.data.keys import check_ignored
 from train.data.manifest import CORPUS, MODES, REGENERATE, DocumentsManifest, Shard
 from train.data.mixing import DEDUPLICATIONS, NONE, distinct, distinct_turns, mix
 from train.data.prompts import Dropped, read_entries
@@ -55,7 +56,8 @@ class Made:
         learn_tokens: Tokens to learn.
         ended: Documents that end with an end-of-sequence token; None if nothing was generated.
         skipped: Prompts that were dropped because they are too long.
-        unusable: Rows that were dropped because they are not prompts or have no tokens to learn.
+        unusable: Rows that were dropped because they are excluded, are not prompts, or have no tokens to
+            learn.
         was_finished: Whether the folder was complete before.
     """
 
@@ -96,6 +98,7 @@ def make_data(
     skip_too_long: bool = False,
     template_arguments: Mapping[str, Any] | None = None,
     ignore_config_keys: Collection[str] = (),
+    ignore_data_keys: Collection[str] = (),
     deadline: Deadline | None = None,
     mesh: Mesh | None = None,
 ) -> Made:
@@ -134,6 +137,7 @@ def make_data(
         skip_too_long: Drop prompts that do not fit the target's context instead of raising.
         template_arguments: Passed to the chat template.
         ignore_config_keys: Unknown keys of either ``config.json`` to ignore.
+        ignore_data_keys: Unknown keys of rows and messages to accept, see `train.data.keys`.
         deadline: Checked before each shard.
         mesh: The devices that shard the target and the head, from `jetspec_jax.device.mesh.make_mesh`; None
             is one device. It does not change the documents.
@@ -163,6 +167,7 @@ def make_data(
     for name, value, known in (("turns", turns, TURNS), ("deduplicate", deduplicate, DEDUPLICATIONS)):
         if value not in known:
             raise ValueError(f"{name} is one of {', '.join(known)}, not {value!r}")
+    check_ignored(ignore_data_keys)
     deadline = Deadline() if deadline is None else deadline
     source = Source(target, dtype, ignore_config_keys)
     head_source = None
@@ -185,7 +190,10 @@ def make_data(
     names = source_names(sources)
     entries = mix(
         [
-            [replace(entry, source=name) for entry in read_entries(path, limit, dropped=dropped)]
+            [
+                replace(entry, source=name)
+                for entry in read_entries(path, limit, dropped=dropped, ignore_data_keys=ignore_data_keys)
+            ]
             for path, name in zip(sources, names, strict=True)
         ],
         weights,

@@ -10,6 +10,13 @@ from jetspec_jax.checkpoint.chat_template import read_arguments, read_chats
 ROLES = ("system", "developer", "user", "assistant", "tool")
 #: The keys under which servers and templates keep an assistant's reasoning; the first is the normal form.
 REASONING = ("reasoning_content", "reasoning", "thinking")
+#: The key of OpenAI, Mistral, Together and Fireworks: a message of weight 0 is not learnt. The normal form.
+WEIGHT = "weight"
+#: Keys of other trainers whose 0 or false excludes, and whose 1 or true includes: Axolotl's ``train``,
+#: ``training`` and ``train_on_turn``, ms-swift's ``loss``, and ``loss_mask``.
+INCLUDING = ("train", "training", "train_on_turn", "loss", "loss_mask")
+#: Keys whose 1 or true excludes, as torchtune's ``masked``.
+EXCLUDING = ("masked", "exclude")
 # Strings that are structure and may be shown.
 _STRUCTURE = ("role", "type")
 _LONGEST_SHOWN = 24
@@ -21,7 +28,8 @@ def read_messages(where: str, messages: Any) -> list[dict[str, Any]]:
     """A conversation in the form that chat templates read.
 
     Contents stay strings, lists of text parts, or null beside calls. Arguments of calls become mappings.
-    Reasoning is kept under the first key of `REASONING`. Null keys are dropped, except "content".
+    Reasoning is kept under the first key of `REASONING`. Messages of the assistant that are excluded from
+    learning have a `WEIGHT` of 0, and no other message has one. Null keys are dropped, except "content".
 
     Args:
         where: File and line, for error messages.
@@ -29,7 +37,7 @@ def read_messages(where: str, messages: Any) -> list[dict[str, Any]]:
 
     Raises:
         ValueError: The value is not a list of messages; a role is unknown; a content is not text, but for
-            example an image.
+            example an image; or a message of another role than the assistant is to be learnt.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError(f'{where}: "messages" must be a list that is not empty, not {masked(messages)}')
@@ -48,8 +56,35 @@ def read_messages(where: str, messages: Any) -> list[dict[str, Any]]:
     # A data set gives every message the keys of all messages. Null is meaningful only for "content".
     return [
         {key: value for key, value in message.items() if value is not None or key == "content"}
-        for message in (_with_thoughts(where, number, message) for number, message in enumerate(chat))
+        for message in (
+            _with_weight(where, number, _with_thoughts(where, number, message))
+            for number, message in enumerate(chat)
+        )
     ]
+
+
+def is_excluded(where: str, name: str, value: Mapping[str, Any]) -> bool:
+    """Whether the keys of a row or of a message exclude it from learning.
+
+    Args:
+        where: File and line, for error messages.
+        name: The row or the message, for error messages.
+        value: The row or the message.
+
+    Raises:
+        ValueError: A key has another value than 0, 1, false and true, or two keys contradict each other.
+    """
+    keys = (WEIGHT, *INCLUDING, *EXCLUDING)
+    found = {key: value[key] for key in keys if value.get(key) is not None}
+    for key, given in found.items():
+        if not isinstance(given, int | float) or given not in (0, 1):
+            raise ValueError(
+                f'{where}: "{key}" of {name} must be 0 or 1, or false or true, not {masked(given)}'
+            )
+    excluded = {bool(given) == (key in EXCLUDING) for key, given in found.items()}
+    if len(excluded) > 1:
+        raise ValueError(f"{where}: {' and '.join(found)} of {name} contradict each other; keep one of them")
+    return True in excluded
 
 
 def read_tools(where: str, tools: Any) -> list[dict[str, Any]] | None:
@@ -129,6 +164,21 @@ def _call(where: str, number: int, call: Mapping[str, Any]) -> dict[str, Any]:
                 f"{where}: arguments of a call in message {number} must be a JSON object"
             ) from None
     return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+
+
+def _with_weight(where: str, number: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without the keys about learning; an excluded message of the assistant has a weight of 0."""
+    excluded = is_excluded(where, f"message {number}", message)
+    read = {k: value for k, value in message.items() if k not in (WEIGHT, *INCLUDING, *EXCLUDING)}
+    if message["role"] == "assistant":
+        return {**read, WEIGHT: 0} if excluded else read
+    # A weight of 1 is the default of every message.
+    if includes := [key for key in INCLUDING if message.get(key)]:
+        raise ValueError(
+            f'{where}: "{includes[0]}" of message {number}, a message of the {message["role"]}, includes it, '
+            "and only messages of the assistant can be learnt"
+        )
+    return read
 
 
 def _with_thoughts(where: str, number: int, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,14 +10,14 @@ A row is read from the first of these keys that it has:
 * ``prompt``: the beginning of a text.
 
 Other rows are rows of request logs (see `train.data.traffic`): they have a ``request``, a ``custom_id``, or
-the ``object`` of a response. Other keys are ignored, and a byte-order mark at the beginning of a file is
-skipped. Errors give file and line, and never a row's text.
+the ``object`` of a response. A byte-order mark at the beginning of a file is skipped. Errors give file and
+line, and never a row's text.
 """
 
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -25,7 +25,8 @@ from typing import Any
 
 from jetspec_jax.arguments import skip_bom
 from train.data.corpus import read_passages
-from train.data.messages import masked, read_messages, read_tools
+from train.data.keys import CONVERSATIONS, check_row
+from train.data.messages import masked, read_messages
 from train.data.traffic import (
     Exchange,
     Pairing,
@@ -33,6 +34,7 @@ from train.data.traffic import (
     check_body,
     conversation,
     is_log,
+    is_response,
     sharegpt,
     template_settings,
 )
@@ -40,7 +42,6 @@ from train.data.traffic import (
 _log = logging.getLogger("jetspec_jax.train")
 
 MESSAGES, TEXT, PROMPT = KINDS = ("messages", "text", "prompt")
-CONVERSATIONS = "conversations"
 #: The number of dropped rows that the log lists.
 MOST_NAMED = 20
 # "owner/name", "owner/name:split" or "owner/name/config:split".
@@ -97,7 +98,11 @@ class Dropped:
 
 
 def read_entries(
-    source: str | Path, limit: int | None = None, *, dropped: Dropped | None = None
+    source: str | Path,
+    limit: int | None = None,
+    *,
+    dropped: Dropped | None = None,
+    ignore_data_keys: Collection[str] | None = None,
 ) -> list[Entry]:
     """All entries of a JSONL file, a folder of text files or a data set, or the first ``limit``.
 
@@ -106,6 +111,8 @@ def read_entries(
             or "owner/name/config:split", whose split is "train" by default.
         limit: The number of entries to read; None is all.
         dropped: Collects unusable rows; None raises one error for all of them.
+        ignore_data_keys: Unknown keys of rows and messages to accept when rows are to be learnt. None reads
+            prompts alone: no key is unknown, and no row is excluded.
 
     Raises:
         FileNotFoundError: There is no such file or data set.
@@ -119,7 +126,8 @@ def read_entries(
     if path.is_dir():
         found = (Entry(where, TEXT, passage) for where, passage in read_passages(path, refuse))
     else:
-        found = _entries(_lines(path) if path.is_file() else _rows(str(source)), refuse)
+        rows = _lines(path) if path.is_file() else _rows(str(source))
+        found = _entries(rows, refuse, ignore_data_keys)
     entries = list(islice(found, limit))
     if refused:
         count = f"{len(refused)} rows cannot be used: " if len(refused) > 1 else ""
@@ -196,13 +204,19 @@ def _rows(name: str) -> Iterator[tuple[str, Any]]:
         yield f"{name} row {number}", row
 
 
-def _entries(rows: Iterator[tuple[str, Any]], refuse: Callable[[ValueError], None]) -> Iterator[Entry]:
+def _entries(
+    rows: Iterator[tuple[str, Any]],
+    refuse: Callable[[ValueError], None],
+    ignored: Collection[str] | None,
+) -> Iterator[Entry]:
     """The entries of rows, in the order of their completion; errors are passed to ``refuse``."""
     pairing = Pairing()
     for where, row in rows:
         complete: list[Exchange] = []
         try:
             parsed = _parsed(where, row) if isinstance(row, bytes) else row
+            if ignored is not None and isinstance(parsed, Mapping) and not is_response(parsed):
+                check_row(where, parsed, ignored)
             if isinstance(parsed, Mapping) and (is_log(parsed) or _may_be_answered(parsed)):
                 complete = pairing.add(where, parsed)
             else:
@@ -274,11 +288,9 @@ def _entry(where: str, value: Any) -> Entry:
     kind = next((kind for kind in (MESSAGES, CONVERSATIONS, TEXT, PROMPT) if kind in value), None)
     if kind is None:
         raise ValueError(f"{where}: expected one of the keys {', '.join(KINDS)}, there are {sorted(value)}")
-    if kind == MESSAGES:
-        return Entry(where, kind, read_messages(where, value[kind]), *template_settings(where, value))
-    if kind == CONVERSATIONS:
-        messages = read_messages(where, sharegpt(where, value))
-        return Entry(where, MESSAGES, messages, read_tools(where, value.get("tools")))
+    if kind in (MESSAGES, CONVERSATIONS):
+        messages = value[kind] if kind == MESSAGES else sharegpt(where, value)
+        return Entry(where, MESSAGES, read_messages(where, messages), *template_settings(where, value))
     _check_text(where, f'"{kind}"', value[kind])
     if not value[kind]:
         raise ValueError(f'{where}: "{kind}" is empty; it needs at least one character')

@@ -14,12 +14,14 @@ from jetspec_jax.checkpoint.chat_template import (
     check_writes_tools,
     render_chat,
 )
-from train.data.messages import REASONING
+from train.data.messages import REASONING, WEIGHT
 from train.data.prompts import MESSAGES, PROMPT, Entry
 from train.data.records import Document
 
 # Tags that some templates put around the assistant's text.
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+#: Most turns of a conversation times its characters: each turn is rendered and encoded with its history.
+MOST_HISTORY = 2**25
 
 
 @dataclass(frozen=True)
@@ -67,20 +69,27 @@ class Encoder:
     def prompts(self, entry: Entry, *, every: bool = False) -> list[Int32[np.ndarray, "T"]]:
         """The prompts of an entry: that of `prompt`, or one for every assistant turn.
 
+        Turns that are excluded from learning are not asked for.
+
         Args:
             entry: The prompt, text or conversation.
             every: Whether a conversation gives a prompt for each assistant turn, and one for its end, each
                 with the history before it.
 
         Raises:
-            ValueError: As for `prompt`.
+            ValueError: As for `prompt`; no turn is left; or the turns exceed `MOST_HISTORY`.
         """
-        if not every or entry.kind != MESSAGES:
+        if entry.kind != MESSAGES:
             return [self.prompt(entry)]
         messages = entry.value
-        ends = [number + 1 for number, message in enumerate(messages) if message["role"] == "assistant"]
-        if not ends or ends[-1] < len(messages):
+        ends = [number + 1 for number in _learnt_turns(messages)]
+        if messages[-1]["role"] != "assistant":
             ends.append(len(messages))
+        if not every:
+            ends = [end for end in ends if end == len(messages)]
+        if not ends:
+            raise ValueError(f"{entry.where}: what the target would answer is excluded from learning")
+        self._check_histories(entry, ends)
         return [self.prompt(replace(entry, value=messages[:end])) for end in ends]
 
     def root(self, entry: Entry) -> bytes:
@@ -128,11 +137,13 @@ class Encoder:
         """Documents that teach every assistant turn after the history that the target saw.
 
         Turns share a document as long as the chat template renders them the same in the longer conversation.
-        A template that drops earlier reasoning gives several documents.
+        A template that drops earlier reasoning gives several documents. Turns that are excluded from learning
+        are only history.
 
         Raises:
             ValueError: No token would be marked; the answers' tokens cannot be found in the chat template's
-                output; or the template omits a part of an answer: reasoning, calls or content.
+                output; the template omits a part of an answer: reasoning, calls or content; or the turns
+                exceed `MOST_HISTORY`.
         """
         if entry.kind == PROMPT and entry.answer is None:
             raise ValueError(
@@ -142,12 +153,15 @@ class Encoder:
         if entry.kind != MESSAGES:
             documents = [self._text_document(entry)]
         else:
-            turns = [number for number, message in enumerate(entry.value) if message["role"] == "assistant"]
+            turns = _learnt_turns(entry.value)
+            if not turns and any(message["role"] == "assistant" for message in entry.value):
+                raise ValueError(f"{entry.where}: all messages of the assistant are excluded from learning")
             if not turns:
                 raise ValueError(
                     f"{entry.where}: a document without assistant tokens: no message is the assistant's; let "
                     "the target answer it (--mode regenerate)"
                 )
+            self._check_histories(entry, [number + 1 for number in turns])
             documents = []
             for number in turns:
                 turn = self._turn(entry, number)
@@ -160,6 +174,19 @@ class Encoder:
         if not documents:
             raise ValueError(f"{entry.where}: a document without assistant tokens; it needs at least one")
         return documents
+
+    def _check_histories(self, entry: Entry, ends: Sequence[int]) -> None:
+        """Checks the work of rendering all messages before each of the ends of turns, before rendering."""
+        try:
+            characters = sum(len(str(message)) for message in entry.value[: ends[-1]])
+        except RecursionError as error:
+            raise ValueError(f"{entry.where}: the conversation is nested too deeply") from error
+        if len(ends) * characters > MOST_HISTORY:
+            raise ValueError(
+                f"{entry.where}: {len(ends):,} turns in {characters:,} characters; each turn is rendered "
+                f"with its history, so turns times characters may be at most {MOST_HISTORY:,}: split the "
+                "conversation"
+            )
 
     def _text_document(self, entry: Entry) -> Document:
         tokens = self._text(entry)
@@ -275,7 +302,7 @@ class Encoder:
         read = (name for name in REASONING if re.search(rf"[.'\"]{name}\b", template))
         name = next(read, REASONING[0])
         chat = [
-            {name if key == REASONING[0] else key: value for key, value in message.items()}
+            {name if key == REASONING[0] else key: value for key, value in message.items() if key != WEIGHT}
             for message in messages
         ]
         settings = {"tokenize": False, **settings}
@@ -291,6 +318,15 @@ class Encoder:
     def _ids(self, text: str) -> Int32[np.ndarray, "T"]:
         """Token ids of a rendered text, which already contains its special tokens."""
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+
+def _learnt_turns(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The numbers of the assistant's messages that are not excluded from learning."""
+    return [
+        number
+        for number, message in enumerate(messages)
+        if message["role"] == "assistant" and message.get(WEIGHT) != 0
+    ]
 
 
 def _repeats(message: str, messages: Sequence[Mapping[str, Any]]) -> bool:

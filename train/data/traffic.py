@@ -91,11 +91,12 @@ class Pairing:
         Raises:
             ValueError: The row is a response without its request, or has none of the forms.
         """
-        if row.get("object") in (CHAT, CHUNK, COMPLETION):
+        if is_response(row):
             self._answer(where, row)
             return []
         before, complete = self.last, self.flush()
         if "request" in row:
+            _check_answered(where, row)
             response = row.get("response", row.get("chunks"))
             complete.append(Exchange(where, _body(where, row["request"]), response))
         elif "custom_id" in row:
@@ -156,7 +157,7 @@ class Pairing:
             raise ValueError(f'{where}: "custom_id" must be a text, not {masked(name)}')
         if row.get("error"):
             self.named.pop(name, None)
-            raise ValueError(f"{where}: the request failed, so there is no answer to learn")
+        _check_answered(where, row)
         if "response" in row:
             if name in self.named:
                 exchange = self.named.pop(name)
@@ -176,9 +177,14 @@ class Pairing:
         return []
 
 
+def is_response(row: Mapping[str, Any]) -> bool:
+    """Whether a row is the body of a response, or a chunk of it."""
+    return row.get("object") in (CHAT, CHUNK, COMPLETION)
+
+
 def is_log(row: Mapping[str, Any]) -> bool:
     """Whether a row is from a request log, and not a plain conversation or text."""
-    if row.get("object") in (CHAT, CHUNK, COMPLETION):
+    if is_response(row):
         return True
     return ("request" in row or "custom_id" in row) and not {"messages", "text", "prompt"} & row.keys()
 
@@ -238,7 +244,7 @@ def join_chunks(where: str, chunks: Sequence[Any]) -> dict[str, Any]:
 
 
 def sharegpt(where: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a ShareGPT row; only ShareGPT's keys are checked.
+    """The messages of a ShareGPT row, with all other keys of its turns; only ShareGPT's keys are checked.
 
     Raises:
         ValueError: The row has no turns, or a turn has an unknown role or no text.
@@ -254,15 +260,17 @@ def sharegpt(where: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(speaker, str) or not isinstance(turn, Mapping):
             raise ValueError(f'{where}: turn {number} must have "from" and "value": {masked(turn)}')
         text = turn.get("value", turn.get("content"))
+        more = {key: value for key, value in turn.items() if key not in ("from", "role", "value", "content")}
         if speaker == "function_call":
-            messages.append({"role": "assistant", "content": None, "tool_calls": _calls(where, number, text)})
+            calls = _calls(where, number, text)
+            messages.append({**more, "role": "assistant", "content": None, "tool_calls": calls})
             continue
         if speaker not in SHAREGPT_ROLES:
             known = ", ".join((*SHAREGPT_ROLES, "function_call"))
             raise ValueError(
                 f"{where}: turn {number} has the role {masked(speaker, 'role')}, not one of {known}"
             )
-        messages.append({"role": SHAREGPT_ROLES[speaker], "content": text})
+        messages.append({**more, "role": SHAREGPT_ROLES[speaker], "content": text})
     return messages
 
 
@@ -291,6 +299,8 @@ def check_body(where: str, body: Mapping[str, Any]) -> None:
     for key in ("continue_final_message", "echo", "suffix"):
         if body.get(key):
             raise ValueError(f'{where}: a request with "{key}" is not supported')
+    if body.get("add_generation_prompt") is False:
+        raise ValueError(f'{where}: a request without "add_generation_prompt" is not supported')
 
 
 def template_settings(
@@ -305,8 +315,9 @@ def template_settings(
     if not isinstance(arguments, Mapping):
         raise ValueError(f'{where}: "chat_template_kwargs" must be an object, not {masked(arguments)}')
     arguments = dict(arguments)
-    if body.get("reasoning_effort") is not None:
-        arguments.setdefault("reasoning_effort", body["reasoning_effort"])
+    for name in ("reasoning_effort", "verbosity"):
+        if body.get(name) is not None:
+            arguments.setdefault(name, body[name])
     return read_tools(where, body.get("tools")), arguments
 
 
@@ -316,6 +327,11 @@ def _body(where: str, request: Any) -> Mapping[str, Any]:
     if not isinstance(request, Mapping):
         raise ValueError(f"{where}: the request must be an object, not {masked(request)}")
     return request
+
+
+def _check_answered(where: str, row: Mapping[str, Any]) -> None:
+    if row.get("error"):
+        raise ValueError(f"{where}: the request failed, so there is no answer to learn")
 
 
 def _awaits(body: Mapping[str, Any]) -> bool:

@@ -1,8 +1,10 @@
 """Checkpoints of a training run: the state to resume from, and the best weights so far.
 
 They are written in the background. An incomplete checkpoint is ignored, and the previous one is kept. The
-last file of a checkpoint has checksums of the others, which are verified before reading; a damaged checkpoint
-is reported, and the previous one is read.
+last file of a checkpoint has checksums of the others, which are verified before reading.
+
+A checkpoint also has the number of the best weights at its time. A run resumes from the newest checkpoint
+that is intact and whose best weights, or better ones, are intact, and reports what is damaged.
 
 With several processes, the first writes the checksums after all processes have written their arrays; on
 reading, each process verifies some of the files.
@@ -16,7 +18,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -33,6 +35,8 @@ _log = logging.getLogger("jetspec_jax.train")
 WRITE_ERRORS = (OSError, ValueError, RuntimeError)
 # The system's error code in a message of the storage library.
 _SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
+# In the host's data: the number of the best weights at the time of a checkpoint, 0 if there were none.
+_BEST = "best"
 # In the name of a folder that Orbax has not finished.
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
@@ -54,17 +58,19 @@ class Best(NamedTuple):
 
 
 class Resumed(NamedTuple):
-    """A restored checkpoint.
+    """A restored checkpoint, or the beginning of a run.
 
     Attributes:
-        step: The number of completed steps.
+        step: The number of completed steps; 0 at the beginning.
         state: The state, with the requested shardings.
-        host: The host's data.
+        host: The host's data; empty at the beginning.
+        best: The evaluation of the best weights so far, which may be newer than the checkpoint.
     """
 
     step: int
     state: Any
     host: dict[str, Any]
+    best: Best
 
 
 class Checkpoints:
@@ -98,17 +104,35 @@ class Checkpoints:
         """The step of the newest checkpoint; None without any."""
         return self._last.latest_step()
 
-    def restore(self, state: Any) -> Resumed | None:
-        """The newest intact checkpoint, with the shardings of ``state``; None if there is no checkpoint.
+    def restore(self, state: Any) -> Resumed:
+        """The newest usable checkpoint, with the shardings of ``state``; without any, ``state`` itself.
+
+        Unusable checkpoints and damaged best weights that are newer are removed: the run makes them again.
 
         Raises:
-            TrainingCheckpointError: All checkpoints are damaged.
+            TrainingCheckpointError: There are checkpoints or best weights, but none are usable. Nothing is
+                removed.
         """
+        number, parts, damaged = self._newest(self._best, ocp.args.Composite(best=ocp.args.JsonRestore()))
+        best = Best(**parts["best"]) if number else Best()
+
+        def lacks_best(parts: Any) -> str | None:
+            # Earlier versions did not write the number.
+            needed = parts["host"].pop(_BEST, max([number, *damaged]))
+            return None if needed <= number else f"needs {self._best.place(needed)}, which is not intact"
+
         args = ocp.args.Composite(
             state=ocp.args.StandardRestore(placed_shapes(state)), host=ocp.args.JsonRestore()
         )
-        found = self._newest(self._last, args)
-        return None if found is None else Resumed(found[0], found[1]["state"], found[1]["host"])
+        step, parts, unusable = self._newest(self._last, args, lacks_best)
+        if (unusable and not step) or (damaged and not (step or number)):
+            raise TrainingCheckpointError(
+                f"no checkpoint is whole: {'; '.join([*unusable.values(), *damaged.values()])}; bring back a "
+                f"copy of {self.folder}, or name another folder to begin anew"
+            )
+        self._remove(self._best, damaged, number)
+        self._remove(self._last, unusable, step)
+        return Resumed(step, parts["state"], parts["host"], best) if step else Resumed(0, state, {}, best)
 
     def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
         """Starts writing a checkpoint in the background; afterwards the arrays may be donated.
@@ -118,6 +142,7 @@ class Checkpoints:
         """
         # A run that resumes from here does not evaluate earlier weights again, so the best are written first.
         self._wait(self._best)
+        host = {**host, _BEST: self._best.latest_step() or 0}
         parts = ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host))
         self._write(self._last, step, parts)
 
@@ -140,14 +165,23 @@ class Checkpoints:
         They may be newer than the newest checkpoint.
 
         Raises:
-            TrainingCheckpointError: They could not be written, or all copies are damaged.
+            TrainingCheckpointError: They could not be written, or are damaged: weights before them are not
+                the best.
         """
         self.wait()
         args = ocp.args.Composite(
             weights=ocp.args.StandardRestore(placed_shapes(weights)), best=ocp.args.JsonRestore()
         )
-        found = self._newest(self._best, args)
-        return None if found is None else (Best(**found[1]["best"]), found[1]["weights"])
+        if (number := self._best.latest_step()) is None:
+            self._best.refuse_renamed()
+            return None
+        parts, reason = self._read(self._best, number, args)
+        if reason is not None:
+            raise TrainingCheckpointError(
+                f"{reason}; bring back a copy of it, or run the training again: an unfinished run resumes "
+                "from a checkpoint before it, if there is one"
+            )
+        return Best(**parts["best"]), parts["weights"]
 
     def wait(self) -> None:
         """Waits until everything is written.
@@ -158,35 +192,54 @@ class Checkpoints:
         for manager in (self._last, self._best):
             self._wait(manager)
 
-    def _newest(self, manager: "_Manager", args: Any) -> tuple[int, Any] | None:
-        """The number and parts of the newest intact checkpoint; reports and removes damaged newer ones."""
-        damaged: dict[int, str] = {}
+    def _newest(
+        self, manager: "_Manager", args: Any, check: Callable[[Any], str | None] = lambda _: None
+    ) -> tuple[int, Any, dict[int, str]]:
+        """The newest usable checkpoint.
+
+        Args:
+            manager: The checkpoints.
+            args: The parts to restore.
+            check: Says why an intact checkpoint is unusable, from its parts; None if it is usable.
+
+        Returns:
+            Its number, or 0 if none is usable; its parts; and why each newer one is unusable.
+        """
+        unusable: dict[int, str] = {}
         for number in sorted(manager.all_steps(), reverse=True):
-            restored = None
-            reasons = _all_reasons(_change(manager.place(number)), "the files of a checkpoint")
-            if not reasons:
-                restored, reason = _restore(manager, number, args)
-                reasons = _all_reasons(reason, "a checkpoint")
-            if reasons:
-                damaged[number] = f"{manager.place(number)} is damaged ({reasons[0]})"
-                continue
-            for name, message in damaged.items():
-                _log.warning("%s; going on with %s, the one before it", message, number)
-                if not self.read_only:
-                    manager.delete(name)  # its number will be written again
-            if not has_checksums(manager.place(number)):
-                _log.warning(
-                    "%s has no checksums, as an earlier version wrote it; damage to arrays is not noticed",
-                    manager.place(number),
-                )
-            return number, restored
-        if damaged:
-            raise TrainingCheckpointError(
-                f"no checkpoint is whole: {'; '.join(damaged.values())}; bring back a copy of "
-                f"{self.folder}, or name another folder to begin anew"
+            parts = None  # frees the arrays of an unusable one
+            parts, reason = self._read(manager, number, args)
+            if reason is None and (why := check(parts)) is not None:
+                reason = f"{manager.place(number)} {why}"
+            if reason is None:
+                return number, parts, unusable
+            unusable[number] = reason
+        if not unusable:
+            manager.refuse_renamed()
+        return 0, None, unusable
+
+    def _read(self, manager: "_Manager", number: int, args: Any) -> tuple[Any, str | None]:
+        """The parts of a checkpoint, and None; or None and the reason why it is damaged."""
+        parts = None
+        reasons = _all_reasons(_change(manager.place(number)), "the files of a checkpoint")
+        if not reasons:
+            parts, reason = _restore(manager, number, args)
+            reasons = _all_reasons(reason, "a checkpoint")
+        if reasons:
+            return None, f"{manager.place(number)} is damaged ({reasons[0]})"
+        if not has_checksums(manager.place(number)):
+            _log.warning(
+                "%s has no checksums, as an earlier version wrote it; damage to arrays is not noticed",
+                manager.place(number),
             )
-        manager.refuse_renamed()
-        return None
+        return parts, None
+
+    def _remove(self, manager: "_Manager", unusable: dict[int, str], usable: int) -> None:
+        """Reports and removes unusable checkpoints: their numbers will be written again."""
+        instead = f"{usable}, the one before it" if usable else "none, as there is none before it"
+        for number, reason in unusable.items():
+            _log.warning("%s; going on with %s", reason, instead)
+            manager.delete(number)
 
     def _wait(self, manager: "_Manager") -> None:
         try:

@@ -146,13 +146,9 @@ def train(
     state = loop.begin(weights, shardings, seed)
     kept = placed_shapes(keep(state.weights))
     with Checkpoints(folder) as checkpoints:
-        first, best = 0, Best()
-        if (found := checkpoints.restore_best(kept)) is not None:
-            best = found[0]
-            del found  # its arrays are as large as the model
-        if (resumed := checkpoints.restore(state)) is not None:
-            first, state = resumed.step, resumed.state
-            batches.set_state(resumed.host["data"])
+        first, state, host, best = checkpoints.restore(state)
+        if first:
+            batches.set_state(host["data"])
         bar = Progress(
             total=fit.steps, initial=first, desc=label, unit=" steps", mininterval=2, disable=not main
         )

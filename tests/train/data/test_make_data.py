@@ -303,7 +303,7 @@ def test_rows_that_cannot_be_used_are_named_and_counted(lines, tmp_path, weightl
     if mode == "corpus":
         made = make_data.make_data("demo", path, tmp_path / "out", mode=mode)
         assert (made.documents, made.skipped, made.unusable) == (3, 0, 2)
-        assert "dropped because they cannot be used: 2" in data.summary(made)
+        assert "dropped because they are excluded or cannot be used: 2" in data.summary(made)
     else:
         with pytest.raises(AssertionError, match="weights were loaded"):
             make_data.make_data("demo", path, tmp_path / "out", mode=mode)
@@ -404,10 +404,12 @@ def test_the_arguments_of_generation_are_those_of_make_data(lines, tmp_path, mon
     given += ["--slots", "5", "--limit", "6", "--skip-too-long", "--budget", "7"]
     given += ["--template-arguments", '{"think": false}', "--mode", "corpus", "--turns", "every"]
     given += ["--prompts", "p", "--prompts", "q", "--weights", "2,1", "--deduplicate", "prompt"]
+    given += ["--ignore-data-key", "a", "--ignore-data-key", "b"]
     settings = data.generation_settings(parser.parse_args(given))
     expected = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "max_tokens": 4, "heldout": 2, "slots": 5}
     expected |= {"limit": 6, "skip_too_long": True, "budget": 7, "template_arguments": {"think": False}}
     expected |= {"mode": "corpus", "turns": "every", "weights": [2.0, 1.0], "deduplicate": "prompt"}
+    expected |= {"ignore_data_keys": ("a", "b")}
     assert settings == expected
     parameters = inspect.signature(make_data.make_data).parameters
     defaults = data.generation_settings(parser.parse_args(["--prompts", "p"]))

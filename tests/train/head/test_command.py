@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 
+import jax.numpy as jnp
 import pytest
 
 from jetspec_jax import load_draft_head, load_target
@@ -14,6 +15,7 @@ from train.data.manifest import DocumentsManifest
 from train.head import command as head_command
 from train.head.command import NOT_IMPROVED
 from train.head.export import export_head
+from train.loop.checkpoints import Best, Checkpoints
 from train.loop.log import read_log
 
 RECIPE = """
@@ -234,6 +236,18 @@ def test_a_run_s_best_head_can_be_written_at_any_time(trained, folder, tmp_path,
     assert "holds no recipe.json" in capsys.readouterr().err
 
 
+def test_a_head_before_the_best_one_is_not_written(trained, tmp_path, capsys):
+    work = shutil.copytree(trained, tmp_path / "work")
+    with Checkpoints(work) as checkpoints:
+        checkpoints.save_best(Best(2, 99.0), {"a": jnp.ones(3)})
+    newest = max((work / "best").iterdir(), key=lambda path: int(path.name))
+    shutil.rmtree(newest / "weights")
+    assert main(["export", "--work", str(work), "--out", str(tmp_path / "out")]) == 2
+    assert f"train: {newest} is damaged (" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert newest.exists()
+
+
 def test_fine_tuning_on_the_answers_of_a_log_generates_nothing(folder, plain_head, tmp_path, monkeypatch):
     asked = {}
 
@@ -316,4 +330,4 @@ def test_bad_input_is_named(folder, tmp_path, capsys):
     assert main([*command, "--max-tokens", "8", "--prompts", str(tmp_path / "broken.jsonl")]) == 0
     said = capsys.readouterr()
     assert f"dropped: {tmp_path / 'broken.jsonl'}:9: " in said.err
-    assert "dropped because they cannot be used: 1" in said.out
+    assert "dropped because they are excluded or cannot be used: 1" in said.out

@@ -98,15 +98,64 @@ def test_a_damaged_newest_one_is_named_and_the_one_before_it_is_read(folder, cap
         same(checkpoints.restore(state(0)).state, state(6))
 
 
-def test_damaged_best_weights_give_way_to_those_before_them(folder, caplog):
-    truncate(largest(folder / "best" / "2"))
+def numbers(folder):
+    return [sorted(path.name for path in (folder / part).iterdir()) for part in ("checkpoints", "best")]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda place: truncate(largest(place)), shutil.rmtree], ids=["cut", "gone"]
+)
+def test_without_its_best_weights_a_run_resumes_from_the_checkpoint_before_them(folder, caplog, damage):
+    """The other one would end with weights that it knows not to be the best."""
+    damage(folder / "best" / "2")
     with Checkpoints(folder) as checkpoints:
-        best, weights = checkpoints.restore_best(state(0))
-        assert best == Best(3, -1.0 / 3)
-        same(weights, state(3))
-        assert f"{folder / 'best' / '2'} is damaged (" in caplog.text
+        resumed = checkpoints.restore(state(0))
+        assert (resumed.step, resumed.best) == (3, Best(3, -1.0 / 3))
+        same(resumed.state, state(3))
+        assert f"{folder / 'checkpoints' / '6'} needs {folder / 'best' / '2'}, which is not" in caplog.text
+        # Both come again.
+        checkpoints.save_best(Best(6, -1.0 / 6), state(6))
+        checkpoints.save(6, state(6), {"data": 6})
+    assert numbers(folder) == [["3", "6"], ["1", "2"]]
+    with Checkpoints(folder) as checkpoints:
+        assert checkpoints.restore(state(0)).best == Best(6, -1.0 / 6)
+
+
+def test_best_weights_that_the_newest_checkpoint_does_not_need(folder):
+    with Checkpoints(folder) as checkpoints:
         checkpoints.save_best(Best(9, -0.1), state(9))
-        assert checkpoints.restore_best(state(0))[0] == Best(9, -0.1)
+    truncate(largest(folder / "best" / "3"))
+    with Checkpoints(folder) as checkpoints:
+        resumed = checkpoints.restore(state(0))
+        assert (resumed.step, resumed.best) == (6, Best(6, -1.0 / 6))
+        checkpoints.save_best(Best(9, -0.1), state(9))
+    shutil.rmtree(folder / "best" / "2")
+    with Checkpoints(folder) as checkpoints:
+        # Later and better ones take their place.
+        resumed = checkpoints.restore(state(0))
+        assert (resumed.step, resumed.best) == (6, Best(9, -0.1))
+        same(checkpoints.restore_best(state(0))[1], state(9))
+
+
+@pytest.mark.parametrize("also", ["best/1", "checkpoints/3"])
+def test_without_a_checkpoint_before_its_best_weights_a_run_ends_and_all_of_it_stays(folder, also):
+    for place in ("best/2", also):
+        truncate(largest(folder / place))
+    with Checkpoints(folder) as checkpoints:
+        with pytest.raises(TrainingCheckpointError, match="no checkpoint is whole: ") as failure:
+            checkpoints.restore(state(0))
+        for place in ("best/2", also):
+            assert f"{folder / place} is damaged (" in str(failure.value)
+    assert numbers(folder) == [["3", "6"], ["1", "2"]]
+
+
+def test_weights_before_the_best_ones_are_not_the_best(folder):
+    truncate(largest(folder / "best" / "2"))
+    for read_only in (False, True):
+        refused = pytest.raises(TrainingCheckpointError, match=r"best/2 is damaged \(.*; bring back a copy")
+        with Checkpoints(folder, read_only=read_only) as checkpoints, refused:
+            checkpoints.restore_best(state(0))
+    assert numbers(folder) == [["3", "6"], ["1", "2"]]
 
 
 def test_where_none_is_whole_all_are_named_and_stay(folder):
@@ -123,9 +172,8 @@ def test_where_none_is_whole_all_are_named_and_stay(folder):
 def test_a_reader_leaves_everything_to_the_run_that_writes(folder):
     unfinished = folder / "best" / "3.orbax-checkpoint-tmp"
     unfinished.mkdir()
-    truncate(largest(folder / "best" / "2"))
     with Checkpoints(folder, read_only=True) as checkpoints:
-        assert checkpoints.restore_best(state(0))[0].step == 3
+        assert checkpoints.restore_best(state(0))[0].step == 6
     assert {path.name for path in (folder / "best").iterdir()} == {"1", "2", unfinished.name}
     with Checkpoints(folder):
         # Orbax cleans up in a thread of its own.
@@ -225,5 +273,7 @@ def test_a_full_disk_is_one_line_on_standard_error(tmp_path):
 
 def test_a_new_folder_holds_nothing(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.restore(state(0)) is None
+        resumed = checkpoints.restore(first := state(0))
+        assert (resumed.step, resumed.best) == (0, Best())
+        assert resumed.state is first
         assert checkpoints.restore_best(state(0)) is None

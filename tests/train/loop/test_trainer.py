@@ -255,6 +255,29 @@ def test_the_best_weights_are_there_before_a_checkpoint_that_follows_them(tmp_pa
     assert there == {6: {"1"}, 12: {"1", "2"}, 18: {"2", "3"}, 24: {"3", "4"}}
 
 
+def test_a_run_whose_best_weights_were_damaged_makes_them_again(tmp_path):
+    fit = dataclasses.replace(FIT, save_every=6)
+    first = run(tmp_path, evaluate=scripted([-4.0, -3.0, -2.0, -1.0], []), fit=fit)
+    before = records(tmp_path)
+    shutil.rmtree(tmp_path / "best" / "4" / "weights")
+    again = run(tmp_path, evaluate=scripted([-1.0], []), fit=fit)
+    assert (again.step, again.score) == (24, -1.0)
+    same(again.weights, first.weights)
+    assert records(tmp_path) == before
+
+
+def test_a_run_that_cannot_make_its_best_weights_again_ends_and_keeps_everything(tmp_path):
+    """Its checkpoints are of later steps: it would end with the weights of step 0."""
+    scores = [-2.0, -1.0, -3.0, -4.0, -5.0]
+    run(tmp_path, evaluate=scripted(scores, []), evaluate_first=True)
+    shutil.rmtree(tmp_path / "best" / "2" / "weights")
+    before = sorted(tmp_path.glob("*/*"))
+    for _ in range(2):
+        with pytest.raises(TrainingCheckpointError, match=r"best/2 is damaged .*bring back a copy of"):
+            run(tmp_path, evaluate=scripted([], []), evaluate_first=True)
+        assert sorted(tmp_path.glob("*/*")) == before
+
+
 def test_a_finished_run_is_only_read(whole):
     before = records(whole[0])
     again = run(whole[0], StopAfter(0), evaluate=scripted([None], []))
