@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from jetspec_jax.arguments import skip_bom
+
 #: Most characters of a passage; a longer line is a passage.
 PASSAGE = 1000
 
@@ -20,7 +22,7 @@ def read_passages(folder: Path, refuse: Callable[[ValueError], object]) -> Itera
         if any(part.startswith(".") for part in path.relative_to(folder).parts):
             continue
         try:
-            text = path.read_bytes().decode("utf-8-sig")
+            text = skip_bom(path.read_bytes()).decode()
         except UnicodeDecodeError as error:
             refuse(ValueError(f"{path}: not UTF-8: {error.reason} at its byte {error.start}"))
             continue
