@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-#: Pages of a checkout alone.
-OF_A_CHECKOUT = [
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+#: Pages that are not of the documentation; the change log tells of the past.
+OTHERS = [
     *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")),
-    *(ROOT / name for name in ("bench/results/NOTES.md", "train/results/README.md")),
-    *sorted((ROOT / "jetspec_jax").glob("**/*.md")),
+    *(page for room in ("bench", "train", "jetspec_jax") for page in sorted((ROOT / room).glob("**/*.md"))),
 ]
+#: The languages of blocks: commands are looked for in those of a shell.
+LANGUAGES = {"sh", "python", "text", "json", "nginx", "bibtex"}
 _BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$",
     re.DOTALL | re.MULTILINE,
@@ -49,13 +50,17 @@ def blocks(page: Path) -> Iterator[Block]:
     """The blocks of a page.
 
     Raises:
-        ValueError: A mark is in front of no block.
+        ValueError: A mark is in front of no block, or a block has no language, or one that is not known.
     """
     text, name = page.read_text("utf-8"), page.relative_to(ROOT).as_posix()
     found = list(_BLOCK.finditer(text))
     marks = sum(own["reason"] is not None for own in found)
     if marks != len(_MARK.findall(text)):
         raise ValueError(f"{name} has a mark that is in front of no block")
+    if unknown := {own["language"] for own in found} - LANGUAGES:
+        raise ValueError(f"{name} has blocks of {unknown}; say {LANGUAGES}")
+    if len(re.findall("^ *```", text, re.M)) != 2 * len(found):
+        raise ValueError(f"{name} has a block that is indented or has no language")
     for own in found:
         line = text.count("\n", 0, own.start("code")) + 1
         yield Block(name, line, own["language"], with_demo(own["code"]), own["reason"] or "")
@@ -71,4 +76,4 @@ def with_demo(code: str) -> str:
     return _PLACEHOLDER.sub("demo", code)
 
 
-ALL = [block for page in (*PAGES, *OF_A_CHECKOUT) for block in blocks(page)]
+ALL = [block for page in (*PAGES, *OTHERS) for block in blocks(page)]

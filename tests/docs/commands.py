@@ -15,7 +15,7 @@ from convert.command import main as convert
 from jetspec_jax.cli.command import main as jetspec_jax
 from jetspec_jax.cli.parser import Parser
 from jetspec_jax.demo import DEMO_TARGET
-from tests.docs.blocks import ALL, OF_A_CHECKOUT, PAGES, ROOT, Block, prose, with_demo
+from tests.docs.blocks import ALL, OTHERS, PAGES, ROOT, Block, prose, with_demo
 from train.command import main as train
 from train.head.recipe_file import read_head_recipe
 
@@ -32,7 +32,7 @@ PROGRAMS = {
 #: Why a command is not run, by what it says. A reason in front of a block is for all of its commands.
 NOT_RUN = {
     r"--shapes? (?!tiny)\w": "a GPU: weights of a published shape",
-    r"bench (?:collectives|kernel)\b": "a GPU: its kernels, and its sums between devices",
+    r"bench kernel\b": "a GPU: its kernels",
     r"bench round --target": "a GPU: a record of what was measured",
     r"\b(?:Qwen|JetSpec)/": "a hub: a checkpoint of 8 billion parameters",
     r"\w=\w+\.jsonl\b": "a hub: a published set of prompts",
@@ -126,8 +126,8 @@ def _commands(where, text, feeding="", reason=""):
         program, rest, plain = found["program"], found["rest"], found.start() == 0
         if not plain:  # inside of another command, up to the end of its quotes
             rest = re.split(r"['`)]", rest)[0]
-        # Variables are names of options, or numbers.
-        rest = re.sub(r"(?<=[ =])[NI]\b|(?<!-)\$\w+", "1", rest.replace("--$", "--"))
+        # Variables are names of options, or numbers; an ellipsis in quotes is a prompt.
+        rest = re.sub(r"(?<=[ =])[NI]\b|(?<!-)\$\w+", "1", rest.replace("--$", "--").replace('"…"', "def"))
         if program == "python -m convert":
             rest = _SOURCE.sub(str(DEMO_TARGET), rest)
         words = shlex.split(rest, comments=True)
@@ -205,7 +205,7 @@ def is_to_run(command: Command) -> bool:
 
 #: The commands of all blocks, and all that are not in one.
 IN_BLOCKS = [found for block in ALL for found in block_parts(block) if isinstance(found, Command)]
-_OTHERS = [
-    path for folder in ("deploy", "examples") for path in sorted((ROOT / folder).iterdir()) if path.is_file()
+_FILES = [
+    path for room in ("deploy", "examples") for path in sorted((ROOT / room).iterdir()) if path.is_file()
 ]
-IN_PROSE = [found for page in (*PAGES, *OF_A_CHECKOUT, *_OTHERS) for found in prose_commands(page)]
+IN_PROSE = [found for page in (*PAGES, *OTHERS, *_FILES) for found in prose_commands(page)]
