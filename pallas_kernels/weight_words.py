@@ -8,6 +8,7 @@ A word has four neighbouring columns of FP8, or eight neighbouring terms of one 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +73,7 @@ def mxfp4_powers(scales: UInt8[Array, "*shape"]) -> BFloat16[Array, "*shape"]:
     return jax.lax.bitcast_convert_type(scales.astype(jnp.uint16) << 7, jnp.bfloat16)
 
 
-def mxfp4_bits(words: UInt32[Array, "*shape"], half: type) -> tuple[Array, ...]:
+def mxfp4_bits(words: UInt32[Array, "*shape"], half: Any) -> tuple[Array, ...]:
     """Those terms as bits of a type of 16 bits, for their value times its smallest normal number."""
     # Sign, two bits of exponent, one of mantissa.
     place = int(jnp.finfo(half).nmant) - 1

@@ -25,8 +25,11 @@ _POWER = 2.0**120
 # Scales from here on could become infinite, so the power multiplies the weights first.
 _LARGE_SCALE = 2.0**7
 
-FP8_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64))
-WIDE_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+# From JAX 0.12 type checkers take these two classes for abstract.
+_Tiling: Any = plgpu.TilingTransform
+_Swizzle: Any = plgpu.SwizzleTransform
+FP8_TRANSFORMS = (_Tiling((8, 64)), _Swizzle(64))
+WIDE_TRANSFORMS = (_Tiling((8, 64)), _Swizzle(128))
 
 _THREADS = 128
 _CHUNK = 16  # bytes
