@@ -93,8 +93,9 @@ class Server:
 
     def _read(self) -> None:
         assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._last.append(line.strip())
-            if found := _READY.search(line):
-                self._ready.put(found[1])
+        with self._process.stderr as lines:
+            for line in lines:
+                self._last.append(line.strip())
+                if found := _READY.search(line):
+                    self._ready.put(found[1])
         self._ready.put(None)
