@@ -50,7 +50,7 @@ def test_it_is_found_and_described(target):
     report = describe("smollm2")
     assert (report["model_type"], report["layers"], report["vocab_size"]) == ("llama", 30, 49152)
     assert report["parameters"] == 134_515_008
-    assert target.eos_token_ids == (2,)
+    assert target.eos_token_ids == (2, 0)
 
 
 def test_plain_tokens(target):
