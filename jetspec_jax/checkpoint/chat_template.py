@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jetspec_jax.arguments import check_flag, check_text, check_type, decode_utf8, shortened, shown
 from jetspec_jax.checkpoint.content import check_small, content_of
-from jetspec_jax.config.fields import CONFIG
+from jetspec_jax.config.fields import TEMPLATE
 
 #: A conversation: messages with "role", "content" and other keys that a template may read.
 Chat = Sequence[Mapping[str, Any]]
@@ -118,7 +118,7 @@ def read_chat_template(file_or_text: str | Path) -> str:
             raise FileNotFoundError(
                 f"chat_template is {shown(text)}, which is no file; a Jinja text has braces"
             )
-        check_small(path, CONFIG)
+        check_small(path, TEMPLATE)
         with content_of(path):
             text = decode_utf8(path.read_bytes(), str(path))
     try:

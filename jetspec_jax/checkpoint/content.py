@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_jax.config import read_json
-from jetspec_jax.config.fields import CONFIG, INDEX, LARGE, Bound, check_size
+from jetspec_jax.config.fields import CONFIG, INDEX, LARGE, TEMPLATE, Bound, check_size
 
 #: Files of a checkpoint that are read whole: configs, indices, and tokenizers.
 SMALL_PATTERNS = ("*.json", "*.txt", "*.jinja", "*.model")
 # Those of them that have the bounds of configs.
 _CONFIGS = (
     *("*config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json"),
-    *("orbax.json", "*.jinja"),
+    "orbax.json",
 )
-_INDICES = "*.index.json"
+_TEMPLATES, _INDICES = "*.jinja", "*.index.json"
 #: The subfolder in which transformers keeps further templates.
 TEMPLATE_FOLDER = "additional_chat_templates"
 
@@ -96,6 +96,7 @@ def check_small(path: Path, bound: Bound | None = None) -> None:
 
 
 def _bound(path: Path) -> Bound:
-    if fnmatch.fnmatch(path.name, _INDICES):
-        return INDEX
+    for pattern, bound in ((_INDICES, INDEX), (_TEMPLATES, TEMPLATE)):
+        if fnmatch.fnmatch(path.name, pattern):
+            return bound
     return CONFIG if any(fnmatch.fnmatch(path.name, pattern) for pattern in _CONFIGS) else LARGE

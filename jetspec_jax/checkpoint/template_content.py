@@ -8,6 +8,8 @@ import jinja2.ext
 from jinja2 import meta, nodes
 from jinja2.parser import Parser
 
+from jetspec_jax.config.fields import TEMPLATE, check_values
+
 # Filters whose input is a list of parts.
 _OF_PARTS = frozenset(("map", "selectattr", "rejectattr", "select", "reject", "first", "last"))
 
@@ -23,7 +25,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class TemplateTooDeep(ValueError):
-    """A template is nested too deeply for Jinja or Python to compile it."""
+    """A template is nested too deeply, or is too large, for Jinja or Python to compile it."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -34,6 +36,11 @@ def _parsed(template: str) -> nodes.Template:
         jinja2.TemplateSyntaxError: The text is not a valid template.
         TemplateTooDeep: It cannot be compiled.
     """
+    content = template.encode(errors="surrogatepass")
+    try:
+        check_values([content], len(content), TEMPLATE, "it")
+    except ValueError as error:
+        raise TemplateTooDeep(str(error)) from error
     environment = jinja2.Environment(extensions=[jinja2.ext.loopcontrols, _Generation])
     try:
         tree = environment.parse(template)

@@ -32,6 +32,8 @@ class Bound(NamedTuple):
 
 
 CONFIG = Bound(4 * 2**20, 2**18)
+#: Chat templates, also as texts in configs. A compiled one takes 10 KB for a value.
+TEMPLATE = Bound(2**20, 2**14)
 INDEX = Bound(32 * 2**20, 2**20)
 #: Headers of safetensors, of which the library refuses larger ones. A tensor has twelve values.
 HEADER = Bound(100_000_000, 2**21)

@@ -284,12 +284,21 @@ class TestTemplatesThatAreGiven:
         assert read_chat_template(odd) == DEMO_TEMPLATE
 
     def test_too_large(self, tmp_path):
-        (tmp_path / "long").write_text("{{ messages }}" + "a" * 4 * 2**20)
-        with pytest.raises(ValueError, match=r"long has 4,194,318 bytes; it may have 4,194,304 \(4 MiB\)"):
+        (tmp_path / "long").write_text("{{ messages }}" + "a" * 2**20)
+        with pytest.raises(ValueError, match=r"long has 1,048,590 bytes; it may have 1,048,576 \(1 MiB\)"):
             read_chat_template(tmp_path / "long")
-        (tmp_path / "many").write_text("{{ messages }}" + "{{a}}" * 2**17)
-        with pytest.raises(ValueError, match="many has more than 262,144 values in its 655,374 bytes"):
+        (tmp_path / "many").write_text(many := "{{ messages }}" + "{{a}}" * 2**13)
+        with pytest.raises(ValueError, match="many has more than 16,384 values in its 40,974 bytes"):
             read_chat_template(tmp_path / "many")
+        # Also where no file of a template is read: in a tokenizer's config, or a GGUF file.
+        with pytest.raises(
+            ValueError, match=r"^chat_template cannot be compiled: it has more than 16,384 values"
+        ):
+            read_chat_template(many)
+        tokenizer = word_tokenizer(19)
+        tokenizer.chat_template = many
+        with pytest.raises(TemplateFailed, match="cannot be compiled: it has more than 16,384 values"):
+            render_chat(tokenizer, [HELLO], {})
 
     @pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/tools.jinja"])
     def test_a_byte_order_mark_in_a_checkpoint(self, tmp_path, name):
@@ -363,11 +372,10 @@ class TestTemplatesThatAreGiven:
         ids=lambda template: f"{template[:6]} {len(template)}",
     )
     def test_one_that_is_nested_too_deeply_is_blamed_itself(self, template):
-        with pytest.raises(
-            TemplateFailed, match=r"^the chat template cannot be compiled: it is nested too deeply"
-        ):
+        why = "it has more than 16,384 values" if template.count("{") > 2**14 else "it is nested too deeply"
+        with pytest.raises(TemplateFailed, match=r"^the chat template cannot be compiled: " + why):
             rendered(template, [HELLO])
-        with pytest.raises(ValueError, match=r"^chat_template cannot be compiled: it is nested too deeply"):
+        with pytest.raises(ValueError, match=r"^chat_template cannot be compiled: " + why):
             read_chat_template(template)
         TOKENIZER.chat_template = template
         check_writes_tools(TOKENIZER)  # the error is the rendering's
