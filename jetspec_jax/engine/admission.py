@@ -2,8 +2,9 @@
 
 import itertools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from jetspec_jax.arguments import check_type, shown
@@ -96,28 +97,42 @@ def check_request(
     bad_words, endings = encode_bad_words(target, params.bad_words), endings_of(target, params)
     check_choices_left(config.vocab_size, params, bad_words, endings)
     limit = min(config.max_position_embeddings, capacity or config.max_position_embeddings)
-    count, room = len(read.ids), limit - len(read.ids)
-    if room < 1:
-        raise ValueError(
-            f"the prompt is longer than the context: {count} prompt tokens leave no room for an output in "
-            f"the context limit of {limit}"
-        )
-    most = room if params.max_tokens is None else params.max_tokens
-    if most > room:
-        raise ValueError(
-            f"{count} prompt tokens plus max_tokens={shown(most)} lie beyond the context limit of {limit}; "
-            f"use at most {room}, or None to generate up to the limit"
-        )
+    if problem := context_overflow(len(read.ids), limit, params):
+        raise ValueError(problem[1])
+    most = limit - len(read.ids) if params.max_tokens is None else params.max_tokens
     if params.stop and target.tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and the target has none; use stop_token_ids")
-    if params.min_tokens > most:
-        raise ValueError(
-            f"min_tokens={params.min_tokens} lies beyond the {most} tokens that the context limit of {limit} "
-            f"leaves after {count} prompt tokens"
-        )
     stop_ids = stop_ids_of(target, params)
     matcher = matcher_for(target, params, stop_ids)
     return CheckedRequest(read, replace(params, max_tokens=most), stop_ids, bad_words, endings, matcher)
+
+
+def context_overflow(
+    count: int, limit: int, params: SamplingParams, names: Mapping[str, str] = MappingProxyType({})
+) -> tuple[str, str] | None:
+    """The argument that does not fit into a context, and the reason; None if all of them fit.
+
+    Clients of servers know this error by its words: LiteLLM by "maximum context length is" and "prompt is too
+    long", LangChain by the latter and "context_length_exceeded".
+
+    Args:
+        count: Tokens of the prompt.
+        limit: Tokens of the context, output included.
+        params: The request's parameters.
+        names: The caller's names of "prompt", "max_tokens" and "min_tokens", if others.
+    """
+    if count >= limit:
+        reason = f"{count} tokens, and this model's maximum context length is {limit}"
+        return names.get("prompt", "prompt"), f"the prompt is too long: {reason} (context_length_exceeded)"
+    for name, tokens in (("max_tokens", params.max_tokens or 0), ("min_tokens", params.min_tokens)):
+        if tokens > limit - count:
+            name = names.get(name, name)
+            return name, (
+                f"this model's maximum context length is {limit} tokens, but {count} prompt tokens and "
+                f"{name}={shown(tokens)} need {shown(count + tokens)}; {name} could be at most "
+                f"{limit - count} (context_length_exceeded)"
+            )
+    return None
 
 
 def stop_ids_of(target: Target, params: SamplingParams) -> frozenset[int]:

@@ -12,7 +12,7 @@ from fastapi import Request
 
 from jetspec_jax.arguments import shown
 from jetspec_jax.async_llm import AsyncLLM, Delta
-from jetspec_jax.engine.admission import CheckedRequest
+from jetspec_jax.engine.admission import CheckedRequest, context_overflow
 from jetspec_jax.engine.prompts import EncodedPrompt, naming
 from jetspec_jax.engine.size import default_capacity
 from jetspec_jax.sampling.params import SamplingParams
@@ -166,25 +166,15 @@ class Service:
         return checked
 
     def _check_length(self, generation: GenerationRequest, count: int) -> None:
-        most, room, asks = (
-            self.settings.max_prompt_tokens,
-            self.capacity - count,
-            generation.params.max_tokens,
-        )
-        param = generation.param
+        most = self.settings.max_prompt_tokens
         if most is not None and count > most:
-            message = f"{param} has {count} tokens; this server takes at most {most}"
-        elif room < 1:
-            message = f"{param} has {count} tokens, and the context is {self.capacity}, output included"
-        elif asks is not None and asks > room:
-            param = generation.renamed.get("max_tokens", "max_tokens")
-            message = (
-                f"{count} prompt tokens and {param}={asks} lie beyond the context of {self.capacity}; "
-                f"{param} could be at most {room}"
-            )
+            message = f"the prompt is too long: {count} tokens, and this server takes at most {most}"
+            problem = generation.param, message
         else:
-            return
-        raise ApiError(400, message, param=param, code="context_length_exceeded")
+            names = {**generation.renamed, "prompt": generation.param}
+            problem = context_overflow(count, self.capacity, generation.params, names)
+        if problem is not None:
+            raise ApiError(400, problem[1], param=problem[0], code="context_length_exceeded")
 
     async def generate(
         self, generation: GenerationRequest, checked: Sequence[CheckedRequest]

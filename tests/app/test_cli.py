@@ -232,7 +232,7 @@ def test_a_target_without_a_head_decodes_plainly_and_says_so(capsys):
         (["generate", "--budget", "257", "x"], "budget must be in 1..256"),
         (["generate", "--width", "0", "x"], "width"),
         (["generate", "--depth", "16", "x"], "depth must lie in 1..15"),
-        (["generate", "--max-tokens", "9999", "x"], "context limit"),
+        (["generate", "--max-tokens", "9999", "x"], "maximum context length"),
         (["generate", "--dtype", "int8", "x"], "dtype must be"),
         (["generate", "--implementation", "cuda", "x"], "no implementation 'cuda'"),
         (["generate", "--algorithm", "beam", "x"], "unknown tree algorithm 'beam'; known algorithms: accum"),

@@ -136,5 +136,5 @@ class TestWorkload:
         assert work.ids[2] == target.tokenizer.encode(text, add_special_tokens=False)
 
     def test_a_prompt_beyond_the_context_is_named(self, pair):
-        with pytest.raises(ValueError, match=r"prompt mine:7: the prompt is longer than the context"):
+        with pytest.raises(ValueError, match=r"prompt mine:7: the prompt is too long: "):
             make(pair.target, [text_prompt("mine:7", "x" * 400)])

@@ -98,12 +98,12 @@ REQUESTS = pytest.mark.parametrize(
         (
             [1],
             {"max_tokens": LIMIT},
-            f"1 prompt tokens plus max_tokens={LIMIT} .*limit of {LIMIT}; .* at most {LIMIT - 1}",
+            f"1 prompt tokens and max_tokens={LIMIT} need {LIMIT + 1}; .* at most {LIMIT - 1} ",
         ),
         (
             [1] * LIMIT,
             {"max_tokens": 1},
-            f"longer than the context: {LIMIT} prompt tokens .*limit of {LIMIT}",
+            f"the prompt is too long: {LIMIT} tokens, and .* maximum context length is {LIMIT} ",
         ),
         ([1], {"stop": ("end",)}, "stop strings need a tokenizer"),
         ([1], {"stop_token_ids": (64,)}, r"token id 64 in stop_token_ids .*0\.\.63"),
@@ -118,7 +118,7 @@ REQUESTS = pytest.mark.parametrize(
         (
             [1] * (LIMIT - 4),
             {"max_tokens": None, "min_tokens": 5},
-            f"min_tokens=5 lies beyond the 4 tokens .* leaves after {LIMIT - 4} prompt tokens",
+            f"{LIMIT - 4} prompt tokens and min_tokens=5 need {LIMIT + 1}; min_tokens could be at most 4 ",
         ),
     ],
     ids=lambda value: str(value)[:30],
@@ -144,7 +144,7 @@ def test_requests(target, head, prompt, params, message):
 def test_requests_of_an_llm(target, head):
     with_tokenizer = dataclasses.replace(target, tokenizer=word_tokenizer(CONFIG.vocab_size))
     llm = LLM(with_tokenizer, head, budget=16)
-    for prompt, message in (([], "empty"), ([64], "token id 64"), ([1] * LIMIT, "limit")):
+    for prompt, message in (([], "empty"), ([64], "token id 64"), ([1] * LIMIT, "too long")):
         with pytest.raises(ValueError, match=message):
             llm.generate([GOOD, prompt], SHORT)
         with pytest.raises(ValueError, match=message):
@@ -218,7 +218,7 @@ def test_words_that_leave_no_token_later(target):
 
 @pytest.mark.usefixtures("nothing_runs")
 def test_a_slot_of_less_than_the_context(target):
-    params, message = SamplingParams(max_tokens=62), "lie beyond the context limit of 64"
+    params, message = SamplingParams(max_tokens=62), "maximum context length is 64 tokens, but .* need "
     check_request(target, GOOD, params, capacity=65)
     with pytest.raises(ValueError, match=message):
         check_request(target, GOOD, params, capacity=64)
@@ -309,7 +309,7 @@ def test_an_engine_goes_on_after_an_error(target):
     good = engine.submit(GOOD, SamplingParams(max_tokens=30))
     engine.step(2)
     for prompt in ([], [64], [1] * LIMIT):
-        with pytest.raises(ValueError, match=r"empty|token id|limit"):
+        with pytest.raises(ValueError, match=r"empty|token id|too long"):
             engine.submit(prompt, SHORT)
     finish(engine)
     assert engine.scheduler.free_pages == engine.plan.size.num_pages

@@ -433,7 +433,7 @@ def test_abort(llm):
     [
         ([], {}, "the prompt is empty"),
         ([64], {}, "outside the vocabulary"),
-        ([1] * 300, {}, "longer than the context"),
+        ([1] * 300, {}, "the prompt is too long: 300 tokens"),
         (PROMPT, {"params": SamplingParams(max_tokens=300)}, "max_tokens"),
         (PROMPT, {"params": 3}, "SamplingParams"),
         (PROMPT, {"params": SamplingParams(n=257, max_tokens=1)}, r"n=257 .* more than the \d+ slots"),

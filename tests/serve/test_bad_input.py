@@ -76,7 +76,7 @@ def test_bodies(http, raw, kind, status, words):
         ({"prompt": "a", "suffix": "b"}, 400, "suffix", ["not supported"]),
         ({"prompt": "a", "best_of": 2}, 400, "best_of", ["n=1"]),
         ({"prompt": "a", "max_tokens": 2000}, 400, "max_tokens", ["at most 1023"]),
-        ({"prompt": "a " * 3000}, 400, "prompt", ["the context is 1024"]),
+        ({"prompt": "a " * 3000}, 400, "prompt", ["maximum context length is 1024"]),
         ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens", ["at least 1"]),
         ({"prompt": "a", "max_tokens": 1.5}, 400, "max_tokens", ["integer"]),
         ({"prompt": "a", "max_tokens": True}, 400, "max_tokens", ["integer"]),
@@ -300,6 +300,50 @@ def test_tools_need_a_parser():
             for choice in ("required", {"type": "function", "function": {"name": "c"}}):
                 got = http.post(CHAT, json={"messages": USER, **given, "tool_choice": choice})
                 refused(got, 400, "tools", "the parameters of c: ", said)
+
+
+def test_what_exceeds_the_context_is_said_in_the_words_that_clients_look_for(http):
+    """As LiteLLM and LangChain do."""
+    long = "the prompt is too long: 3000 tokens, and this model's maximum context length is 1024"
+    room = "this model's maximum context length is 1024 tokens, but 2 prompt tokens and "
+    chat = len(http.post("/tokenize", json={"messages": USER}).json()["tokens"])
+    cases = (
+        (COMPLETION, {"prompt": [5] * 3000}, "prompt", long),
+        (COMPLETION, {"prompt": [[5], [5] * 3000]}, "prompt", long),
+        *(
+            (
+                COMPLETION,
+                {"prompt": [5, 5], **given},
+                name,
+                f"{room}{name}={most} need {most + 2}; {name} could be at most 1022",
+            )
+            for name, most, given in (
+                ("max_tokens", 5000, {"max_tokens": 5000}),
+                ("max_tokens", 1023, {"max_tokens": 1023, "min_tokens": 1023}),
+            )
+        ),
+        (
+            CHAT,
+            {"messages": USER, "max_completion_tokens": 5000},
+            "max_completion_tokens",
+            f"{chat} prompt tokens and max_completion_tokens=5000 need {chat + 5000}; max_completion_tokens ",
+        ),
+        (
+            CHAT,
+            {"messages": USER, "min_tokens": 5000},
+            "min_tokens",
+            f"and min_tokens=5000 need {chat + 5000};",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "word " * 3000}]},
+            "messages",
+            "the prompt is too long: ",
+        ),
+    )
+    for path, body, param, words in cases:
+        error = refused(http.post(path, json=body), 400, param, words, " (context_length_exceeded)")
+        assert error["code"] == "context_length_exceeded"
 
 
 def test_without_a_chat_template_completions_are_served():

@@ -122,7 +122,8 @@ def test_a_deadline(llm):
 def test_bounds_of_bodies_and_prompts(target):
     with served(Scripted(target), max_body_bytes=100, max_prompt_tokens=3) as own, own.client() as http:
         refused(http.post(COMPLETION, json={"prompt": "a" * 200}), 413, None, "100 bytes")
-        refused(http.post(COMPLETION, json={"prompt": [1, 2, 3, 4]}), 400, "prompt", "at most 3")
+        got = http.post(COMPLETION, json={"prompt": [1, 2, 3, 4]})
+        refused(got, 400, "prompt", "the prompt is too long: 4 tokens, and this server takes at most 3")
 
         def chunks():
             for _ in range(50):
