@@ -16,6 +16,7 @@ from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.serve.errors import CLIENT_LEFT, ApiError, internal
 from jetspec_jax.serve.logs import log
+from jetspec_jax.serve.sampling import SamplingFields
 from jetspec_jax.serve.service import ClientLeft, GenerationRequest, Service, unless_left
 
 #: The log-probability reported for an impossible token, because JSON has no infinity.
@@ -46,7 +47,7 @@ class Writer(Protocol):
 
 
 async def answer(
-    service: Service, request: Request, generation: GenerationRequest, writer: Writer, *, stream: bool
+    service: Service, request: Request, generation: GenerationRequest, writer: Writer, body: SamplingFields
 ) -> Response:
     """Generates completions, and sends them as one response or as a stream of events.
 
@@ -61,7 +62,7 @@ async def answer(
     completions: dict[int, Completion] = {}
     deltas = _choices(service, generation, checked, completions, record)
     try:
-        if not stream:
+        if not body.stream:
             async with contextlib.aclosing(deltas):
                 await unless_left(request, _exhaust(deltas))
             return JSONResponse(writer.whole([completions[choice] for choice in sorted(completions)]))
@@ -69,7 +70,8 @@ async def answer(
     except ClientLeft:
         await deltas.aclose()
         return Response(status_code=CLIENT_LEFT)
-    events = _events(first, deltas, completions, writer, record["request_id"])
+    prompt_tokens = record["prompt_tokens"] if body.counts_in_every_chunk else None
+    events = _events(first, deltas, completions, writer, record["request_id"], prompt_tokens)
     return EventSourceResponse(events, sep="\n")
 
 
@@ -106,18 +108,27 @@ async def _events(
     completions: dict[int, Completion],
     writer: Writer,
     request_id: str,
+    prompt_tokens: int | None,
 ) -> AsyncGenerator[bytes, None]:
+    """The events of a stream; with ``prompt_tokens`` each chunk has the usage so far."""
+    generated = 0
+
+    def chunk_event(chunk: dict[str, Any]) -> bytes:
+        return event(chunk if prompt_tokens is None else {"usage": _counts(prompt_tokens, generated)} | chunk)
+
     async with contextlib.aclosing(deltas):
         try:
             for chunk in writer.begin():
-                yield event(chunk)
-            for chunk in writer.feed(*first):
-                yield event(chunk)
-            async for choice, delta in deltas:
+                yield chunk_event(chunk)
+            following: tuple[int, Delta] | None = first
+            while following is not None:
+                choice, delta = following
+                generated += len(delta.token_ids)
                 for chunk in writer.feed(choice, delta):
-                    yield event(chunk)
+                    yield chunk_event(chunk)
+                following = await anext(deltas, None)
             for chunk in writer.end(completions):
-                yield event(chunk)
+                yield chunk_event(chunk)
         except ApiError as error:
             yield event(error.body)
         except Exception as error:
@@ -144,6 +155,10 @@ def usage_fields(completions: Sequence[Completion], service: Service) -> dict[st
     }
 
 
+def _counts(prompt: int, generated: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+
 def _usage(completions: Sequence[Completion]) -> dict[str, Any]:
     prompts = [completion for completion in completions if completion.index == 0]
     prompt, generated = (
@@ -154,9 +169,7 @@ def _usage(completions: Sequence[Completion]) -> dict[str, Any]:
     drafted = sum(sum(c.tree_depths) for c in completions)
     cached = sum(completion.metrics.prefix_tokens for completion in prompts if completion.metrics is not None)
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
+        **_counts(prompt, generated),
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,

@@ -122,7 +122,7 @@ def chat_routes(service: Service) -> APIRouter:
             )
 
         writer = ChatWriter(request.state.record["request_id"], model, body, generation, choice_text, service)
-        return await answer(service, request, generation, writer, stream=body.stream)
+        return await answer(service, request, generation, writer, body)
 
     return router
 

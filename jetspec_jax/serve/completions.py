@@ -73,7 +73,7 @@ def completion_routes(service: Service) -> APIRouter:
         options = (body.priority, body.cache_salt, body.budget, body.prompt_only)
         generation = GenerationRequest(prompts, params, names, "prompt", body.renamed, *options)
         writer = CompletionWriter(request.state.record["request_id"], model, body, generation, service)
-        return await answer(service, request, generation, writer, stream=body.stream)
+        return await answer(service, request, generation, writer, body)
 
     return router
 

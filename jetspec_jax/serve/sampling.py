@@ -28,6 +28,7 @@ class StreamOptions(Body):
     """Options of a stream."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
 
@@ -117,6 +118,12 @@ class SamplingFields(Body):
     def includes_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def counts_in_every_chunk(self) -> bool:
+        """Whether each chunk of a stream has the usage so far; as in vLLM, only beside ``include_usage``."""
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
 
     @property
     def renamed(self) -> dict[str, str]:

@@ -61,6 +61,34 @@ def test_a_stream_is_the_text_in_pieces(client, alone):
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_each_chunk_has_the_usage_so_far(http, path):
+    """As GuideLLM asks for it."""
+
+    def chunks(**options):
+        prompt = (
+            {"prompt": [PROMPT, "class"]}
+            if path == "/v1/completions"
+            else {"messages": [{"role": "user", "content": PROMPT}]}
+        )
+        params = {"max_tokens": 12, "n": 2, "ignore_eos": True, "return_token_ids": True}
+        body = {**prompt, **params, "stream": True, "stream_options": options}
+        lines = http.post(path, json=body).text.splitlines()
+        return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+    *made, last = chunks(include_usage=True, continuous_usage_stats=True)
+    tokens = 0
+    for chunk in made:
+        tokens += sum(len(choice.get("token_ids", [])) for choice in chunk["choices"])
+        prompt = last["usage"]["prompt_tokens"]
+        counts = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+        assert chunk["usage"] == counts
+    assert last["choices"] == []
+    assert last["usage"].items() > counts.items()
+    assert tokens == (48 if path == "/v1/completions" else 24)
+    assert not any("usage" in chunk for chunk in chunks(include_usage=False, continuous_usage_stats=True))
+
+
 def test_sixteen_tokens_and_a_temperature_of_one_unless_said(client, alone):
     [whole] = expected(alone, max_tokens=16, temperature=1.0, seed=5)
     assert client.completions.create(model=MODEL, prompt=PROMPT, seed=5).choices[0].text == whole.text
