@@ -93,7 +93,6 @@ SAMPLING = {
 
 #: Arguments of vLLM's `StructuredOutputsParams`.
 STRUCTURED = {
-    "disable_additional_properties": 'say "additionalProperties": false in the schema',
     "disable_fallback": "leave it out: there is one library of grammars, llguidance",
     "structural_tag": "say grammar=…",
     "whitespace_pattern": "say disable_any_whitespace=True, or write the form as a grammar",

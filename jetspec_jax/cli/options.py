@@ -230,6 +230,11 @@ STRUCTURED = Group(
         Option("grammar", "text of this grammar, in Lark's form or in GBNF", Path, metavar="FILE"),
         Option("json_object", "any JSON object"),
         Option("disable_any_whitespace", "JSON without spaces and line breaks between its parts"),
+        Option(
+            "disable_additional_properties",
+            "allow keys that a schema does not list",
+            flag="--no-disable-additional-properties",
+        ),
     ),
 )
 

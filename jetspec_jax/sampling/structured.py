@@ -3,9 +3,11 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jetspec_jax.arguments import check_flag, check_text, check_type, refusing_unknown, shown
+from jetspec_jax.sampling.closed_schema import close_objects
 from jetspec_jax.vllm_names import STRUCTURED
 
 #: Most repetitions of anything in a grammar. Each takes memory, and no output is as long.
@@ -29,6 +31,8 @@ class StructuredOutputsParams:
         json_object: True for any JSON object.
         disable_any_whitespace: For JSON, allow no whitespace between its parts. Some models write endless
             whitespace where it is allowed.
+        disable_additional_properties: For JSON, allow an object that lists keys only these, unless its schema
+            says ``additionalProperties``; see `close_objects` for the exceptions. False allows any other key.
 
     Raises:
         TypeError: A field has the wrong type.
@@ -41,12 +45,13 @@ class StructuredOutputsParams:
     grammar: str | None = None
     json_object: bool | None = False
     disable_any_whitespace: bool = False
+    disable_additional_properties: bool = True
 
     def __post_init__(self) -> None:
         """Checks the fields, and normalises them to hashable values."""
         if self.json_object is None:
             object.__setattr__(self, "json_object", False)
-        for name in ("json_object", "disable_any_whitespace"):
+        for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
             object.__setattr__(self, name, check_flag(name, getattr(self, name)))
         names = ("json", "regex", "choice", "grammar", "json_object")
         given = [name for name in names if getattr(self, name) not in (None, False)]
@@ -68,13 +73,16 @@ class StructuredOutputsParams:
         """The name of the given field."""
         return self.source[0]
 
-    @property
+    @cached_property
     def source(self) -> tuple[str, str]:
-        """The name of the given field, and its text; choices as a JSON list."""
+        """The name of the given field, and its text: choices as a JSON list, a schema with closed objects."""
         if self.json_object:
             return "json_object", '{"type": "object"}'
         if self.choice is not None:
             return "choice", json.dumps(self.choice)
+        if self.json is not None and self.disable_additional_properties:
+            close_objects(schema := json.loads(str(self.json)))
+            return "json", json.dumps(schema)
         [given] = [(name, text) for name in ("json", "regex", "grammar") if (text := getattr(self, name))]
         return given
 

@@ -57,6 +57,7 @@ class StructuredOutputs(Body):
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool = False
+    disable_additional_properties: bool = True
 
 
 class SamplingFields(Body):

@@ -53,6 +53,10 @@ class TestTable:
                 ["--json-object", "--disable-any-whitespace"],
                 {"json_object": True, "disable_any_whitespace": True},
             ),
+            (
+                ["--json-schema", str(schema), "--no-disable-additional-properties"],
+                {"json": {"type": "array"}, "disable_additional_properties": False},
+            ),
         ):
             params = settings.sampling_params(parse("--seed", "3", *words))
             assert params == SamplingParams(seed=3, structured_outputs=StructuredOutputsParams(**form))

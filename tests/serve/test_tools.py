@@ -6,6 +6,8 @@ import pytest
 from pydantic import BaseModel
 
 from jetspec_jax.sampling.grammar import Vocabulary
+from jetspec_jax.serve.sampling import SamplingFields, sampling_params
+from jetspec_jax.serve.settings import ServeSettings
 from jetspec_jax.serve.tools import Function, arguments_form, calls_form
 from tests.sampling.byte_tokenizer import byte_tokenizer
 
@@ -153,6 +155,32 @@ def test_one_call_or_several(allows):
         assert allows(form, [one, two, one]) == several
         for wrong in ([], [{}], two, [call("unknown", {})], [{"name": "look"}], [two | {"more": 1}]):
             assert not allows(form, wrong)
+
+
+@pytest.mark.parametrize("strict", [None, False, True])
+def test_no_keys_that_a_request_does_not_list(allows, strict):
+    """Of tools, of a format and of a schema, unless the request opens it."""
+    schema = {"type": "object", "properties": {"x": INTEGER}}
+    look, own = (
+        Function(name="look", parameters=schema, strict=strict),
+        {"structured_outputs": {"json": schema}},
+    )
+    named, form = arguments_form(look), calls_form([look], several=False)
+    for arguments in ({}, {"x": 1}):
+        assert allows(named, arguments)
+        assert allows(form, [call("look", arguments)])
+    assert not allows(named, {"y": 1})
+    assert not allows(form, [call("look", {"y": 1})])
+    shape = {"name": "s", "schema": schema, "strict": strict}
+    for body, opens in (
+        ({"response_format": {"type": "json_schema", "json_schema": shape}}, False),
+        (own, False),
+        ({"structured_outputs": {"json": json.dumps(schema), "disable_additional_properties": False}}, True),
+    ):
+        request = SamplingFields.model_validate(body)
+        asked = sampling_params(request, ServeSettings(), max_tokens=9, logprobs=None).structured_outputs
+        assert allows(asked, {"x": 1})
+        assert allows(asked, {"y": 1}) == opens
 
 
 @pytest.mark.parametrize("text", ['"quoted" \\ /a/ // # %json {5} é\n', "\\u0041", "{{}}"])
