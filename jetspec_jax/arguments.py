@@ -33,6 +33,10 @@ _short = _Short()
 _WORDS = 300
 # Names of this length or more get no suggestion, because comparing long names is slow.
 _LONGEST_NAME = 64
+#: Similarity of two names, as difflib measures it, from which on one is suggested for the other.
+NEAR = 0.7
+#: The advice for a name that is unknown altogether. To leave it out may change the result.
+NO_OTHER = "nothing here has a name like it"
 
 
 def shown(value: object) -> str:
@@ -72,7 +76,7 @@ def decode_utf8(content: bytes, where: str) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name closest in spelling to ``name``; None if none is close or ``name`` is very long."""
-    alike = difflib.get_close_matches(name, known, 1) if len(name) < _LONGEST_NAME else ()
+    alike = difflib.get_close_matches(name, known, 1, NEAR) if len(name) < _LONGEST_NAME else ()
     return next(iter(alike), None)
 
 
@@ -94,7 +98,7 @@ def refuse_unknown(
     for name in unknown:
         known = [*parameters_of(call), *(() if passes_to is None else parameters_of(passes_to))]
         near = nearest(name, known)
-        advice = instead.get(name) or ("leave it out" if near is None else f"did you mean {near}?")
+        advice = instead.get(name) or (near and f"did you mean {near}?") or NO_OTHER
         errors.append(f"{call.__name__} has no argument {name}; {advice}")
     if errors:
         raise TypeError("; ".join(errors))

@@ -1,6 +1,7 @@
 """Names of vLLM's that do not exist here, and what there is instead: errors quote these sentences."""
 
 _KINDS = "AsyncLLM.generate always gives what is new, and LLM.generate whole completions"
+_POOLS = "models generate text alone"
 _RESULT = "generate and chat return Completion, which has its attributes"
 #: Names of vLLM's modules.
 IMPORTS = {
@@ -15,15 +16,18 @@ IMPORTS = {
     "TokensPrompt": 'a prompt is a list of token ids or a dictionary, {"prompt_token_ids": …}',
     "GuidedDecodingParams": "use StructuredOutputsParams",
     "BeamSearchParams": "there is no beam search; SamplingParams(n=…) gives several completions",
-    "PoolingParams": "models generate text alone",
+    "PoolingParams": _POOLS,
 }
 
+_PROCESSORS = "requests say logit_bias, bad_words, allowed_token_ids or structured_outputs"
+_CONFIG = "edit config.json in a copy of the checkpoint"
 _ALWAYS = "leave it out: it is always on"
 #: Arguments of vLLM's `LLM` and `AsyncEngineArgs`; commands quote them with the names of options.
 ENGINE = {
     "async_scheduling": _ALWAYS,
     "block_size": "leave it out: a page holds 64 tokens",
     "compilation_config": "leave it out: warm_up() compiles what calls need",
+    "convert": _POOLS,
     "cpu_offload_gb": "weights stay on the devices: tensor_parallel_size=… spreads them over several",
     "distributed_executor_backend": "leave it out: join_processes() adds the devices of other hosts",
     "disable_log_stats": "leave it out: Completion.metrics and GET /metrics have the figures",
@@ -33,31 +37,38 @@ ENGINE = {
     "enable_lora": "adapters are not read: merge them into the checkpoint",
     "enable_prefix_caching": _ALWAYS,
     "enforce_eager": "leave it out: everything is compiled, by warm_up() or by the first call",
-    "generation_config": "leave it out: only end-of-sequence tokens are read; requests set their sampling",
+    "generation_config": "only its end-of-sequence tokens are read; requests set their sampling",
     "gpu_memory_utilization": "set XLA_PYTHON_CLIENT_MEM_FRACTION in the environment, as 0.9",
-    "hf_overrides": "edit config.json in a copy of the checkpoint",
+    "hf_overrides": _CONFIG,
     "hf_token": "set HF_TOKEN in the environment",
-    "kv_cache_dtype": "leave it out: the cache has the type of the weights",
+    "kv_cache_dtype": "the cache always has the type of the weights",
     "limit_mm_per_prompt": "leave it out: prompts are text alone",
-    "load_format": "leave it out: safetensors, GGUF and Orbax checkpoints are recognised by their files",
+    "load_format": "safetensors, GGUF and Orbax checkpoints are recognised by their files",
+    "logits_processors": _PROCESSORS,
     "max_logprobs": "leave it out: it is 20",
     "max_num_batched_tokens": "leave it out: chunks of prompts have the sizes that suit the device",
+    "override_generation_config": "requests set their sampling: SamplingParams(…)",
+    "override_pooler_config": _POOLS,
     "per_request_spec_decode_metrics": "leave it out: Completion has accept_lengths and tree_depths",
     "pipeline_parallel_size": "say tensor_parallel_size=…: layers are not split into stages",
-    "quantization": "leave it out: FP8, MXFP4 and GGUF checkpoints say themselves how they are quantised",
+    "quantization": "FP8, MXFP4 and GGUF checkpoints say themselves how they are quantised; others stay wide",
     "revision": "give a folder with that revision as the model",
+    "rope_scaling": _CONFIG,
+    "rope_theta": _CONFIG,
+    "runner": _POOLS,
     "seed": "each request has its own: SamplingParams(seed=…), or seed in a body of the server",
     "speculative_config": "say draft_head=…, budget=…, width=…, depth=… and algorithm=…",
     "swap_space": "leave it out: a request that loses its pages is prefilled again",
-    "structured_outputs_config": "leave it out: there is one library of grammars, llguidance",
-    "tokenizer_mode": "leave it out: the tokenizer is always a fast one",
-    "trust_remote_code": "leave it out: code of checkpoints is never run",
+    "structured_outputs_config": "llguidance is the one library of grammars; each request sets its options",
+    "task": _POOLS,
+    "tokenizer_mode": "the tokenizer is always a fast one",
+    "trust_remote_code": "code of checkpoints is never run",
 }
 
 #: Options of ``vllm serve`` beside those of its engine.
 SERVE = {
     "api_server_count": "leave it out: one process answers all requests",
-    "chat_template_content_format": "leave it out: the template's source tells it",
+    "chat_template_content_format": "the template's source decides it",
     "disable_log_requests": "leave it out: texts of requests are never logged",
     "enable_auto_tool_choice": "leave it out: tool_call_parser=… is enough",
     "enable_per_request_metrics": "leave it out: metrics of an answer always has the times",
@@ -79,14 +90,14 @@ SHORT_OPTIONS = {
 
 #: Arguments of vLLM's `SamplingParams`.
 SAMPLING = {
-    "best_of": "say n=… and choose among the completions, by cumulative_logprob",
-    "detokenize": "leave it out: a target with a tokenizer gives text",
+    "best_of": "say n=… and logprobs=0, and choose among the completions by cumulative_logprob",
+    "detokenize": "a target with a tokenizer always gives text",
     "guided_decoding": "say structured_outputs=StructuredOutputsParams(…)",
     "length_penalty": "there is no beam search",
     "logprob_token_ids": "jetspec_jax.logits gives the logits of all tokens",
-    "logits_processors": "say logit_bias, bad_words, allowed_token_ids or structured_outputs",
-    "output_kind": f"leave it out: {_KINDS}",
-    "spaces_between_special_tokens": "leave it out: texts are decoded as the tokenizer does",
+    "logits_processors": _PROCESSORS,
+    "output_kind": _KINDS,
+    "spaces_between_special_tokens": "texts are decoded as the tokenizer does",
     "truncate_prompt_tokens": "cut the list of token ids that is the prompt",
     "use_beam_search": "there is no beam search; n=… gives several completions",
 }

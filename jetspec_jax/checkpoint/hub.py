@@ -9,7 +9,7 @@ from typing import Any
 
 from jetspec_jax.checkpoint.content import SMALL_PATTERNS, check_regular
 from jetspec_jax.checkpoint.gguf.header import is_gguf
-from jetspec_jax.checkpoint.pairs import pair_of
+from jetspec_jax.checkpoint.pairs import PAIR_NAMES, pair_of
 from jetspec_jax.checkpoint.reading import Headers, has_weights, merge_shards, read_headers
 from jetspec_jax.checkpoint.tensor_plan import Stored
 from jetspec_jax.progress import waiting
@@ -50,7 +50,9 @@ def resolve(path_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> P
             raise FileNotFoundError(f"{folder}: there is no such file")
         return folder
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path_or_id)):
-        raise FileNotFoundError(f"{path_or_id} is neither a folder nor a hub id (owner/name)")
+        raise FileNotFoundError(
+            f"{path_or_id} is neither a folder nor a hub id (owner/name) nor a pair's name ({PAIR_NAMES})"
+        )
     import huggingface_hub
 
     with _asking_the_hub(path_or_id):

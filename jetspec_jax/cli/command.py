@@ -23,6 +23,7 @@ from jetspec_jax.device.joining import leave
 from jetspec_jax.device.processes import alone, is_first
 from jetspec_jax.version import __version__
 
+DOCS = "https://github.com/jetspec/jetspec_jax/blob/main/docs"
 VERSIONS = (
     f"jetspec-jax {__version__} (JAX {jax.__version__}, Flax {flax.__version__}, "
     f"Python {platform.python_version()})"
@@ -54,7 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="jetspec-jax", description="Tree speculative decoding in JAX.")
+    parser = Parser(
+        prog="jetspec-jax",
+        description="Tree speculative decoding in JAX.",
+        epilog='For example: jetspec-jax generate "def copy(self):" --budget 8 --stats. '
+        f"Options of a command: jetspec-jax COMMAND --help. All commands: {DOCS}/command-line.md",
+    )
     parser.add_argument("--version", action="version", version=VERSIONS)
     add_completion_option(parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

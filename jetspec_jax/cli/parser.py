@@ -7,9 +7,11 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from jetspec_jax.arguments import printable
+from jetspec_jax.arguments import NEAR, printable
 from jetspec_jax.vllm_names import ENGINE, SERVE, SHORT_OPTIONS
 
+# Shorter names are the beginning of too many options.
+_SHORTEST_NAME = 3
 # A word that looks like an option, and is neither a negative number nor a text of several words.
 _OPTION = re.compile(r"--?[^\W\d_][\w-]*")
 # An argument of `LLM` in a sentence of `vllm_names`; arguments of other calls are in parentheses.
@@ -26,9 +28,12 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Iterable[str] | None = None, *rest: Any, **named: Any) -> Any:
         """Like argparse's, but the error of an unknown option names the option to use instead.
 
+        A program of several commands shows its help if none is named.
         It comes before errors about missing options: a missing one may be the unknown one, misspelt.
         """
         words = sys.argv[1:] if args is None else list(args)
+        if not words and self._subparsers is not None:
+            self.exit(2, self.format_help())
         if unknown := self._unknown_option(words):
             self.error(f"unknown option {unknown}{self._instead(unknown)}")
         return super().parse_known_args(words, *rest, **named)
@@ -66,14 +71,20 @@ class Parser(argparse.ArgumentParser):
         field = name.lstrip("-").replace("-", "_").removeprefix("no_")
         if answer := ENGINE.get(field) or SERVE.get(field):
             return f"; {_ARGUMENT.sub(_as_option, answer)}"
-        known = self._option_string_actions
+        known = {option.lstrip("-"): option for option in self._option_string_actions}
+        name = name.lstrip("-")
         longer = sorted((option for option in known if option.startswith(name)), key=len)
-        near = longer or difflib.get_close_matches(name, known)
+        if name in known:
+            near = [name]
+        elif len(name) < _SHORTEST_NAME:
+            near = []
+        else:
+            near = longer or difflib.get_close_matches(name, known, cutoff=NEAR)
         if not near:
             return ""
         # Two swapped letters are a likelier typing error than an additional one.
-        found = max(near, key=lambda option: sorted(option) == sorted(name))
-        shown = known[found].option_strings
+        found = known[max(near, key=lambda option: sorted(option) == sorted(name))]
+        shown = self._option_string_actions[found].option_strings
         return f"; the nearest is {found if found in shown else shown[0]}"
 
 

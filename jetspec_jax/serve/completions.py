@@ -80,7 +80,10 @@ def completion_routes(service: Service) -> APIRouter:
 
 def _check(body: CompletionRequest) -> None:
     if body.best_of is not None and body.best_of != (body.n or 1):
-        message = f"best_of={body.best_of} is not supported: leave it out, or make it n={body.n or 1}"
+        message = (
+            f"best_of={body.best_of} must equal n={body.n or 1}: ask for n completions with logprobs, "
+            "and choose by the sum of their log-probabilities"
+        )
         raise ApiError(400, message, param="best_of", code="unsupported")
     if not body.scores_prompt:
         return

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
-from jetspec_jax.arguments import nearest, printable, shortened, shown
+from jetspec_jax.arguments import NO_OTHER, nearest, printable, shortened, shown
 from jetspec_jax.engine.request import DeadlinePassed, EngineFailed
 from jetspec_jax.engine.waiting_queue import QueueFull
 
@@ -230,5 +230,5 @@ def _unknown(name: str, known: Collection[str], hints: Mapping[str, str]) -> str
     if name in hints:
         return f"{name} is not supported; {hints[name]}"
     near = nearest(name.rpartition(".")[2], known)
-    advice = "leave it out" if near is None else f"did you mean {near}?"
+    advice = NO_OTHER if near is None else f"did you mean {near}?"
     return f"{name} is not a parameter of this server; {advice}"

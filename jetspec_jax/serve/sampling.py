@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from jetspec_jax.arguments import check_number
+from jetspec_jax.arguments import check_number, shown
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.structured import StructuredOutputsParams
 from jetspec_jax.serve.bodies import Body, Listed
@@ -21,7 +21,8 @@ SAME = (
 )
 #: Most stop strings of a request, and their most characters: each piece of text is searched for all.
 MOST_STOPS, LONGEST_STOP = 64, 1024
-_GUIDED = 'put it into structured_outputs, as {"structured_outputs": {"json": …}}'
+# vLLM's earlier fields of `StructuredOutputs`.
+_GUIDED = ("json", "regex", "choice", "grammar", "json_object")
 
 
 class StreamOptions(Body):
@@ -76,6 +77,7 @@ class SamplingFields(Body):
     # Numbers, checked up to the first wrong one.
     logit_bias: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
+    modalities: Any = None
     # OpenAI's fields about accounts, records and caches, without effect here.
     user: Any = None
     safety_identifier: Any = None
@@ -105,12 +107,8 @@ class SamplingFields(Body):
     return_rounds: bool = False
 
     hints: ClassVar[dict[str, str]] = {
-        "guided_json": _GUIDED,
-        "guided_regex": _GUIDED,
-        "guided_choice": _GUIDED,
-        "guided_grammar": _GUIDED,
+        **{f"guided_{name}": f'say {{"structured_outputs": {{"{name}": …}}}}' for name in _GUIDED},
         "use_beam_search": "ask for several completions by n",
-        "modalities": "this server writes only text",
         "audio": "this server writes only text",
         "prediction": "drafts come from the draft head",
     }
@@ -188,6 +186,11 @@ def check_grammar_size(param: str, kind: str, source: Any, settings: ServeSettin
 
 def _check(request: SamplingFields, settings: ServeSettings) -> None:
     """The checks that need no model."""
+    if request.modalities not in (None, ["text"]):
+        message = (
+            f'modalities must be ["text"], not {shown(request.modalities)}: this server writes only text'
+        )
+        raise ApiError(400, message, param="modalities", code="unsupported")
     for name, given in (
         ("stream_options", request.stream_options is not None),
         ("return_rounds", request.return_rounds),

@@ -241,6 +241,10 @@ def test_a_target_without_a_head_decodes_plainly_and_says_so(capsys):
         (["generate", "--algorithm-option", "=1", "x"], "takes NAME=VALUE with a JSON value, not '=1'"),
         (["generate", "--profile", "nowhere.json", "x"], "nowhere.json"),
         (["generate", "--target", "no/such-target", "x"], "no/such-target"),
+        (
+            ["generate", "--model", "smolm2", "x"],
+            "smolm2 is neither a folder nor a hub id (owner/name) nor a pair",
+        ),
         (["info", "nowhere"], "nowhere is neither a folder nor a hub id"),
         (["info", str(DEMO_TARGET), "--target", str(DEMO_TARGET)], "is a target, not a draft head"),
     ],

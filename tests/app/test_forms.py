@@ -172,8 +172,11 @@ class TestRefused:
                 TypeError, match=f"^{said} gpu_memory_utilization; set XLA_PYTHON_CLIENT_MEM_F"
             ):
                 kind(gpu_memory_utilization=0.9)
-            with pytest.raises(TypeError, match=f"zzz; leave it out; {said} widht; did you mean width"):
+            with pytest.raises(TypeError, match=f"zzz; nothing here .*; {said} widht; did you mean width"):
                 kind(zzz=1, widht=2)
+            for argument in ("task", "logits_processors", "temporal"):
+                with pytest.raises(TypeError, match=f"^{said} {argument}; (?!leave it out)"):
+                    kind(**{argument: "embed"})
             with pytest.raises(ValueError, match="capacity or max_model_len, which are two names of one"):
                 kind(max_model_len=100, capacity=100)
             with pytest.raises(ValueError, match="max_slots or max_num_seqs, which are two names of one"):
@@ -182,7 +185,9 @@ class TestRefused:
             AsyncLLM(max_wating=2)
         with pytest.raises(TypeError, match=r"modles; did you mean model\?"):  # not *models
             AsyncLLM(modles="demo")
-        with pytest.raises(TypeError, match=r"^SamplingParams has no argument best_of; say n="):
+        with pytest.raises(
+            TypeError, match=r"^SamplingParams has no argument best_of; say n=… and logprobs="
+        ):
             SamplingParams(best_of=2)
         with pytest.raises(TypeError, match="max_token; did you mean max_tokens"):
             SamplingParams(max_token=2)

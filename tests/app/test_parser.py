@@ -51,6 +51,8 @@ class TestUnknownOptions:
             ("tree x --max-slot 3", "--max-slot", "--max-num-seqs"),  # a former name is near
             ("info --jsn", "--jsn", "--json"),
             ("--verson", "--verson", "--version"),
+            ("generate --n 2 x", "--n", "-n"),
+            ("generate -budget 2 x", "-budget", "--budget"),
         ],
     )
     def test_the_nearest_is_named(self, capsys, words, unknown, nearest):
@@ -72,6 +74,9 @@ class TestUnknownOptions:
     def test_nothing_is_near(self, capsys):
         said = refused(capsys, command.main, "generate", "--zzz", "1", "x")
         assert said == "jetspec-jax generate: unknown option --zzz; see jetspec-jax generate --help\n"
+        for name in ("--device", "--no", "--greedy"):
+            said = refused(capsys, command.main, "generate", name, "1", "x")
+            assert f"unknown option {name}; see" in said
         assert "unknown option -q;" in refused(capsys, command.main, "generate", "-q", "x")
 
     @pytest.mark.parametrize(
@@ -105,6 +110,23 @@ class TestUnknownOptions:
         assert (given.frequency_penalty, given.n, given.stop) == (-1, 3, ["- a"])
         assert given.prompt == "-- in Lua"
         assert parser.parse_args(["generate", "--", "--zzz"]).prompt == "--zzz"
+
+
+def test_a_program_alone_shows_its_commands(capsys):
+    for call, names in (
+        (command.main, "generate chat tree info serve"),
+        (train, "head export"),
+        (bench, "round"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            call([])
+        out, err = capsys.readouterr()
+        assert (ended.value.code, out) == (2, "")
+        for name in names.split():
+            assert f"\n    {name} " in err
+    command_line = "github.com/jetspec/jetspec_jax/blob/main/docs/command-line.md"
+    assert command_line in help_of(capsys, command.main)
+    assert "jetspec-jax generate" in help_of(capsys, command.main)
 
 
 class TestNames:

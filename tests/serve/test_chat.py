@@ -315,6 +315,7 @@ def test_openai_s_fields_that_mean_nothing_here(client):
     extra = {
         "prompt_cache_key": "a",
         "safety_identifier": "b",
+        "modalities": ["text"],
         "user": "c",
         "metadata": {"d": "e"},
         "store": True,
