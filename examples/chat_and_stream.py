@@ -11,7 +11,7 @@ parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
 parser.add_argument("--max-tokens", type=int, default=64)
 params = SamplingParams(max_tokens=parser.parse_args().max_tokens)
 
-llm = LLM("demo", budget=64)
+llm = LLM("demo", budget=8)
 messages = [{"role": "user", "content": "def read_lines(path):"}]
 [answer] = llm.chat(messages, params)
 print(answer.text)

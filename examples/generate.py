@@ -15,7 +15,7 @@ parser.add_argument("--draft-head", help="folder or hub id")
 parser.add_argument("--max-tokens", type=int, default=64)
 arguments = parser.parse_args()
 
-llm = LLM(arguments.model, arguments.draft_head, budget=64)
+llm = LLM(arguments.model, arguments.draft_head, budget=8)
 params = [
     SamplingParams(max_tokens=arguments.max_tokens),  # greedy
     SamplingParams(max_tokens=arguments.max_tokens, temperature=0.8, top_p=0.95, seed=1),

@@ -21,6 +21,7 @@ import jax
 import pytest
 
 from jetspec_jax.cli import serving
+from jetspec_jax.llm import PLAIN_NOTICE
 from jetspec_jax.tree import algorithms
 from tests.docs.blocks import ALL, PAGES, ROOT
 from tests.docs.commands import (
@@ -45,6 +46,19 @@ PROGRAMS_OF_A_CHECKOUT = re.compile(
     r"python -m (?:bench|train|convert)\b|`make [a-z]|^make [a-z]|\bserve run\b|python examples/",
     re.MULTILINE,
 )
+
+
+def test_trees_of_first_examples_and_of_the_hint_are_small():
+    """Readers run them on a CPU, where large trees are slower than plain decoding."""
+    first = {
+        "README.md",
+        *(f"docs/{name}.md" for name in ["command-line", "playground", "sampling", "serving", "usage"]),
+    }
+    texts = [block.code for block in ALL if block.page in first]
+    texts += [PLAIN_NOTICE, *re.findall(r"LLM\(.*", (ROOT / "examples/generate.py").read_text())]
+    budgets = [int(size) for text in texts for size in re.findall(r"budget[= ](\d+)\b", text)]
+    assert len(budgets) > 10
+    assert max(budgets) <= 16
 
 
 def test_what_is_not_run_is_counted_and_has_a_reason():
