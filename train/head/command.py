@@ -15,7 +15,7 @@ from train.data.command import add_generation_arguments, generation_settings, su
 from train.data.make_data import make_data
 from train.data.manifest import CORPUS
 from train.head.engines import ENGINES
-from train.head.export import export_best, export_head
+from train.head.export import HEAD_FOLDER, export_best, export_head
 from train.head.frozen import decoding_mesh, mesh_to_load
 from train.head.recipe import HeadRecipe
 from train.head.recipe_file import CONFIGS, add_set_option, read_head_recipe
@@ -155,7 +155,7 @@ def _finetune(arguments: argparse.Namespace) -> int:
         **generation_settings(arguments),
     )
     print(summary(made))
-    return _train(arguments, recipe, made.folder, arguments.work / "head", deadline)
+    return _train(arguments, recipe, made.folder, arguments.work / HEAD_FOLDER, deadline)
 
 
 def _tracking(arguments: argparse.Namespace) -> Tracking:

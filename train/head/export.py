@@ -21,6 +21,9 @@ from train.head.engines import UNNAMED, Verifier, engine_json
 from train.loop.checkpoints import Checkpoints
 from train.loop.mesh import one_device, replicated
 
+#: The folder of the run, in the folder of ``finetune``.
+HEAD_FOLDER = "head"
+
 
 def export_head(
     head: str | Path,
@@ -71,7 +74,7 @@ def export_best(
     """Writes the best head so far of a run, finished or not, and returns its step.
 
     Args:
-        work: The run's folder.
+        work: The run's folder, or that of ``finetune`` around it.
         out: The head's folder; it must not exist.
         engine: One of `ENGINES`.
         target: As for `export_head`.
@@ -81,11 +84,10 @@ def export_best(
     Raises:
         FileNotFoundError: The folder holds no run, or nothing was evaluated yet.
         FileExistsError: ``out`` exists.
-        ValueError: The engine does not support the head, or there is no selector to drop.
+        ValueError: The engine does not support the head, there is no selector to drop, or there are two runs.
     """
     refuse_existing(out)
-    if not (work / "recipe.json").exists():
-        raise FileNotFoundError(f"{work} holds no recipe.json, so no training run began there")
+    work = _run_in(work)
     recipe = read_json(work / "recipe.json")
     raw, stored = recipe["begins_as"], recipe.get("stored", "bfloat16")
     config = parse_draft_head_config(raw, ignore_config_keys=ignore_config_keys)
@@ -106,6 +108,20 @@ def export_best(
         best, weights = found
         _save(out, raw, weights, stored, ignore_config_keys)
     return best.step
+
+
+def _run_in(work: Path) -> Path:
+    """The folder of a run: ``work``, or the folder in it where ``finetune`` trains."""
+    runs = [folder for folder in (work, work / HEAD_FOLDER) if (folder / "recipe.json").exists()]
+    if not runs:
+        raise FileNotFoundError(
+            f"neither {work} nor {work / HEAD_FOLDER} holds a recipe.json, so no training run began there"
+        )
+    if len(runs) > 1:
+        raise ValueError(
+            f"{work} and {work / HEAD_FOLDER} both hold a run: move one of them to a separate folder"
+        )
+    return runs[0]
 
 
 def _without_selector(

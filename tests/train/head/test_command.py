@@ -233,7 +233,17 @@ def test_a_run_s_best_head_can_be_written_at_any_time(trained, folder, tmp_path,
     files = [place / "model.safetensors" for place in (tmp_path / "late", trained / "draft_head")]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert main(["export", "--work", str(tmp_path), "--out", str(tmp_path / "x")]) == 2
-    assert "holds no recipe.json" in capsys.readouterr().err
+    assert f"neither {tmp_path} nor {tmp_path / 'head'} holds a recipe.json" in capsys.readouterr().err
+    # In the folder of `finetune`, the run has a folder of its own.
+    shutil.copytree(trained, tmp_path / "tuned" / "head")
+    command = ["export", "--work", str(tmp_path / "tuned"), "--out"]
+    assert main([*command, str(tmp_path / "found")]) == 0
+    assert (tmp_path / "found" / "model.safetensors").read_bytes() == files[1].read_bytes()
+    shutil.copy(trained / "recipe.json", tmp_path / "tuned")
+    assert main([*command, str(tmp_path / "y")]) == 2
+    assert (
+        f"{tmp_path / 'tuned'} and {tmp_path / 'tuned' / 'head'} both hold a run" in capsys.readouterr().err
+    )
 
 
 def test_a_head_before_the_best_one_is_not_written(trained, tmp_path, capsys):
