@@ -11,16 +11,19 @@ from typing import Any
 
 from jetspec_jax.arguments import decode_utf8, printable
 from jetspec_jax.checkpoint.chat_template import check_template_arguments, read_chats
+from jetspec_jax.checkpoint.gguf.smollm2 import INSTALL
 from jetspec_jax.cli.figures import figures
 from jetspec_jax.cli.options import ALGORITHM, CHAT, MODELS, ROUTING, SAMPLING, STRUCTURED, add_target_place
 from jetspec_jax.cli.process import in_main_thread, on_signals
 from jetspec_jax.cli.screen import on_screen
 from jetspec_jax.cli.settings import load_llm, sampling_params
+from jetspec_jax.demo import DEMO
 from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.engine.prompts import EncodedPrompt, encode_chat, templated
 from jetspec_jax.engine.stream import Stream
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.smollm2 import SMOLLM2
 
 #: The default for the most tokens of an answer; completions of prompts have a smaller default.
 ANSWER_TOKENS = 512
@@ -28,8 +31,12 @@ _COMMANDS = {
     "/clear": "forget the conversation",
     "/system [TEXT]": "set the system message for further answers; without a text, remove it",
     "/help": "show these lines",
-    "/exit": "end the program, like the end of the input",
+    "/exit": "end the program, as /quit, a line of quit or exit alone, and the end of the input do",
 }
+_ENDS = ("/exit", "/quit", "exit", "quit")
+_DEMO = (
+    f"the demo pair writes Python and little else; a model that chats: jetspec-jax chat {SMOLLM2} ({INSTALL})"
+)
 _HELP = "\n".join(f"{name:16}{does}" for name, does in _COMMANDS.items())
 _LEFT_OUT = {
     SAMPLING: ("n", "logprobs", "prompt_logprobs"),
@@ -63,6 +70,8 @@ def _chat(arguments: argparse.Namespace) -> int:
     check_template_arguments(settings)
     llm = load_llm(arguments)
     templated(llm.target)
+    if MODELS.given(arguments).get("target", DEMO) == DEMO:
+        _tell(_DEMO)
     limit = min(llm.target.config.max_position_embeddings, arguments.max_model_len or sys.maxsize)
     chat = _Conversation(llm, params, settings, limit, arguments.system, stats=arguments.stats)
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -78,8 +87,12 @@ def _chat(arguments: argparse.Namespace) -> int:
         except (ValueError, DeviceMemoryError) as error:
             if not terminal:
                 raise
-            print(f"jetspec-jax: {printable(str(error))}", file=sys.stderr)
+            _tell(printable(str(error)))
     return 0
+
+
+def _tell(message: str) -> None:
+    print(f"jetspec-jax: {message}", file=sys.stderr)
 
 
 class _State(enum.Enum):
@@ -153,20 +166,24 @@ class _Conversation:
             ValueError: The command is unknown, or the message cannot be answered; it is then forgotten.
         """
         word, _, rest = line.strip().partition(" ")
+        if line.strip() in _ENDS:
+            return False
         if not word.startswith("/") or word.startswith("//"):
             if word:
                 self._say(line[1:] if line.startswith("//") else line)
         elif word == "/system":
             self.system = rest.strip() or None
+            _tell("there is no system message now" if self.system is None else "the system message is set")
         elif rest or word not in _COMMANDS:
             raise ValueError(
                 f"there is no command {line.strip()!r}, see /help; a message that begins with / needs two"
             )
         elif word == "/clear":
             self.messages.clear()
+            _tell("the conversation is forgotten")
         elif word == "/help":
             print(_HELP, file=sys.stderr)
-        return word != "/exit"
+        return True
 
     def interrupt(self, _: int) -> None:
         """Stops the answer; may be called from any thread.
@@ -212,9 +229,9 @@ class _Conversation:
             self._stream = None
         print(flush=True)
         if completion is None:
-            print("jetspec-jax: stopped", file=sys.stderr)
+            _tell("stopped")
         elif self._stats:
             print(figures([completion], time.perf_counter() - started), file=sys.stderr)
         elif completion.finish_reason == "length":
-            print(f"jetspec-jax: cut after {params.max_tokens} tokens", file=sys.stderr)
+            _tell(f"cut after {params.max_tokens} tokens")
         return "".join(pieces) if pieces or completion else None

@@ -79,8 +79,22 @@ def test_commands_forget_instruct_and_end(chat, llm):
         f"{one}\n/clear\n/system be brief\n{other}\n/system\n/clear\n/help\n{one}\n/exit\n{one}"
     )
     assert code == 0
+    told = ["the system message is set", "there is no system message now", "the conversation is forgotten"]
+    assert [err.count(f"jetspec-jax: {each}\n") for each in told] == [1, 1, 2]
     assert out == answers(llm, one) + answers(llm, other, system="be brief") + answers(llm, one)
     assert all(word in err for word in ("/clear", "/system [TEXT]", "/exit"))
+
+
+@pytest.mark.parametrize("end", ["/exit", "/quit", "exit", " quit "])
+def test_words_that_end_a_chat(chat, llm, end):
+    assert chat(f"quit it\n{end}\nimport os")[:2] == (0, answers(llm, "quit it"))
+
+
+def test_the_demo_pair_says_what_it_is(chat):
+    """In one line, and only where it was not another model that was asked for."""
+    line = "jetspec-jax: the demo pair writes Python and little else; a model that chats: "
+    for arguments, count in (([], 1), (["demo"], 1), (["--model", str(DEMO_TARGET)], 0)):
+        assert chat("/exit", *arguments)[2].count(line) == count
 
 
 def test_a_system_message_may_come_from_the_command_line(chat, llm):
@@ -110,7 +124,7 @@ def test_a_line_that_is_no_message_ends_a_chat_through_pipes(chat, lines, proble
     code, out, err = chat(lines)
     assert (code, out) == (2, "")
     assert problem in err
-    assert err.count("\n") == 1
+    assert err.count("\n") == 2  # the first line is the demo pair's
 
 
 def test_two_slashes_begin_a_message_with_one(chat, llm):
@@ -122,7 +136,7 @@ def test_the_last_answers_take_what_room_is_left(chat, llm):
     ids = llm.encode("<|im_start|>user\ndef<|im_end|>\n<|im_start|>assistant\n")
     code, out, err = chat("def\n", "--max-model-len", str(len(ids) + 3))
     assert code == 0
-    assert err == "jetspec-jax: cut after 3 tokens\n"
+    assert err.splitlines()[1:] == ["jetspec-jax: cut after 3 tokens"]
     code, out, err = chat("def\n", "--max-model-len", str(len(ids)))
     assert (code, out) == (2, "")
     assert f"the conversation is {len(ids)} tokens of {len(ids)}: /clear forgets it" in err

@@ -158,6 +158,8 @@ def error_of(command: Command) -> str:
     if command.program == MAKE:
         return _error_of_make(command.words)
     words = [word for word in command.words if word not in ("…", "COMMAND")]
+    if not words and command in IN_PROSE:
+        return ""  # the program's name
     partial = len(words) < len(command.words) or command in IN_PROSE
     real, said = Parser.parse_args, io.StringIO()
 
