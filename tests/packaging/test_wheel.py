@@ -65,14 +65,26 @@ def test_the_readme_of_a_package_index_has_links_and_pictures_that_lead_somewher
         assert not link.startswith(start) or (ROOT / link.removeprefix(start).partition("#")[0]).exists()
         assert link.startswith(start) or not picture
     assert pictures >= 3
-    assert f"pip install {PROJECT['name']}" in text
 
 
-def test_the_version_has_a_dated_entry_in_the_changelog():
-    version = re.escape(jetspec_jax.__version__)
+def test_the_readme_installs_what_it_describes():
+    """Before a version is on the index, what is there lacks a part of these pages."""
+    pages = [README, *(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))]
+    from_index = [
+        line for page in pages for line in re.findall(r'^pip install "?jetspec-jax\b.*', page, re.M)
+    ]
+    from_checkout = re.findall(r"^pip install \..*|pip install \./.*", README, re.M)
+    assert bool(from_index) != (".dev" in jetspec_jax.__version__) == bool(from_checkout)
+
+
+def test_the_version_is_the_last_dated_one_of_the_changelog_or_one_in_development_after_it():
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert re.search(rf"^## \[{version}\] - \d{{4}}-\d\d-\d\d$", changelog, re.MULTILINE)
-    assert changelog.index("## [Unreleased]") < changelog.index(f"## [{jetspec_jax.__version__}]")
+    [unreleased] = re.findall(r"^## \[Unreleased\]\n(.*?)^## \[", changelog, re.MULTILINE | re.DOTALL)
+    last = re.search(r"^## \[([\d.]+)\] - \d{4}-\d\d-\d\d$", changelog, re.MULTILINE)[1]
+    version, _, development = jetspec_jax.__version__.partition(".dev")
+    numbers, released = (tuple(map(int, name.split("."))) for name in (version, last))
+    assert numbers > released if development else numbers == released
+    assert bool(unreleased.strip()) <= bool(development), "unreleased changes need a version in development"
 
 
 def test_the_workflow_runs_what_is_there_on_every_python():
