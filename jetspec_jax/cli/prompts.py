@@ -57,6 +57,8 @@ def read_prompts(arguments: argparse.Namespace) -> list[GivenPrompt]:
     elif arguments.prompt is not None:
         prompts = [GivenPrompt("prompt", arguments.prompt)]
     else:
+        if sys.stdin.isatty():
+            print("jetspec-jax: the prompt is read from standard input; Ctrl-D ends it", file=sys.stderr)
         prompts = [GivenPrompt("standard input", decode_utf8(sys.stdin.buffer.read(), "standard input"))]
     if arguments.chat:
         prompts = [_as_chat(prompt) for prompt in prompts]

@@ -119,6 +119,20 @@ def test_the_prompt_may_come_from_standard_input(capsys, monkeypatch, llm):
     assert out == llm.generate([PROMPT], SamplingParams(max_tokens=8))[0].text + "\n"
 
 
+@pytest.mark.parametrize("command", ["generate", "tree"])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_is_told_that_the_prompt_is_read_from_it(capsys, monkeypatch, command, terminal):
+    """An empty prompt ends either command before it loads a model."""
+    typed = io.TextIOWrapper(io.BytesIO(b""))
+    typed.isatty = lambda: terminal
+    monkeypatch.setattr("sys.stdin", typed)
+    code, _, err = run(capsys, command, "--budget", "8")
+    assert code == 2
+    told = "jetspec-jax: the prompt is read from standard input; Ctrl-D ends it\n"
+    assert err.startswith(told) == terminal
+    assert err.count(told) == terminal
+
+
 def test_input_that_is_no_text_is_bad_input(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
     code, out, err = run(capsys, "generate", "--budget", "16", "--max-tokens", "8")
