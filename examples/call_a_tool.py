@@ -1,6 +1,6 @@
 """A tool that the model has to call, its result, and an answer: a server and OpenAI's client.
 
-``python examples/call_a_tool.py`` beside ``jetspec-jax serve --chat-template examples/tools.jinja``
+``python examples/call_a_tool.py`` beside ``jetspec-jax serve smollm2 --chat-template chatml-tools``
 """
 
 import argparse

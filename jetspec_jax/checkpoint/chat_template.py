@@ -25,6 +25,9 @@ RESERVED = frozenset(
         *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
     )
 )
+_NAMED = Path(__file__).parent / "templates"
+#: The templates of this package, by name.
+TEMPLATES = sorted(path.stem for path in _NAMED.glob("*.jinja"))
 # The most characters of a template's error that are quoted.
 _MOST_SAID = 500
 #: Advice in errors about a template.
@@ -98,7 +101,8 @@ def read_chat_template(file_or_text: str | Path) -> str:
     """Reads and checks a chat template.
 
     Args:
-        file_or_text: A file, or a Jinja text; a string with braces or several lines is a Jinja text.
+        file_or_text: A file, one of `TEMPLATES` if there is no file of that name, or a Jinja text; a string
+            with braces or several lines is a Jinja text.
 
     Raises:
         TypeError: The argument is not a string or a path.
@@ -115,9 +119,12 @@ def read_chat_template(file_or_text: str | Path) -> str:
     if isinstance(file_or_text, Path) or not any(sign in text for sign in "{}\n"):
         path, where = Path(file_or_text), f"the chat template {file_or_text}"
         if not os.path.exists(file_or_text):  # false also for invalid paths
-            raise FileNotFoundError(
-                f"chat_template is {shown(text)}, which is no file; a Jinja text has braces"
-            )
+            if text not in TEMPLATES:
+                raise FileNotFoundError(
+                    f"chat_template is {shown(text)}, which is no file and none of {', '.join(TEMPLATES)}; a "
+                    "Jinja text has braces"
+                )
+            path = _NAMED / f"{text}.jinja"
         check_small(path, TEMPLATE)
         with content_of(path):
             text = decode_utf8(path.read_bytes(), str(path))
@@ -152,7 +159,8 @@ def check_writes_tools(tokenizer: Any) -> None:
         return
     if not writes:
         raise ValueError(
-            f"the chat template does not write tools: {ANOTHER_TEMPLATE}, or describe the tools in a message"
+            f"the chat template does not write tools: {ANOTHER_TEMPLATE}, such as chatml-tools, or describe "
+            "the tools in a message"
         )
 
 

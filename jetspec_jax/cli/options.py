@@ -14,6 +14,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jetspec_jax.checkpoint.chat_template import TEMPLATES
 from jetspec_jax.checkpoint.pairs import PAIR_NAMES
 from jetspec_jax.checkpoint.source import DTYPES, MXFP4_WORDS
 from jetspec_jax.cli.parser import accept_formerly
@@ -348,7 +349,7 @@ MODELS = Group(
         ),
         Option(
             "chat_template",
-            "file or Jinja text of a chat template; a value with braces is a text",
+            f"file or Jinja text (with braces) of a chat template, or {' or '.join(TEMPLATES)}",
             metavar="FILE_OR_TEXT",
             unset="the tokenizer's",
         ),

@@ -291,7 +291,7 @@ class TestPrompts:
 class TestCommandLine:
     @pytest.mark.parametrize(
         "words",
-        [["generate", "--token-ids", "1;2"], ["generate", "--chat-template-kwargs", "[]"], ["frob"], []],
+        [["generate", "--token-ids", "1;2"], ["generate", "--chat-template-kwargs", "[]"], ["frob"]],
     )
     def test_a_wrong_one_is_one_sentence(self, capsys, words):
         with pytest.raises(SystemExit) as ended:

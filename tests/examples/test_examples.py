@@ -58,7 +58,7 @@ def test_on_a_target_of_one_s_own(run, tmp_path):
 
 @pytest.mark.wide
 def test_a_tool_and_a_template_with_the_demo_pair(run):
-    with served(AsyncLLM(chat_template=FOLDER / "tools.jinja", max_slots=1)) as own:
+    with served(AsyncLLM(chat_template="chatml-tools", max_slots=1)) as own:
         said = run("call_a_tool", "--url", f"{own.url}/v1", "--max-tokens", "40")
     assert re.search(ASKING["call_a_tool"], said), said
 

@@ -283,6 +283,36 @@ class TestTemplatesThatAreGiven:
         odd.write_text("\ufeff" + DEMO_TEMPLATE, encoding="utf-8")
         assert read_chat_template(odd) == DEMO_TEMPLATE
 
+    def test_one_of_this_package_by_name(self, tmp_path, monkeypatch):
+        """A file of that name wins."""
+        monkeypatch.chdir(tmp_path)
+        tokenizer = word_tokenizer(19)
+        tokenizer.chat_template = read_chat_template("chatml-tools")
+        check_writes_tools(tokenizer)
+        calls = [{"function": {"name": "look", "arguments": {"x": 1}}}]
+        messages = [HELLO, {"role": "assistant", "content": None, "tool_calls": calls}]
+        messages.append({"role": "tool", "content": "2"})
+        tools = [{"type": "function", "function": {"name": "look"}}]
+
+        def rendered(*chat, **given):
+            return render_chat(tokenizer, chat, given, tokenize=False, add_generation_prompt=True)
+
+        start, end = "<|im_start|>", "<|im_end|>\n"
+        turns = f"{start}user\n{HELLO['content']}{end}{start}assistant\n"
+        assert rendered(HELLO) == turns
+        system = {"role": "system", "content": "Be brief."}
+        assert rendered(system, HELLO) == f"{start}system\nBe brief.{end}{turns}"
+        text = rendered(system, *messages, tools=tools)
+        assert text.startswith(f"{start}system\nBe brief.\n\nYou can call")
+        assert text.count("system\n") == 1
+        assert '<tools>\n{"name": "look"}\n</tools>' in text
+        assert text.endswith(
+            f'{turns}<tool_call>{{"name": "look", "arguments": {{"x": 1}}}}</tool_call>{end}'
+            f"{start}tool\n2{end}{start}assistant\n"
+        )
+        (tmp_path / "chatml-tools").write_text("{{ messages }}", encoding="utf-8")
+        assert read_chat_template("chatml-tools") == "{{ messages }}"
+
     def test_too_large(self, tmp_path):
         (tmp_path / "long").write_text("{{ messages }}" + "a" * 2**20)
         with pytest.raises(ValueError, match=r"long has 1,048,590 bytes; it may have 1,048,576 \(1 MiB\)"):
@@ -320,7 +350,7 @@ class TestTemplatesThatAreGiven:
             (
                 "no/such.jinja",
                 FileNotFoundError,
-                "^chat_template is 'no/such.jinja', which is no file; a Jinja",
+                "^chat_template is 'no/such.jinja', which is no file and none of chatml-tools; a Jinja",
             ),
             ("", FileNotFoundError, "^chat_template is '', which is no file"),
             ("x" * 5000, FileNotFoundError, "which is no file"),
