@@ -145,6 +145,12 @@ def refusing_unknown(instead: Mapping[str, str]) -> Callable[[Kind], Kind]:
     return decorated
 
 
+def is_redefinition(old: type, new: type) -> bool:
+    """Whether a class outside this package is defined again, as by a cell of a notebook that runs twice."""
+    places = [(kind.__module__, kind.__qualname__) for kind in (old, new)]
+    return places[0] == places[1] and places[0][0].partition(".")[0] != __name__.partition(".")[0]
+
+
 def is_integer(value: object) -> bool:
     """Whether a value is an integer of Python or NumPy; bools are not."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from jaxtyping import Array, Float32, Int32
 
+from jetspec_jax.arguments import is_redefinition
 from jetspec_jax.tree.candidates import Candidates
 from jetspec_jax.tree.profiles import Profile
 from jetspec_jax.tree.routing import Routing
@@ -80,12 +81,15 @@ _Kind = TypeVar("_Kind", bound=type[Algorithm])
 def register_algorithm(name: str) -> Callable[[_Kind], _Kind]:
     """A decorator that registers an algorithm under a name.
 
+    A class outside this package takes the place of an earlier one of the same module and qualified name, so
+    that a cell of a notebook can run again. Instances of the earlier class keep it.
+
     Raises:
-        ValueError: The name is taken, or the class is not a frozen dataclass with a plan.
+        ValueError: The name is taken by another class, or the class is not a frozen dataclass with a plan.
     """
 
     def register(kind: _Kind) -> _Kind:
-        if name in _KNOWN:
+        if name in _KNOWN and not is_redefinition(_KNOWN[name], kind):
             raise ValueError(
                 f"the tree algorithm {name!r} is {_KNOWN[name].__qualname__}; choose another name"
             )

@@ -418,6 +418,11 @@ class TestProfiles:
             get_algorithm("auto", {"tree": "hybrid"}, raw)
 
 
+@dataclasses.dataclass(frozen=True)
+class Widened(AccumLogp):
+    """Of another name than the algorithms of the tests."""
+
+
 class TestRegistry:
     def test_one_of_the_users_own(self, monkeypatch):
         monkeypatch.setattr(registry, "_KNOWN", dict(registry._KNOWN))
@@ -437,7 +442,34 @@ class TestRegistry:
         assert build(logits, "first_two").num_nodes.tolist() == [1 + 2 * 3]
         assert build(logits, "first_two", levels=2).num_nodes.tolist() == [1 + 2 + 4 + 4]
         with pytest.raises(ValueError, match=r"'first_two' is .*FirstTwo; choose another name"):
-            register_algorithm("first_two")(FirstTwo)
+            register_algorithm("first_two")(Widened)
+
+    def test_a_cell_of_a_notebook_runs_again(self, monkeypatch):
+        """The class is the later one for new calls; what has the earlier one keeps it, and its programs."""
+        monkeypatch.setattr(registry, "_KNOWN", dict(registry._KNOWN))
+
+        def cell(children):
+            @register_algorithm("first_few")
+            @dataclasses.dataclass(frozen=True)
+            class FirstFew(Algorithm):
+                def plan(self, candidates, routing):
+                    return Plan(jnp.full(candidates.tokens.shape[:2], children, jnp.int32))
+
+            return FirstFew
+
+        logits, earlier = random_logits(1, 3, 20), cell(1)()
+        assert build(logits, "first_few").num_nodes.tolist() == [1 + 3]
+        later = cell(2)()
+        assert build(logits, "first_few").num_nodes.tolist() == [1 + 2 + 4 + 8]
+        assert build(logits, earlier).num_nodes.tolist() == [1 + 3]
+        assert earlier != later
+        # A class of this package is not replaced, and neither is one by a class of another name.
+        for name, kind in (("accum_logp", type(later)), ("first_few", AccumLogp)):
+            with pytest.raises(ValueError, match=f"'{name}' is .*; choose another name"):
+                register_algorithm(name)(kind)
+        again = type("AccumLogp", (AccumLogp,), {"__module__": AccumLogp.__module__})
+        with pytest.raises(ValueError, match="'accum_logp' is AccumLogp; choose another name"):
+            register_algorithm("accum_logp")(again)
 
     def test_what_is_no_algorithm(self):
         class Plain(Algorithm):
