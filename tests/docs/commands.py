@@ -17,6 +17,7 @@ from jetspec_jax.cli.parser import Parser
 from jetspec_jax.demo import DEMO_TARGET
 from tests.docs.blocks import ALL, OTHERS, PAGES, ROOT, Block, prose, with_demo
 from train.command import main as train
+from train.head.command import choose_recipe
 from train.head.recipe_file import read_head_recipe
 
 MAKE = "make"
@@ -166,6 +167,7 @@ def error_of(command: Command) -> str:
     def parse_args(*given, **named):
         arguments = real(*given, **named)
         if hasattr(arguments, "recipe"):
+            choose_recipe(arguments)
             read_head_recipe(arguments.recipe, arguments.set).check()
         raise EOFError
 

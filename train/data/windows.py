@@ -37,6 +37,7 @@ class Contents(NamedTuple):
         documents: Documents in them.
         unlearnable: Omitted documents without a token to learn.
         tokens: Real tokens in them.
+        cut: Documents that are longer than a window.
     """
 
     windows: int
@@ -44,14 +45,16 @@ class Contents(NamedTuple):
     documents: int
     unlearnable: int
     tokens: int
+    cut: int
 
     def __str__(self) -> str:
         """The summary of a run's data."""
         fill = self.tokens / (self.windows * self.window)
         left_out = f"; {self.unlearnable:,} with nothing to learn are left out" if self.unlearnable else ""
+        cut = f"; {self.cut:,} documents are longer than a window and cut" if self.cut else ""
         return (
             f"{self.documents:,} documents in {self.windows:,} windows of {self.window:,} tokens, of which "
-            f"{fill:.1%} are real{left_out}"
+            f"{fill:.1%} are real{cut}{left_out}"
         )
 
 
@@ -195,8 +198,9 @@ def piece_lengths(
 
 
 def _contents(windows: Windows | PackedWindows, document: Int[np.ndarray, "n"], tokens: int) -> Contents:
-    kept = len(np.unique(document))
-    return Contents(len(windows), windows.window, kept, len(windows.documents) - kept, tokens)
+    kept, lengths = np.unique(document), windows.documents.lengths
+    cut = int((lengths[kept] > windows.window).sum())
+    return Contents(len(windows), windows.window, len(kept), len(lengths) - len(kept), tokens, cut)
 
 
 def _check_index(windows: Windows | PackedWindows, index: int) -> None:

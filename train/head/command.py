@@ -1,6 +1,7 @@
 """``python -m train head``, ``finetune`` and ``export``: train draft heads and write them."""
 
 import argparse
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from jetspec_jax.cli.options import PROCESSES, add_ignore_option, add_target_opt
 from jetspec_jax.config import IGNORE_OPTION
 from jetspec_jax.decode.settings import DEFAULT_BUDGET
 from jetspec_jax.device.processes import is_first
+from jetspec_jax.smollm2 import SMOLLM2
 from train.data.command import add_generation_arguments, generation_settings, summary
 from train.data.make_data import make_data
-from train.data.manifest import CORPUS
+from train.data.manifest import CORPUS, DocumentsManifest
 from train.head.engines import ENGINES
 from train.head.export import HEAD_FOLDER, export_best, export_head
 from train.head.frozen import decoding_mesh, mesh_to_load
@@ -27,8 +29,11 @@ from train.loop.mesh import make_mesh
 from train.loop.stages import Deadline
 from train.trackers.opening import PROJECT, TRACKERS, Tracking
 
+_log = logging.getLogger("jetspec_jax.train")
 #: The exit code of a finished run whose head did not improve; its initial weights are kept.
 NOT_IMPROVED = 3
+#: The recipe of `finetune` for the pair "smollm2", whose head has a selector.
+OF_SMOLLM2 = "smollm2-finetune"
 
 
 def add_command(commands: Any) -> None:
@@ -62,7 +67,10 @@ def add_command(commands: Any) -> None:
         "finetune", help="documents from prompts, then a draft head on them", description=_finetune.__doc__
     )
     tune.set_defaults(run=_finetune)
-    tune.add_argument("--recipe", default="finetune", help=f"a TOML file, or one of {known}")
+    tune.add_argument(
+        "--recipe",
+        help=f"a TOML file, or one of {known} (default: {OF_SMOLLM2} for the pair {SMOLLM2}, else finetune)",
+    )
     add_generation_arguments(tune)
     for parser in (head, export, tune):
         add_ignore_option(parser)
@@ -136,7 +144,9 @@ def _finetune(arguments: argparse.Namespace) -> int:
     The last line says whether the head improved on its initial weights. If it did not, the initial weights
     are kept and the exit code is 3.
     """
-    recipe, deadline = read_head_recipe(arguments.recipe, arguments.set), Deadline(arguments.minutes)
+    choose_recipe(arguments)
+    recipe = read_head_recipe(arguments.recipe, arguments.set)
+    deadline = Deadline(arguments.minutes)
     _check(arguments)
     # Documents may take hours.
     recipe.check()
@@ -156,6 +166,13 @@ def _finetune(arguments: argparse.Namespace) -> int:
     )
     print(summary(made))
     return _train(arguments, recipe, made.folder, arguments.work / HEAD_FOLDER, deadline)
+
+
+def choose_recipe(arguments: argparse.Namespace) -> None:
+    """Chooses the recipe, and for the pair "smollm2" the head, if the options name none."""
+    if arguments.recipe is None and (arguments.target, arguments.draft_head or SMOLLM2) == (SMOLLM2, SMOLLM2):
+        arguments.recipe, arguments.draft_head = OF_SMOLLM2, SMOLLM2
+    arguments.recipe = arguments.recipe or "finetune"
 
 
 def _tracking(arguments: argparse.Namespace) -> Tracking:
@@ -179,6 +196,8 @@ def _checkpoint(arguments: argparse.Namespace) -> Source | None:
 def _train(
     arguments: argparse.Namespace, recipe: HeadRecipe, data: Path, work: Path, deadline: Deadline
 ) -> int:
+    if risk := recipe.risk_of(DocumentsManifest.read(data).settings.mode):
+        _log.warning("%s", risk)
     checkpoint, ignored = _checkpoint(arguments), arguments.ignore_config_key
     target = read_target(Source(arguments.target, recipe.dtype, ignored), mesh_to_load(recipe.mesh))
     folder = train_head(
@@ -199,5 +218,5 @@ def _train(
         # Without --budget, a CPU decodes without the head.
         budget = max(recipe.evaluation.budgets, default=DEFAULT_BUDGET)
         print(f"to use it: jetspec-jax generate {pair} --budget {budget} PROMPT")
-        print(result.message)
+        print(f"{result.message}; {risk}" if risk and not result.improved else result.message)
     return 0 if result.improved else NOT_IMPROVED

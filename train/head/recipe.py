@@ -6,9 +6,10 @@ from typing import Literal
 from jetspec_jax.config import MAX_SELECTED
 from jetspec_jax.config.fields import MAX_SIZE
 from jetspec_jax.sampling.params import SamplingParams
+from train.data.manifest import CORPUS
 from train.loop.fit import Fit
 from train.loop.mesh import MeshSettings
-from train.loss.objectives import Objective
+from train.loss.objectives import HARD_LABELS, Objective
 from train.loss.selection import SelectionLossName
 
 #: Initial weights of a head: random, copied from the target's layers, or from a head's checkpoint.
@@ -207,6 +208,20 @@ class HeadRecipe:
             wrong.append(f"seed must lie in 0..{MOST_SEED - 1}, not {self.seed}")
         if wrong:
             raise ValueError("; ".join(wrong))
+
+    def risk_of(self, mode: str) -> str:
+        """Why documents of this mode may make a head worse; "" if there is no known reason."""
+        if (
+            mode != CORPUS
+            or self.objective.loss not in HARD_LABELS
+            or not (self.selector is None or self.selector.joint)
+        ):
+            return ""
+        return (
+            f"objective.loss={self.objective.loss} teaches the tokens of these texts (mode corpus), and the "
+            "target may write others: unless the texts are its answers, set objective.loss=forward_kl or let "
+            "it answer (--mode regenerate)"
+        )
 
     def _check_selector(self, selector: SelectorSettings) -> list[str]:
         wrong = selector.check()

@@ -132,8 +132,9 @@ def _wrong_selector(config: DraftHeadConfig, settings: SelectorSettings | None) 
         if found is None:
             return None
         return (
-            f"has a selector, which the recipe does not train: set selector.rank={found.rank} and "
-            "selector.existing=continue, or begin with the head without it (export --without-selector)"
+            f"has a selector, which the recipe does not train: set selector.rank={found.rank}, "
+            "selector.existing=continue and selector.joint=true, which trains both (without the last the "
+            "selector alone), or begin with the head without it (export --without-selector)"
         )
     if settings.candidates > config.layers.vocab_size:
         return (
@@ -146,7 +147,8 @@ def _wrong_selector(config: DraftHeadConfig, settings: SelectorSettings | None) 
         return f"has no selector to {settings.existing}; leave selector.existing out"
     if settings.existing == "refuse":
         return (
-            f"has a selector already, of rank {found.rank}: set selector.existing to 'continue' or 'replace'"
+            f"has a selector already, of rank {found.rank}: set selector.existing to 'continue' or "
+            "'replace', and selector.joint=true to train the head too"
         )
     given = {"rank": settings.rank, "candidates": settings.candidates, "tail": settings.tail}
     differing = [

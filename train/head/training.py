@@ -132,6 +132,8 @@ def train_head(
         return folder
     if is_first():
         print(f"{label}: {windows.contents}", flush=True)
+        if recipe.selector is not None and not recipe.selector.joint:
+            print(f"{label}: only the selector learns; selector.joint=true trains the head too", flush=True)
     if states is not None:
         states.make(run.compute_states, run.evaluator.batch, deadline)
     trained = run.train(windows if states is None else states, deadline, label, tracking)

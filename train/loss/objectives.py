@@ -24,6 +24,8 @@ Logits = Callable[[Float[Array, "B N M"]], Float[Array, "B N V"]]
 #: variation from the target, or the negative log-likelihood with the weights of `pace_weights`.
 LossName = Literal["forward_kl", "reverse_kl", "sft", "total_variation", "dpace"]
 LOSSES: tuple[str, ...] = get_args(LossName)
+#: Losses that read the text's tokens alone, and not the target's probabilities.
+HARD_LABELS = frozenset({"sft", "dpace"})
 
 
 class Mean(NamedTuple):
@@ -166,7 +168,7 @@ def draft_losses(
             target_rows, likeliest = of_target(index)
             drafted = draft_logits(x)
             matches = vocabulary.likeliest(drafted) == likeliest
-            if loss in ("sft", "dpace"):
+            if loss in HARD_LABELS:
                 return -vocabulary.at(vocabulary.log_softmax(drafted.astype(jnp.float32)), label), matches
             log_q = vocabulary.log_softmax(drafted.astype(jnp.float32) / temperature)
             log_p = vocabulary.log_softmax(target_rows.astype(jnp.float32) / temperature)

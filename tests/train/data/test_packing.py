@@ -108,6 +108,12 @@ def test_the_summary_counts_what_is_left_out(documents):
     assert packed.tokens == alone.tokens
     assert packed.windows < alone.windows
     assert str(packed).endswith("3 with nothing to learn are left out")
+    longer = [len(document.tokens) > WINDOW and document.learn[1:].any() for document in documents]
+    assert packed.cut == alone.cut == sum(longer) > 0
+    assert f"; {sum(longer)} documents are longer than a window and cut; 3 with" in str(packed)
+    assert "longer" not in str(
+        Windows(documents, max(len(document.tokens) for document in documents)).contents
+    )
     share = packed.tokens / (packed.windows * WINDOW)
     assert f"{packed.windows} windows of 16 tokens, of which {share:.1%} are real" in str(packed)
 

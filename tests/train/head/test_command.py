@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jetspec_jax import load_draft_head, load_target
+from jetspec_jax.smollm2 import SMOLLM2_DRAFT_HEAD
 from tests.train.folders import write_target
 from train.command import main
 from train.data.documents import Documents
@@ -15,6 +16,8 @@ from train.data.manifest import DocumentsManifest
 from train.head import command as head_command
 from train.head.command import NOT_IMPROVED
 from train.head.export import export_head
+from train.head.start import check_start
+from train.head.verdict import Verdict
 from train.loop.checkpoints import Best, Checkpoints
 from train.loop.log import read_log
 
@@ -319,7 +322,74 @@ def test_fine_tuning_refuses_a_head_with_a_selector_unless_told_what_to_do_with_
     monkeypatch.setattr(head_command, "make_data", None)
     given = ["finetune", "--target", str(folder / "target"), "--draft-head", "demo", "--work", str(tmp_path)]
     assert main([*given, "--prompts", "log.jsonl", "--recipe", recipe]) == 2
-    assert complaint in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert complaint in said
+    assert "selector.joint=true" in said
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "begins"),
+    [
+        ("smollm2", [], "smollm2"),
+        ("smollm2", ["--draft-head", "smollm2"], "smollm2"),
+        ("smollm2", ["--recipe", "smollm2-finetune"], None),
+        ("demo", ["--draft-head", "demo"], None),
+        ("smollm2", ["--draft-head", "demo"], None),
+    ],
+)
+def test_the_pair_smollm2_has_a_recipe_of_its_head_and_selector(
+    tmp_path, monkeypatch, capsys, model, options, begins
+):
+    """Without a recipe; others are asked for a head, or refuse its selector."""
+    asked = {}
+    monkeypatch.setattr(
+        head_command, "check_start", lambda *given: asked.update(zip("shc", given, strict=True))
+    )
+    monkeypatch.setattr(head_command, "make_data", lambda *given, **named: given[9])
+    given = ["finetune", "--model", model, *options, "--prompts", "chats.jsonl", "--work", str(tmp_path)]
+    with pytest.raises(IndexError):
+        main(given)
+    chosen, head, selector = asked["s"], asked["h"], asked["c"]
+    assert chosen.start == "checkpoint"
+    if begins is None:
+        assert (head is None) == ("--draft-head" not in options)
+        assert (selector is None) == ("--recipe" not in options)
+        return
+    assert head.path_or_id == SMOLLM2_DRAFT_HEAD
+    assert (selector.existing, selector.joint) == ("continue", True)
+    check_start(chosen, head, selector)  # the pair's selector can be continued as the recipe says
+
+
+@pytest.mark.parametrize("improved", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "changes", "warns"),
+    [
+        ("corpus", ["objective.loss=sft"], True),
+        ("corpus", ["objective.loss=dpace"], True),
+        ("corpus", [], False),
+        ("regenerate", ["objective.loss=sft"], False),
+        ("corpus", ["objective.loss=sft", "selector.rank=2"], False),  # only the selector learns
+        ("corpus", ["objective.loss=sft", "selector.rank=2", "selector.joint=true"], True),
+    ],
+)
+def test_hard_labels_of_texts_that_the_target_may_not_write(
+    folder, tmp_path, monkeypatch, caplog, capsys, mode, changes, warns, improved
+):
+    """A warning before anything is loaded, and the cause behind a head that did not improve."""
+    answered = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(answered) + "\n")
+    made = ["data", "--target", str(folder / "target"), "--prompts", str(tmp_path / "chats.jsonl")]
+    limit = ["--max-tokens", "2"] if mode == "regenerate" else []
+    assert main([*made, "--heldout", "0", "--mode", mode, *limit, "--out", str(tmp_path / "made")]) == 0
+    monkeypatch.setattr(head_command, "read_target", lambda *_: None)
+    monkeypatch.setattr(head_command, "train_head", lambda *_, **__: tmp_path)
+    monkeypatch.setattr(head_command, "read_verdict", lambda _: Verdict(improved, "the verdict"))
+    settings = [word for change in changes for word in ("--set", change)]
+    assert head(folder, tmp_path / "made", tmp_path / "work", *settings) == (0 if improved else NOT_IMPROVED)
+    said = [record.message for record in caplog.records if "the target may write others" in record.message]
+    assert len(said) == warns
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == (f"the verdict; {said[0]}" if warns and not improved else "the verdict")
 
 
 def test_one_of_several_processes_must_know_which(folder, tmp_path, capsys):
