@@ -174,7 +174,8 @@ class Group:
                 settings["action"] = "append" if option.recurs else once
                 shown = next(value for value in (default, usual, option.unset) if value not in (None, ...))
                 if shown not in ("", (), []):
-                    settings["help"] += f" (default: {shown})"
+                    words = ", ".join(shown) if isinstance(shown, tuple | list) else shown
+                    settings["help"] += f" (default: {words})"
             added = section.add_argument(option.name, *option.other_names, **settings)
             accept_formerly(parser, added, *option.former_names)
 

@@ -18,7 +18,7 @@ from jetspec_jax.serve.logs import log
 from jetspec_jax.serve.service import Service
 
 #: Paths that need no key and are served while the server drains.
-OPEN = frozenset({"/health", "/metrics", "/version", "/ping", "/playground"})
+OPEN = frozenset({"/health", "/metrics", "/version", "/ping", "/playground", "/", "/v1"})
 _HEADER = "X-Request-Id"
 _NAME = re.compile(r"[\w.:/+=-]{1,128}")
 

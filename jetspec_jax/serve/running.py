@@ -171,7 +171,8 @@ async def serve_at(
         return
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     log("listening", url=url, model=service.names[0])
-    print(f"jetspec-jax: {service.names[0]} is served at {url}/v1", file=sys.stderr, flush=True)
+    served = f"{service.names[0]} is served at {url}/v1, with a page at {url}/playground"
+    print(f"jetspec-jax: {served}", file=sys.stderr, flush=True)
     warming = asyncio.create_task(_warm_up_beside(llm, settings))
     await asyncio.wait((serving, stop), return_when=asyncio.FIRST_COMPLETED)
     warming.cancel()

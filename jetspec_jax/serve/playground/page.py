@@ -17,7 +17,7 @@ def playground_page(data: Mapping[str, Any]) -> str:
     """The page.
 
     Args:
-        data: Values for the page's script: "model", "budget", "chat", "keyed", "example".
+        data: Values for the page's script: "model", "budget", "chat", "begins_as_chat", "keyed", "example".
     """
     style = part("tree.css") + _page_part("page.css")
     script = "".join([*map(part, TREE_SCRIPTS), *map(_page_part, _SCRIPTS)])

@@ -13,6 +13,7 @@ from sse_starlette import EventSourceResponse
 from starlette.concurrency import iterate_in_threadpool
 from starlette.types import Receive, Scope, Send
 
+from jetspec_jax.demo import DEMO
 from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.prompts import EncodedPrompt, encode_text
@@ -53,10 +54,13 @@ class RoundsRequest(Body):
 def playground_routes(service: Service) -> APIRouter:
     """The routes; the page also uses those of OpenAI's API."""
     llm = service.llm.llm
+    chats = bool(getattr(llm.target.tokenizer, "chat_template", None))
     data = {
         "model": service.names[0],
         "budget": llm.settings.budget,
-        "chat": bool(getattr(llm.target.tokenizer, "chat_template", None)),
+        "chat": chats,
+        # The demo pair writes Python, also where its template is used.
+        "begins_as_chat": chats and service.name != DEMO,
         "keyed": bool(service.settings.api_key),
         "example": _EXAMPLE,
     }
@@ -69,6 +73,11 @@ def playground_routes(service: Service) -> APIRouter:
     }
     router, traces, timeout = APIRouter(), Traces(llm, MOST_TRACES), service.settings.request_timeout
     service.metrics.gauge("num_traces_running", "Requests that are watched.", lambda: traces.running)
+
+    @router.get("/")
+    @router.get("/v1")
+    async def lead() -> Response:
+        return Response(status_code=307, headers={"Location": "playground"})
 
     @router.get("/playground")
     async def show() -> HTMLResponse:

@@ -294,4 +294,4 @@ $("budget").value = data.budget;
 $("settings").open = innerWidth > 900;
 listenToTree();
 showValues();
-switchTo(false);
+switchTo(data.begins_as_chat);
