@@ -21,6 +21,7 @@ from bench.common.shapes import SHAPES
 from jetspec_jax import AsyncLLM, SamplingParams, enable_compilation_cache
 from jetspec_jax.checkpoint.source import resolve_dtype
 from jetspec_jax.cli.options import MODELS
+from jetspec_jax.cli.parser import accept_formerly
 from jetspec_jax.demo import DEMO
 from jetspec_jax.progress import Progress
 
@@ -45,8 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shape", default=DEMO, help=shapes)
     add("--budget", type=int, default=32, help="most nodes of a tree, root included (default: 32)")
     add("--algorithm", help='tree algorithm (default: a server\'s, "auto" on a GPU)')
-    add("--max-slots", type=int, default=16, help="slots (default: 16)")
-    add("--capacity", type=int, help="tokens of a slot (default: a server's)")
+    slots = add("--max-num-seqs", type=int, default=16, help="slots (default: 16)")
+    accept_formerly(parser, slots, "--max-slots")
+    capacity = add("--max-model-len", type=int, help="tokens of a slot (default: a server's)")
+    accept_formerly(parser, capacity, "--capacity")
     add("--prompt-tokens", type=int, default=200, help="tokens of the first prompt (default: 200)")
     add("--max-tokens", type=int, default=64, help="tokens of the first answer (default: 64)")
     MODELS.add(parser, ["dtype"], dtype="auto")
@@ -62,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.shape != DEMO:
         check_known("shape", [arguments.shape], SHAPES)
-    check_least(arguments, 1, "max_slots", "prompt_tokens", "max_tokens")
+    check_least(arguments, 1, "max_num_seqs", "prompt_tokens", "max_tokens")
     check_report(arguments)
     enable_compilation_cache(arguments.compilation_cache)
     stages = dict.fromkeys(_STAGES, 0.0)
@@ -107,7 +110,11 @@ _NOTES = [
 
 def _llm(arguments: argparse.Namespace) -> AsyncLLM:
     """The engine's owner, with its models on the device."""
-    given = {"budget": arguments.budget, "max_slots": arguments.max_slots, "capacity": arguments.capacity}
+    given = {
+        "budget": arguments.budget,
+        "max_slots": arguments.max_num_seqs,
+        "capacity": arguments.max_model_len,
+    }
     given |= {"algorithm": arguments.algorithm, "compilation_cache": arguments.compilation_cache}
     if arguments.shape == DEMO:
         return AsyncLLM(DEMO, dtype=arguments.dtype, **given)

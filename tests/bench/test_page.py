@@ -1,12 +1,14 @@
 """Tables of pages are those of kept reports."""
 
 import json
+import re
 
 import pytest
 
 from bench import page
 from bench.__main__ import main
 from bench.common.intervals import ratio_interval
+from bench.plots import read_report
 
 PAGE = """# Results
 
@@ -62,6 +64,34 @@ def test_tables_take_the_place_of_old_ones(results, capsys):
     assert "Prose stays." in made
     assert main(["page", str(path)]) == 0
     assert path.read_text() == made
+
+
+def test_tables_of_the_pages_are_those_of_their_reports():
+    pages = [path for path in page.DOCS.glob("**/*.md") if page._TABLE.search(path.read_text("utf-8"))]
+    assert page.REAL_MODEL in pages
+    for path in pages:
+        text = path.read_text("utf-8")
+        assert page.with_tables(text, path.name) == text, f"run: python -m bench page {path}"
+
+
+def test_rounds_in_the_readme_are_those_of_their_reports():
+    """In a loop on the device, and of the tree algorithm that the row names."""
+    text = (page.DOCS.parent / "README.md").read_text("utf-8")
+    row = re.compile(
+        r"^\| \[[^]]+\]\(bench/results/(rounds/[\w.-]+)\.json\)(.*?) \|(.*)\|$\n(?:^\| its floor \|(.*)\|$)?",
+        re.M,
+    )
+    found = row.findall(text)
+    assert len(found) == 5
+    for report, named, times, floors in found:
+        rows = read_report(page.RESULTS / f"{report}.json")["rows"]
+        algorithm = "top_nodes" if "top_nodes" in named else "accum_logp"
+        by_budget = {own["budget"]: own for own in rows if own["algorithm"] in (algorithm, "plain")}
+        for shown, key in ((times, "round_ms"), (floors, "floor_ms")):
+            for budget, cell in zip((1, 64, 128, 256), shown.split("|"), strict=False):
+                if cell.strip():
+                    value = by_budget[budget][key]
+                    assert cell.strip() == f"{value:.{1 if value >= 9.95 else 2}f}", (report, budget, key)
 
 
 def test_tables_of_other_reports(results):

@@ -10,7 +10,7 @@ from bench.__main__ import main
 
 def test_a_start(tmp_path, capsys):
     path = tmp_path / "startup.json"
-    words = "--shape tiny --budget 4 --max-slots 2 --prompt-tokens 5 --max-tokens 3 --dtype float32"
+    words = "--shape tiny --budget 4 --max-num-seqs 2 --prompt-tokens 5 --max-tokens 3 --dtype float32"
     assert main(["startup", *words.split(), "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     times = report["seconds"]
@@ -36,4 +36,4 @@ def test_programs_from_the_cache_are_counted(tmp_path, monkeypatch):
 
 def test_refusals(refusal):
     assert "--shape must be one of tiny" in refusal("startup", "--shape", "qwen9")
-    assert "--max-slots must be at least 1" in refusal("startup", "--max-slots", "0")
+    assert "--max-num-seqs must be at least 1" in refusal("startup", "--max-slots", "0")  # a former name
