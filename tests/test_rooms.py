@@ -14,7 +14,7 @@ ROOMS = {
     "jetspec_jax": [
         ("arguments", "version", "vllm_names"),
         ("config", "sampling", "tree", "demo", "smollm2", "progress"),
-        ("models",),
+        ("models", "sampling_params"),
         ("device",),
         ("checkpoint", "cache"),
         ("decode",),

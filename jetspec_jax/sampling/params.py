@@ -147,6 +147,10 @@ class SamplingParams:
         extras = self.logprobs, self.prompt_logprobs, self.structured_outputs
         return self.adjusts or any(extra is not None for extra in extras)
 
+    def clone(self) -> "SamplingParams":
+        """An equal copy, as vLLM's; `dataclasses.replace` makes one with other values."""
+        return replace(self)
+
     def each(self) -> "Sequence[SamplingParams]":
         """The parameters of each of the ``n`` completions, with separate seeds."""
         if self.n == 1:

@@ -19,6 +19,7 @@ from jetspec_jax import (
     generate,
     generate_tree,
     logits,
+    sampling_params,
     tree_logits,
     vllm_names,
 )
@@ -201,6 +202,14 @@ class TestRefused:
         with pytest.raises(ImportError, match=f"^jetspec_jax has no {name}: "):
             exec(f"from jetspec_jax import {name}")
         assert not hasattr(jetspec_jax, f"{name}s")
+
+    def test_the_module_of_sampling_parameters(self):
+        assert sampling_params.SamplingParams is SamplingParams
+        assert sampling_params.StructuredOutputsParams is StructuredOutputsParams
+        with pytest.raises(ImportError, match=r"sampling_params has no GuidedDecodingParams: use Structured"):
+            from jetspec_jax.sampling_params import GuidedDecodingParams  # noqa: F401
+        with pytest.raises(ImportError, match="cannot import name 'LLM'"):
+            from jetspec_jax.sampling_params import LLM  # noqa: F401
 
     def test_no_sentence_is_about_what_there_is(self):
         for call, sentences in (

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from jetspec_jax import SamplingParams
+from jetspec_jax import SamplingParams, StructuredOutputsParams
 from jetspec_jax.arguments import shown
 from jetspec_jax.sampling.params import COLDEST, HOTTEST
 from jetspec_jax.sampling.slots import Sampling
@@ -164,3 +164,19 @@ class TestEach:
         drawn = iter([7])
         monkeypatch.setattr("jetspec_jax.sampling.params.draw_seed", lambda: next(drawn))
         assert SamplingParams(n=3).each() == SamplingParams(n=3, seed=7).each()
+
+
+def test_a_clone_is_equal_and_another():
+    form = StructuredOutputsParams(json={"type": "object", "properties": {"a": {}}})
+    params = SamplingParams(
+        seed=-3,
+        n=2,
+        stop=["a"],
+        logit_bias={3: 1.5},
+        bad_words=["b"],
+        structured_outputs=form,
+        max_tokens=None,
+    )
+    assert params.clone() == params
+    assert params.clone() is not params
+    assert hash(params.clone()) == hash(params)
