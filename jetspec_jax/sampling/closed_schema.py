@@ -70,12 +70,19 @@ def _parts(node: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _combines(node: dict[str, Any]) -> bool:
     """Whether several keywords of a schema may list keys of one object."""
-    alternatives = len(_ALTERNATIVES & node.keys())
+    alternatives = sum(_may_list(node[key]) for key in _ALTERNATIVES & node.keys())
     return (
         bool({"allOf", "enum", "const"} & node.keys())
         or alternatives > 1
         or (alternatives == 1 and bool(_ASSERTING & node.keys()))
         or {"properties", "patternProperties"} <= node.keys()
+    )
+
+
+def _may_list(alternatives: Any) -> bool:
+    """Whether alternatives, or the target of a reference, may list keys, and not only require some."""
+    return not isinstance(alternatives, list) or any(
+        not isinstance(branch, dict) or bool(branch.keys() - {"required", "type"}) for branch in alternatives
     )
 
 

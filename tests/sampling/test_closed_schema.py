@@ -73,6 +73,12 @@ def test_the_usual_schema_of_a_model(tokens):
         ({"anyOf": [A, B], "type": "object"}, {"b": 1}, {"b": 1, "x": 1}),
         ({"definitions": {"n/a": A}, "$ref": "#/definitions/n~1a"}, {"a": 1}, {"x": 1}),
         (listing("a", {"anyOf": [{"$ref": "#"}, INT]}), {"a": {"a": 1}}, {"a": {"x": 1}}),
+        # The object is open, and the one in it closed.
+        (
+            listing("o", A, anyOf=[{"required": ["o"]}, {"required": ["x"]}]),
+            {"o": {"a": 1}, "x": 1},
+            {"o": {"x": 1}},
+        ),
         # The property, not the keyword.
         (listing("properties", listing("a")), {"properties": {"a": 1}}, {"properties": {"x": 1}}),
         (listing("allOf", A), {"allOf": {"a": 1}}, {"allOf": {"x": 1}}),
