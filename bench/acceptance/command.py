@@ -10,7 +10,7 @@ import itertools
 from typing import Any
 
 from bench.acceptance.rejections import anchors_of, rejection_tables, rejections
-from bench.acceptance.replay import Drafts, accepted_along, draft_along, rounds_along, write_texts
+from bench.acceptance.replay import accepted_along, rounds_along
 from bench.common.given_profile import describe_profile, profile_notes
 from bench.common.intervals import ratio_interval
 from bench.common.methods import check_fixed_budgets, choose_algorithms
@@ -29,6 +29,7 @@ from jetspec_jax import enable_compilation_cache
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.progress import Progress
 from jetspec_jax.tree import algorithm_of
+from train.head.replay import Drafts, draft_along, write_texts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,14 +66,16 @@ def run(arguments: argparse.Namespace) -> int:
     with Progress(total=len(works) * (2 + len(trees)), unit="step") as bar:
         for temperature, work in works.items():
             bar.set_description(f"T = {temperature:g}: decode")
-            texts = write_texts(pair, work, batch=arguments.batch, implementation=implementation)
+            requests = work.ids, work.params, work.routing
+            how = {"batch": arguments.batch, "implementation": implementation}
+            texts = write_texts(pair.target, pair.head.config.depth, *requests, **how)
             bar.update()
             bar.set_description(f"T = {temperature:g}: draft")
             # Fewer candidates are the first of more, unless a selector puts them in order.
             counts = sorted({*arguments.candidates})
             alone = pair.head.config.selector is not None
             drafts = {
-                count: draft_along(pair, texts, count, implementation=implementation)
+                count: draft_along(*pair, texts, count, implementation=implementation)
                 for count in (counts if alone else counts[-1:])
             }
             bar.update()

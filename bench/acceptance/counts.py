@@ -104,9 +104,9 @@ def ranks_of(traced: TracedRound) -> Int[np.ndarray, "n"]:
 
 def order_of(trace: RoundTrace, row: int, above: int) -> Int[np.ndarray, "K"]:
     """A row's candidates below a candidate of the row above (0 for the anchor), the best first."""
-    if trace.pair_log_probs is None:
+    if trace.pair_scores is None:
         return np.arange(trace.candidate_tokens.shape[1])
-    return np.argsort(-trace.pair_log_probs[row, above], kind="stable")
+    return np.argsort(-trace.pair_scores[row, above], kind="stable")
 
 
 def _places(trace: RoundTrace) -> Int[np.ndarray, "N"]:

@@ -172,7 +172,7 @@ def tables(
 def classes_of(rounds: Sequence[TracedRound]) -> np.ndarray:
     """The class of each round, an index into `CLASSES`, by its prompt's hint or by its draft's confidence."""
     tokens = np.stack([traced.trace.candidate_tokens for traced in rounds])
-    log_probs = np.stack([traced.trace.candidate_log_probs for traced in rounds])
+    log_probs = np.stack([traced.trace.candidate_scores for traced in rounds])
     candidates = Candidates(
         jnp.asarray(tokens), jnp.asarray(log_probs), jnp.zeros(tokens.shape[:2], jnp.float32)
     )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from bench.acceptance.replay import Drafts
+from train.head.replay import Drafts
 
 #: Upper ends of the classes of entropy, in nats; the last class has none.
 ENTROPIES = (0.5, 1.0, 2.0, 4.0)

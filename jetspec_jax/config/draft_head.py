@@ -69,6 +69,7 @@ def parse_draft_head_config(
         capped_logits=keys.capped_logits,
         target_format=keys.target_format,
         selector=keys.selector,
+        draft_scales=keys.draft_scales,
     )
     decoder.done(top=True)
     return config

@@ -262,6 +262,7 @@ class DraftHeadConfig:
         capped_logits: Whether draft logits pass through the target's logit cap, which must exist.
         target_format: `ModelConfig.rounding` of the target that the head was trained with.
         selector: The selector; None if all nodes of a depth share a draft row.
+        draft_scales: Scale of the head's errors at each depth, see `DraftScoring`; None means 1.
     """
 
     layers: ModelConfig
@@ -274,6 +275,7 @@ class DraftHeadConfig:
     capped_logits: bool = False
     target_format: str = ""
     selector: SelectorConfig | None = None
+    draft_scales: tuple[float, ...] | None = None
 
     @property
     def depth(self) -> int:

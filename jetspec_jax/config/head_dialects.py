@@ -75,6 +75,7 @@ class HeadKeys:
         capped_logits: As in `DraftHeadConfig`.
         target_format: As in `DraftHeadConfig`.
         selector: As in `DraftHeadConfig`.
+        draft_scales: As in `DraftHeadConfig`.
     """
 
     decoder: Fields
@@ -89,6 +90,7 @@ class HeadKeys:
     capped_logits: bool = False
     target_format: str = ""
     selector: SelectorConfig | None = None
+    draft_scales: tuple[float, ...] | None = None
 
 
 def read_head_keys(top: Fields) -> HeadKeys:
@@ -132,9 +134,10 @@ def _read_dflash(top: Fields) -> HeadKeys:
         (top, "target_layer_ids"),
         (top, "eagle_aux_hidden_state_layer_ids"),
     ]
+    block_size = _agreed(top, _block_size, *((fields, "block_size") for fields in both))
     keys = HeadKeys(
         decoder=top,
-        block_size=_agreed(top, _block_size, *((fields, "block_size") for fields in both)),
+        block_size=block_size,
         num_target_layers=_agreed(top, _depth, *((fields, "num_target_layers") for fields in both)),
         tap_layers=_agreed(top, _taps, *taps) if any(key in fields for fields, key in taps) else None,
         mask_token_id=_agreed(top, _token, (dflash, "mask_token_id"), (top, "mask_token_id")),
@@ -147,6 +150,7 @@ def _read_dflash(top: Fields) -> HeadKeys:
         capped_logits=dflash.flag("capped_logits", default=False),
         target_format=_text(dflash, "target_format"),
         selector=_selector(dflash, top.get("vocab_size")),
+        draft_scales=_draft_scales(dflash, block_size - 1),
     )
     if dflash.get("draft_shift"):
         raise ValueError(f"{top.where}: draft_shift is not supported; published heads use it off")
@@ -266,6 +270,22 @@ def _selector(fields: Fields, vocabulary: Any) -> SelectorConfig | None:
     assert is_int(rank)  # for the type checker
     assert is_int(count)
     return SelectorConfig(rank, count, tail)
+
+
+def _draft_scales(fields: Fields, depth: int) -> tuple[float, ...] | None:
+    """The scale of each depth; noise of any temperature over any of them is finite."""
+    scales = fields.get("draft_scales")
+    if scales is None:
+        return None
+    # Booleans are integers to Python; NaN compares false.
+    if (
+        not isinstance(scales, list)
+        or len(scales) != depth
+        or not all(type(scale) in (int, float) and 1e-3 <= scale <= 1e3 for scale in scales)
+    ):
+        wanted = f"a list of block_size - 1 = {depth} numbers from 0.001 to 1000"
+        raise fields.error("draft_scales", wanted, scales)
+    return tuple(map(float, scales))
 
 
 def _causal(fields: Fields, key: str) -> bool:

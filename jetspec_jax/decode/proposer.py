@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
@@ -20,6 +20,7 @@ from jetspec_jax.device.mesh import WHOLE
 from jetspec_jax.device.partition import is_split, parameter_specs, spread
 from jetspec_jax.models import DraftHead, Transformer, Weights, bind
 from jetspec_jax.models.selector import parents_of
+from jetspec_jax.sampling.drafting import DraftScoring
 from jetspec_jax.tree import Breadth, Candidates, pair_log_probs, top_candidates
 from pallas_kernels import shards
 from pallas_kernels.quantized import Quantized
@@ -27,7 +28,10 @@ from pallas_kernels.quantized import Quantized
 
 @runtime_checkable
 class Proposer(Protocol):
-    """The static part of a proposer: hashable, without arrays. Its state is any pytree."""
+    """The static part of a proposer: hashable, without arrays. Its state is any pytree.
+
+    A proposer may also have ``draft_scales``, a positive number per row: see `scales_of`.
+    """
 
     @property
     def depth(self) -> int:
@@ -95,9 +99,13 @@ class SelectingProposer(Proposer, Protocol):
         anchors: Int[Array, "B"],
         slots: Slots,
         count: int,
-        depth: int | None = None,
+        depth: int | None,
+        scoring: DraftScoring,
     ) -> Candidates:
-        """The best ``count`` tokens of every row, with pairs; other arguments as for `Proposer.propose`."""
+        """The best ``count`` tokens of every row, with pairs; other arguments as for `Proposer.propose`.
+
+        ``scoring`` scores the draft logits, and scales the selector's scores (`DraftScoring.scaled`).
+        """
         ...
 
 
@@ -142,6 +150,12 @@ def selected_of(proposer: Proposer | None) -> int | None:
     return proposer.selected if isinstance(proposer, SelectingProposer) else None
 
 
+def scales_of(proposer: Proposer | None, depth: int) -> Float32[Array, "D"] | None:
+    """The first ``depth`` of a proposer's ``draft_scales``: b_d of `DraftScoring`; None means 1."""
+    scales = getattr(proposer, "draft_scales", None)
+    return None if scales is None else jnp.asarray(scales[:depth], jnp.float32)
+
+
 def check_selected(proposer: Proposer | None, breadth: Breadth) -> None:
     """Raises ValueError if there are more candidates than a selector supports."""
     if selected_of(proposer) is not None and breadth.candidates > MAX_SELECTED:
@@ -159,12 +173,14 @@ def candidates_of(
     anchors: Int[Array, "B"],
     slots: Slots,
     count: int,
-    depth: int | None = None,
+    depth: int | None,
+    scoring: DraftScoring,
 ) -> Candidates:
     """The best ``count`` tokens of every draft row, with their pairs if the proposer has a selector."""
     if isinstance(proposer, SelectingProposer) and proposer.selected is not None:
-        return proposer.select(weights, state, target, anchors, slots, count, depth)
-    return top_candidates(proposer.propose(weights, state, target, anchors, slots, depth), count)
+        return proposer.select(weights, state, target, anchors, slots, count, depth, scoring)
+    adjusted = scoring.adjusted(proposer.propose(weights, state, target, anchors, slots, depth))
+    return top_candidates(adjusted, count, scoring.perturbed(adjusted))
 
 
 def taps_of(proposer: Proposer | None) -> tuple[int, ...]:
@@ -211,6 +227,11 @@ class DraftHeadProposer:
         """The candidates of the head's selector."""
         return self.config.selected
 
+    @property
+    def draft_scales(self) -> tuple[float, ...] | None:
+        """The scales of the head's errors, one per draft row."""
+        return self.config.draft_scales
+
     def empty_state(self, num_pages: int, page_size: int, dtype: jnp.dtype) -> Any:
         """A store per layer of the head."""
         return empty_stores(self.config.layers, num_pages, page_size, dtype)
@@ -254,16 +275,23 @@ class DraftHeadProposer:
         anchors: Int[Array, "B"],
         slots: Slots,
         count: int,
-        depth: int | None = None,
+        depth: int | None,
+        scoring: DraftScoring,
     ) -> Candidates:
         """As `propose`, plus the selector's scores of all pairs of candidates."""
         selector = self.config.selector
         assert selector is not None, "a head without a selector"
         hidden = self._hidden(weights, state, target, anchors, slots, depth)
-        drafted = top_candidates(target.logits(hidden, capped=self.config.capped_logits), count)
+        adjusted = scoring.adjusted(target.logits(hidden, capped=self.config.capped_logits))
+        drafted = top_candidates(adjusted, count, scoring.perturbed(adjusted))
         parents = parents_of(anchors, drafted.tokens)
         scores = self._bound(weights).selector(hidden, parents, drafted.tokens)
-        return replace(drafted, pairs=pair_log_probs(drafted.log_probs, scores, tail=selector.tail))
+        assert drafted.draft_log_probs is not None
+        return replace(
+            drafted,
+            pairs=pair_log_probs(drafted.log_probs, scoring.scaled(scores), tail=selector.tail),
+            draft_pairs=pair_log_probs(drafted.draft_log_probs, scores, tail=selector.tail),
+        )
 
     def _bound(self, weights: Weights | PreparedHead) -> DraftHead:
         return bind(self.config, weights.head if isinstance(weights, PreparedHead) else weights)

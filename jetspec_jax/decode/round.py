@@ -17,19 +17,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.stores import after_forward, commit
 from jetspec_jax.decode.logprobs import Logprobs, logprobs_of
 from jetspec_jax.decode.models import Models
-from jetspec_jax.decode.proposer import candidates_of, check_selected, selected_of, taps_of
+from jetspec_jax.decode.proposer import candidates_of, check_selected, scales_of, selected_of, taps_of
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord
 from jetspec_jax.models import bind
 from jetspec_jax.sampling.adjust import Adjustments, adjust
 from jetspec_jax.sampling.allowed import contains, only_allowed
-from jetspec_jax.sampling.choice import choose_tokens
+from jetspec_jax.sampling.choice import choose_tokens, gumbel_noise
+from jetspec_jax.sampling.drafting import DraftScoring
 from jetspec_jax.tree import (
     BUCKETS,
     DEFAULT_ALGORITHM,
@@ -47,6 +48,7 @@ from jetspec_jax.tree import (
     reach_of,
     root_tree,
 )
+from pallas_kernels import shards
 
 
 class Proposal(NamedTuple):
@@ -55,10 +57,12 @@ class Proposal(NamedTuple):
     Attributes:
         tree: The trees below the anchors.
         candidates: The candidates from which they were built; None in plain decoding.
+        noise: The noise of the round's samples, which `Round.settle` reads too; None in plain decoding.
     """
 
     tree: TokenTree
     candidates: Candidates | None
+    noise: Float32[Array, "B D1 V"] | None = None
 
 
 class Verified(NamedTuple):
@@ -170,8 +174,8 @@ class Round(Models):
 
     def round(self, weights: DecodeWeights, state: DecodeState) -> tuple[DecodeState, RoundRecord]:
         """One round of speculation for all slots; slots that do not decode keep their state."""
-        tree = self.propose(weights, state).tree
-        settled = self.settle(weights, state, tree, self.verify(weights, state, tree))
+        tree, _, noise = self.propose(weights, state)
+        settled = self.settle(weights, state, tree, self.verify(weights, state, tree), noise=noise)
         return settled.state, settled.record
 
     def propose(self, weights: DecodeWeights, state: DecodeState) -> Proposal:
@@ -182,8 +186,15 @@ class Round(Models):
         with jax.named_scope("propose"):
             width, num_candidates = self.breadth
             inputs = weights.proposer, state.proposer, target
+            noise = self._noise(state)
             candidates = candidates_of(
-                self.proposer, *inputs, state.anchors, state.slots, num_candidates, self.depth
+                self.proposer,
+                *inputs,
+                state.anchors,
+                state.slots,
+                num_candidates,
+                self.depth,
+                self._scoring(state, noise),
             )
             algorithm = algorithm_of(self.algorithm)
             tree = grow_tree(
@@ -196,7 +207,18 @@ class Round(Models):
                 width=width,
                 one_by_one=algorithm.one_by_one,
             )
-            return Proposal(tree, candidates)
+            return Proposal(tree, candidates, noise)
+
+    def _noise(self, state: DecodeState) -> Float32[Array, "B D1 V"]:
+        """The noise of the token that a node of each depth emits."""
+        vocab = self.target.vocab_size
+        size = {"local": -(-vocab // shards.count()), "vocab_size": vocab}
+        return gumbel_noise(state.settings.sampling.key, state.slots.lengths + 1, self.depth + 1, **size)
+
+    def _scoring(self, state: DecodeState, noise: Float32[Array, "B D1 V"]) -> DraftScoring:
+        """The noise and adjustments of draft rows: row d drafts the token that a node of depth d emits."""
+        adjustments, scales = state.adjust if self.adjusts else None, scales_of(self.proposer, self.depth)
+        return DraftScoring(state.settings.sampling.temperature, noise[:, : self.depth], adjustments, scales)
 
     def verify(self, weights: DecodeWeights, state: DecodeState, tree: TokenTree) -> Verified:
         """One forward of the target over all nodes, each of which attends to its ancestors."""
@@ -215,15 +237,17 @@ class Round(Models):
         tree: TokenTree,
         verified: Verified,
         allowed: UInt32[Array, "B N words"] | None = None,
+        noise: Float32[Array, "B D1 V"] | None = None,
     ) -> Settled:
         """Accepts the path that agrees with the target's choices, and commits it.
 
         The path's rows are written to the stores and the proposer's state, and the slots' lengths grow.
-        ``allowed`` restricts the choices at each node to these packed sets, see `only_allowed`.
+        ``allowed`` restricts the choices at each node to these packed sets, see `only_allowed`. ``noise`` is
+        that of the proposal; None: it is made here.
         """
         with jax.named_scope("settle"):
             logits = verified.logits if allowed is None else only_allowed(verified.logits, allowed)
-            accepted = self._accept(state, tree, logits)
+            accepted = self._accept(state, tree, logits, noise)
             accepted, logprobs = self._with_logprobs(accepted, verified.logits)
             path, count = accepted.path, accepted.counts
             stores = commit(state.stores, state.slots, verified.stash, path, count)
@@ -250,7 +274,13 @@ class Round(Models):
             )
             return Settled(after, self._record(tree, accepted, logprobs), accepted)
 
-    def _accept(self, state: DecodeState, tree: TokenTree, logits: Float[Array, "B N V"]) -> Accepted:
+    def _accept(
+        self,
+        state: DecodeState,
+        tree: TokenTree,
+        logits: Float[Array, "B N V"],
+        noise: Float32[Array, "B D1 V"] | None,
+    ) -> Accepted:
         if self.adjusts:
             if state.adjust is None:
                 raise ValueError("a decoder that adjusts logits needs a state from its own empty_state")
@@ -262,6 +292,7 @@ class Round(Models):
             state.settings.sampling,
             max_depth=self.depth,
             vocab_size=self.target.vocab_size,
+            noise=noise,
         )
         path, _, bonus = accept(tree, choices, max_depth=self.depth)
         taken = (path >= 0) & self.decodes(state)[:, None]

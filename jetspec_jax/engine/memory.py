@@ -190,20 +190,22 @@ def snapshot_bytes(plan: EnginePlan) -> dict[str, int]:
 def workspace_bytes(plan: EnginePlan) -> int:
     """An upper bound of the bytes that an engine's largest program needs beside its arguments.
 
-    These are: float32 logits ``[B, N, V]``, with the copies for sampling; the block's rows in the stash of
+    These are: float32 logits ``[B, N, V]``, with the copies for sampling; the noise ``[B, D + 1, V]``, which
+    lives from the draft to the choice; the block's rows in the stash of
     all layers, in the taps, and in one layer's activations, with all pairs of rows for a recurrent layer;
     and, if attention is plain XLA, its activations in a forward of the target, or of the head if they are
     larger: the head has no windows.
 
     A device of a mesh has its own heads, features and tokens of the vocabulary. The residual stream and the
-    taps are not sharded, nor is the noise ``[B, D + 1, V]``, of which each device uses its tokens.
+    taps are not sharded, nor is the noise when it is made, of which each device keeps its tokens.
     """
     decoder, size, dtype = plan.decoder, plan.size, plan.dtype
     mesh, slots, nodes = decoder.mesh, size.slots, decoder.bucket
     target, all_nodes = own_part(decoder.target, mesh), size.nodes(decoder.bucket)
-    logits = LOGITS_COPIES * all_nodes * target.vocab_size
+    noise_rows = slots * (decoder.depth + 1)
+    logits = (LOGITS_COPIES * all_nodes + noise_rows) * target.vocab_size
     if size_of(mesh) > 1:
-        logits += NOISE_COPIES * slots * (decoder.depth + 1) * decoder.target.vocab_size
+        logits += NOISE_COPIES * noise_rows * decoder.target.vocab_size
     rows = max(all_nodes, size.chunk_rows)
     stash = sum(_stash_bytes(layer, dtype) for layer in target.layers)
     taps = len(taps_of(decoder.proposer)) * target.hidden_size * rows

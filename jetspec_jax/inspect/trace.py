@@ -33,7 +33,7 @@ from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.round_kinds import decoder_for
 from jetspec_jax.engine.worker import SharedRequest, in_all_processes
 from jetspec_jax.sampling.params import SamplingParams
-from jetspec_jax.tree import NO_PARENT, ROOT_INDEX, Auto, Hints, TokenTree, algorithm_of
+from jetspec_jax.tree import NO_PARENT, ROOT_INDEX, Auto, Candidates, Hints, TokenTree, algorithm_of
 from pallas_kernels import shards
 
 
@@ -42,12 +42,15 @@ class RoundTrace(NamedTuple):
 
     Attributes:
         start: Position of the anchor in the sequence, and number of committed tokens before it.
-        candidate_tokens: The best draft tokens of every row, best first; row d is for depth d + 1.
+        candidate_tokens: The best draft tokens of every row, by `candidate_scores`; row d is for depth d + 1.
         candidate_log_probs: Their log-probabilities under the head.
+        candidate_scores: Their log-probabilities of being the target's choice, given the request's noise:
+            trees grow by these. At temperature 0, without `draft_scales`, they are those under the head.
         tokens: The tree's tokens; node 0 is the anchor.
         parents: Index of each node's parent; -1 for the anchor.
         depths: Distance from the anchor.
-        scores: Cumulative draft log-probability; the anchor's is 0.
+        scores: Cumulative log-probability under the head; the anchor's is 0.
+        tree_scores: Cumulative scores, by which the tree grew.
         target_log_probs: Log-probability of each node's token under the target after the node's parent, at
             temperature 1 and without a filter; the anchor's is 0.
         choices: The target's choice after each node, sampled or greedy as the request asks.
@@ -56,20 +59,24 @@ class RoundTrace(NamedTuple):
             or after ``max_tokens`` are included here, but not in the completion.
         pair_log_probs: Log-probabilities of the candidates below each candidate of the row above, under the
             head's selector; see `Candidates`. None without a selector.
+        pair_scores: Likewise the scores of pairs.
     """
 
     start: int
     candidate_tokens: Int32[np.ndarray, "D K"]
     candidate_log_probs: Float32[np.ndarray, "D K"]
+    candidate_scores: Float32[np.ndarray, "D K"]
     tokens: Int32[np.ndarray, "N"]
     parents: Int32[np.ndarray, "N"]
     depths: Int32[np.ndarray, "N"]
     scores: Float32[np.ndarray, "N"]
+    tree_scores: Float32[np.ndarray, "N"]
     target_log_probs: Float32[np.ndarray, "N"]
     choices: Int32[np.ndarray, "N"]
     path: Int32[np.ndarray, "A"]
     committed: Int32[np.ndarray, "A"]
     pair_log_probs: Float32[np.ndarray, "D K K"] | None = None
+    pair_scores: Float32[np.ndarray, "D K K"] | None = None
 
 
 class Trace(Iterator[RoundTrace]):
@@ -201,9 +208,7 @@ class _Seen(NamedTuple):
     """Values between the parts of a round, of all slots."""
 
     starts: Int[Array, "B"]
-    candidate_tokens: Int[Array, "B D K"]
-    candidate_log_probs: Float[Array, "B D K"]
-    pair_log_probs: Float[Array, "B D K K"] | None
+    candidates: Candidates
     tree: TokenTree
     target_log_probs: Float[Array, "B N"]
     accepted: Accepted
@@ -219,15 +224,15 @@ def _traced_round(
 def _pieces(
     decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState
 ) -> tuple[DecodeState, tuple[RoundRecord, _Seen]]:
-    tree, candidates = decoder.propose(weights, state)
+    tree, candidates, noise = decoder.propose(weights, state)
     verified = decoder.verify(weights, state, tree)
-    after, record, accepted = decoder.settle(weights, state, tree, verified)
-    empty = jnp.zeros((state.anchors.shape[0], 0, decoder.breadth.candidates))
+    after, record, accepted = decoder.settle(weights, state, tree, verified, noise=noise)
+    if candidates is None:
+        empty = jnp.zeros((state.anchors.shape[0], 0, decoder.breadth.candidates))
+        candidates = Candidates(empty.astype(jnp.int32), empty, empty[:, :, 0])
     seen = _Seen(
         state.slots.lengths,
-        empty.astype(jnp.int32) if candidates is None else candidates.tokens,
-        empty if candidates is None else candidates.log_probs,
-        None if candidates is None else candidates.pairs,
+        candidates,
         tree,
         _target_log_probs(tree, verified.logits),
         accepted,
@@ -262,17 +267,47 @@ def _of_slot(seen: Any, slot: int) -> RoundTrace:
     def cut(values: ArrayLike, count: int) -> np.ndarray:
         return np.asarray(values)[slot, :count]
 
+    def of_slot(values: ArrayLike | None) -> Any:
+        return None if values is None else np.asarray(values)[slot]
+
+    candidates: Any = seen.candidates
+    tokens, scores, pair_scores = map(of_slot, (candidates.tokens, candidates.log_probs, candidates.pairs))
+    log_probs, pairs = map(of_slot, (candidates.draft_log_probs, candidates.draft_pairs))
+    if log_probs is None or (pairs is None) != (pair_scores is None):  # a proposer that gives scores alone
+        log_probs, pairs = scores, pair_scores
+    parents, depths = cut(tree.parents, nodes), cut(tree.depths, nodes)
     return RoundTrace(
         start=int(seen.starts[slot]),
-        candidate_tokens=np.asarray(seen.candidate_tokens)[slot],
-        candidate_log_probs=np.asarray(seen.candidate_log_probs)[slot],
+        candidate_tokens=tokens,
+        candidate_log_probs=log_probs,
+        candidate_scores=scores,
         tokens=cut(tree.tokens, nodes),
-        parents=cut(tree.parents, nodes),
-        depths=cut(tree.depths, nodes),
-        scores=cut(tree.scores, nodes),
+        parents=parents,
+        depths=depths,
+        scores=_path_sums(cut(tree.tokens, nodes), parents, depths, tokens, log_probs, pairs),
+        tree_scores=cut(tree.scores, nodes),
         target_log_probs=cut(seen.target_log_probs, nodes),
         choices=cut(seen.accepted.choices, nodes),
         path=cut(seen.accepted.path, accepted),
         committed=cut(seen.accepted.tokens, accepted),
-        pair_log_probs=None if seen.pair_log_probs is None else np.asarray(seen.pair_log_probs)[slot],
+        pair_log_probs=pairs,
+        pair_scores=pair_scores,
     )
+
+
+def _path_sums(
+    tokens: Int32[np.ndarray, "N"],
+    parents: Int32[np.ndarray, "N"],
+    depths: Int32[np.ndarray, "N"],
+    candidates: Int32[np.ndarray, "D K"],
+    log_probs: Float32[np.ndarray, "D K"],
+    pairs: Float32[np.ndarray, "D K K"] | None,
+) -> Float32[np.ndarray, "N"]:
+    """The candidates' log-probabilities, summed along each node's path; parents come before children."""
+    places, sums = np.zeros(len(tokens), int), np.zeros(len(tokens), np.float32)
+    for node in range(1, len(tokens)):
+        row, above = depths[node] - 1, parents[node]
+        places[node] = np.argmax(candidates[row] == tokens[node])
+        of_row = log_probs[row] if pairs is None else pairs[row, places[above]]
+        sums[node] = sums[above] + of_row[places[node]]
+    return sums

@@ -35,6 +35,7 @@ def choose_tokens(
     *,
     max_depth: int,
     vocab_size: int | None = None,
+    noise: Float32[Array, "B D1 V"] | None = None,
 ) -> Int[Array, "B N"]:
     """The target's next token at every node: the lowest id among equals, `NO_CHOICE` if no token is possible.
 
@@ -45,15 +46,15 @@ def choose_tokens(
         sampling: Settings of each slot.
         max_depth: Static bound on the depths.
         vocab_size: Size of the whole vocabulary, required if it is sharded.
+        noise: The result of `gumbel_noise` for these positions, if it exists already.
 
     Raises:
         ValueError: The vocabulary is sharded, and its size is missing or too large for the shards.
     """
     # Noise is computed for greedy slots too. A condition would be read by the host, which on a GPU would have
     # to wait for the target's forward before it launches the next kernels.
-    return _highest(
-        perturb(logits, depths, first_position, sampling, max_depth=max_depth, vocab_size=vocab_size)
-    )
+    settings = {"max_depth": max_depth, "vocab_size": vocab_size, "noise": noise}
+    return _highest(perturb(logits, depths, first_position, sampling, **settings))
 
 
 def perturb(
@@ -64,6 +65,7 @@ def perturb(
     *,
     max_depth: int,
     vocab_size: int | None = None,
+    noise: Float32[Array, "B D1 V"] | None = None,
 ) -> Float32[Array, "B N V"]:
     """The values whose argmax `choose_tokens` returns: scaled, filtered and noisy logits, or plain logits.
 
@@ -73,10 +75,9 @@ def perturb(
     """
     samples = sampling.temperature > 0
     least = least_kept(logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-    # Without the barrier, XLA might recompute the noise at every node inside the argmax.
-    local = logits.shape[-1]
-    noise = _noise(sampling.key, first_position, max_depth + 1, _whole_size(local, vocab_size))
-    noise = jax.lax.optimization_barrier(local_columns(noise, local))
+    if noise is None:
+        size = {"local": logits.shape[-1], "vocab_size": vocab_size}
+        noise = gumbel_noise(sampling.key, first_position, max_depth + 1, **size)
     node_noise = jnp.take_along_axis(noise, depths[:, :, None], axis=1, mode="promise_in_bounds")
     values = logits.astype(jnp.float32)
     scaled = values / jnp.where(samples, sampling.temperature, 1.0)[:, None, None]
@@ -97,10 +98,16 @@ def _whole_size(local: int, vocab_size: int | None) -> int:
     return vocab_size
 
 
-def _noise(
-    keys: UInt32[Array, "B 2"], first_position: Int[Array, "B"], count: int, vocab: int
+def gumbel_noise(
+    keys: UInt32[Array, "B 2"],
+    first_position: Int[Array, "B"],
+    count: int,
+    *,
+    local: int,
+    vocab_size: int | None = None,
 ) -> Float32[Array, "B count V"]:
-    """Gumbel noise for ``count`` consecutive positions per slot."""
+    """The noise of ``count`` consecutive positions per slot, for this device's ``local`` tokens."""
+    vocab = _whole_size(local, vocab_size)
 
     def at(key: UInt32[Array, "2"], position: Int[Array, ""]) -> Float32[Array, "V"]:
         # The implementation is explicit, so that a user's global setting cannot change seeded texts.
@@ -108,7 +115,9 @@ def _noise(
         return jax.random.gumbel(jax.random.fold_in(typed, position), (vocab,), jnp.float32)
 
     positions = first_position[:, None] + jnp.arange(count)[None, :]
-    return jax.vmap(jax.vmap(at, (None, 0)))(keys, positions)
+    noise = local_columns(jax.vmap(jax.vmap(at, (None, 0)))(keys, positions), local)
+    # Without the barrier, XLA might recompute the noise wherever it is read, at every node.
+    return jax.lax.optimization_barrier(noise)
 
 
 def local_columns(rows: Num[Array, "*shape W"], local: int) -> Num[Array, "*shape V"]:

@@ -41,10 +41,12 @@ def hand_made(tokens):
             start=3,
             candidate_tokens=np.array([[5, 6], [7, 8], [9, 4]], int32),
             candidate_log_probs=np.log(np.array([[0.6, 0.3], [0.5, 0.4], [0.9, 0.1]], np.float32)),
+            candidate_scores=np.log(np.array([[0.6, 0.3], [0.5, 0.4], [0.9, 0.1]], np.float32)),
             tokens=np.array([1, 5, 7, 8], int32),
             parents=np.array([-1, 0, 1, 1], int32),
             depths=np.array([0, 1, 2, 2], int32),
             scores=np.zeros(4, np.float32),
+            tree_scores=np.zeros(4, np.float32),
             target_log_probs=np.zeros(4, np.float32),
             choices=np.array([5, 8, 4, 2], int32),
             path=np.array([0, 1, 3], int32),
@@ -87,7 +89,7 @@ def test_counts_by_the_order_below_the_parent():
 
     def selected(tokens):
         plain = hand_made(tokens)
-        return plain._replace(trace=plain.trace._replace(pair_log_probs=pairs.astype(np.float32)))
+        return plain._replace(trace=plain.trace._replace(pair_scores=pairs.astype(np.float32)))
 
     assert ranks_of(selected([5, 8, 2])).tolist() == [0, 0, NO_RANK]
     assert ranks_of(selected([6, 8, 4])).tolist() == [1, 1, 0]

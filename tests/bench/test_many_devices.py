@@ -5,7 +5,6 @@ import argparse
 import numpy as np
 import pytest
 
-from bench.acceptance.replay import Text, draft_along
 from bench.common.methods import PLAIN_METHOD
 from bench.common.pair import add_pair_arguments, describe_pair, load_pair
 from bench.common.report import measured_on
@@ -14,6 +13,7 @@ from bench.decode.measure import Bench
 from jetspec_jax import SamplingParams, generate_tree
 from tests.decode.tiny import save_tiny_pair
 from tests.meshes import need_devices
+from train.head.replay import Text, draft_along
 
 pytestmark = pytest.mark.wide
 
@@ -57,9 +57,9 @@ def test_the_pair_lies_where_the_command_line_says(load):
 
 
 def test_drafts_along_texts(load):
-    text = Text(PROMPTS[0], [1, 2, 3] * 9, 20, None)
+    text = Text(PROMPTS[0], [1, 2, 3] * 9, 20, None, SamplingParams(temperature=1.0, seed=3))
     found = [
-        draft_along(load(*places), [text], 3, implementation="xla").candidates
+        draft_along(*load(*places), [text], 3, implementation="xla").candidates
         for places in ((), ("--tensor-parallel-size", "2"))
     ]
     assert (found[0].tokens == found[1].tokens).all()

@@ -6,12 +6,13 @@ import pytest
 
 from bench.acceptance import command, replay
 from bench.acceptance.rejections import anchors_of, rejections
-from bench.acceptance.replay import Drafts, accepted_along, draft_along, rounds_along, write_texts
+from bench.acceptance.replay import accepted_along, rounds_along
 from bench.common.workload import Workload
 from jetspec_jax import SamplingParams, generate_tree
 from jetspec_jax.tree import Candidates, algorithm_of
 from tests.bench.conftest import random_workloads, text_prompt
 from tests.decode.tiny import TINY
+from train.head.replay import Drafts, draft_along, write_texts
 
 pytestmark = pytest.mark.wide
 
@@ -31,8 +32,9 @@ def work(pair):
 
 @pytest.fixture(scope="module")
 def drafts(pair, work):
-    texts = write_texts(pair, work, batch=3, implementation="xla")
-    return draft_along(pair, texts, 5, implementation="xla")
+    requests = work.ids, work.params, work.routing
+    texts = write_texts(pair.target, pair.head.config.depth, *requests, batch=3, implementation="xla")
+    return draft_along(*pair, texts, 5, implementation="xla")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,9 @@ import pytest
 
 from jetspec_jax import SamplingParams, Target, generate, generate_tree, logits
 from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.sampling.choice import gumbel_noise
+from jetspec_jax.sampling.drafting import DraftScoring
+from jetspec_jax.sampling.slots import Sampling
 from jetspec_jax.tree import accept, build_tree
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, first_difference, gap_of_difference, gaps
@@ -265,7 +268,11 @@ def test_oracle_paths_are_deep_and_scattered(draws, ties):
             lengths += output.accept_lengths
         # Of as many slots for every shape, so that one program makes the rows of all.
         weights = planted(draw.prompts, draw.free, MOST_SLOTS, draw.seed)
-        path = accepted_paths(weights, np.array(slot), np.array(position), scattering(draw.settings))
+        of_members = [Sampling.of(own) for own in (*draw.params, *[SamplingParams(seed=0)] * MOST_SLOTS)]
+        sampling = jax.tree.map(lambda *own: np.stack(own), *of_members[:MOST_SLOTS])
+        path = accepted_paths(
+            weights, np.array(slot), np.array(position), scattering(draw.settings), sampling
+        )
         assert ((path >= 0).sum(1) == lengths).all(), f"draw {draw.seed}"
         accepted += lengths
         scattered += ((path != np.arange(path.shape[1])) & (path >= 0)).any(1).tolist()
@@ -274,13 +281,15 @@ def test_oracle_paths_are_deep_and_scattered(draws, ties):
     assert np.mean(scattered) >= 0.5
 
 
-def accepted_paths(weights, slot, position, settings, chunk=64):
-    """Paths ``[R, D + 1]`` of R rounds, in chunks of one size."""
+def accepted_paths(weights, slot, position, settings, sampling, chunk=64):
+    """Paths ``[R, D + 1]`` of R rounds, in chunks of one size; each slot has its request's settings."""
     paths = [np.zeros((0, ORACLE.depth + 1), int)]
     for start in range(0, len(slot), chunk):
         part = slice(start, start + chunk)
         pad = (0, chunk - len(slot[part]))
-        rows, choices_at = _rows(weights, np.pad(slot[part], pad), np.pad(position[part], pad))
+        slots = np.pad(slot[part], pad)
+        of_rounds = jax.tree.map(lambda of_slots, slots=slots: jnp.asarray(of_slots[slots]), sampling)
+        rows, choices_at = _rows(weights, slots, np.pad(position[part], pad), of_rounds)
         tree = build_tree(
             rows,
             jnp.zeros(chunk, jnp.int32),
@@ -295,10 +304,12 @@ def accepted_paths(weights, slot, position, settings, chunk=64):
 
 
 @jax.jit
-def _rows(weights, slot, position):
+def _rows(weights, slot, position, sampling):
     depths = jnp.arange(ORACLE.depth + 1)[None, :]
+    noise = gumbel_noise(sampling.key, position + 1, ORACLE.depth, local=ORACLE.vocab_size)
+    rows = DraftScoring(sampling.temperature, noise).perturbed(ORACLE.rows(weights, slot, position))
     # A node at depth d emits the token d + 1 behind the anchor.
-    return ORACLE.rows(weights, slot, position), weights.truth[slot[:, None], position[:, None] + 1 + depths]
+    return rows, weights.truth[slot[:, None], position[:, None] + 1 + depths]
 
 
 @jax.jit

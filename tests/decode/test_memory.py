@@ -170,6 +170,7 @@ def test_the_workspace_of_a_device_is_at_least_what_xla_reserves(parts):
     ("slots", "budget", "capacity", "changes"),
     [
         (1, 64, 128, {"vocab_size": 8192}),  # logits
+        (4, 8, 128, {"vocab_size": 8192}),  # noise and draft rows, as many as nodes
         wide(2, 128, 2048, {}),  # scores
         (2, 32, 4096, {"layers": with_windows(TINY, 8, 100).layers}),  # pages and scores of rings
         wide(1, 256, 128, {"layers": with_mlp(TINY, 2048).layers}),  # activations

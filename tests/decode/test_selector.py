@@ -51,15 +51,20 @@ class SelectingOracle(OracleProposer):
 
     selected: int | None = CANDIDATES
 
-    def select(self, weights, state, target, anchors, slots, count, depth=None):
-        drafted = top_candidates(self.propose(weights, state, target, anchors, slots, depth), count)
+    def select(self, weights, state, target, anchors, slots, count, depth, scoring):
+        adjusted = scoring.adjusted(self.propose(weights, state, target, anchors, slots, depth))
+        drafted = top_candidates(adjusted, count, scoring.perturbed(adjusted))
         key = jax.random.fold_in(jax.random.key(weights.seed), jnp.sum(anchors))
         shape = (*drafted.tokens.shape, count)
         scores = 2 * jax.random.normal(key, shape)
         for i, value in enumerate((jnp.nan, -jnp.inf, jnp.inf)):
             hit = jax.random.uniform(jax.random.fold_in(key, i), shape) < 0.05
             scores = jnp.where(hit, value, scores)
-        return dataclasses.replace(drafted, pairs=pair_log_probs(drafted.log_probs, scores, tail=True))
+        return dataclasses.replace(
+            drafted,
+            pairs=pair_log_probs(drafted.log_probs, scores, tail=True),
+            draft_pairs=pair_log_probs(drafted.draft_log_probs, scores, tail=True),
+        )
 
 
 def traced(target, head, params, settings=None, **others):
@@ -80,8 +85,9 @@ def test_deep_paths_are_plain_decoding_s_tokens(target, params):
             parent = one.parents[node]
             assert one.scores[parent] > -np.inf
             places = [0, *[place_of(one, other) for other in range(1, len(one.tokens))]]
-            step = one.pair_log_probs[one.depths[parent], places[parent], places[node]]
-            np.testing.assert_allclose(one.scores[node], one.scores[parent] + step, rtol=1e-5, atol=1e-5)
+            pair = one.depths[parent], places[parent], places[node]
+            for sums, pairs in ((one.scores, one.pair_log_probs), (one.tree_scores, one.pair_scores)):
+                np.testing.assert_allclose(sums[node], sums[parent] + pairs[pair], rtol=1e-5, atol=1e-5)
 
 
 def place_of(one, node):
@@ -100,7 +106,7 @@ def test_scores_of_zero_give_the_trees_of_the_head_without(target, algorithm):
     assert completion == expected
     for one, other in zip(ours, theirs, strict=True):
         assert one.pair_log_probs is not None
-        for name in ("tokens", "parents", "depths", "scores", "path"):
+        for name in ("tokens", "parents", "depths", "scores", "tree_scores", "path"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
 
 

@@ -10,6 +10,8 @@ from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.inspect.forward import next_token_logits
 from jetspec_jax.inspect.trace import _target_log_probs, trace_rounds
+from jetspec_jax.sampling.choice import gumbel_noise
+from jetspec_jax.sampling.slots import Sampling
 from jetspec_jax.tree import TokenTree
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
@@ -35,15 +37,26 @@ def head():
     return random_head(CONFIG, 1)
 
 
+def scored(rows, params, start):
+    """Draft rows below an anchor as a request ranks them: with the noise of its samples."""
+    key, first = jnp.asarray(Sampling.of(params).key)[None], jnp.array([start + 1])
+    noise = gumbel_noise(key, first, len(rows), local=rows.shape[1])[0]
+    return jax.nn.log_softmax(rows + params.temperature * noise)
+
+
 def drain(trace):
     """All rounds of a trace, and the completion."""
     return list(trace), trace.completion
 
 
 @pytest.fixture(scope="module", params=[GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def traced(request, target):
+def params(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def traced(target, params):
     """Rounds whose trees hold what follows among decoys, so that paths are deep and branch."""
-    params = request.param
     free = SamplingParams(
         max_tokens=NEW_TOKENS + ORACLE.depth + 1,
         ignore_eos=True,
@@ -79,15 +92,17 @@ def test_trees_and_paths_are_consistent(traced):
     for one in traced[2]:
         nodes = range(1, len(one.tokens))
         assert one.parents[0] == -1
-        assert one.depths[0] == one.scores[0] == one.target_log_probs[0] == 0
+        assert one.depths[0] == one.scores[0] == one.tree_scores[0] == one.target_log_probs[0] == 0
         for node in nodes:
             parent = one.parents[node]
             assert 0 <= parent < node
             assert one.depths[node] == one.depths[parent] + 1
             row = one.depths[parent]
             [rank] = np.flatnonzero(one.candidate_tokens[row] == one.tokens[node])
-            step = one.candidate_log_probs[row, rank]
-            np.testing.assert_allclose(one.scores[node], one.scores[parent] + step, rtol=1e-5, atol=1e-5)
+            steps = (one.scores, one.candidate_log_probs), (one.tree_scores, one.candidate_scores)
+            for sums, of_rows in steps:
+                step = of_rows[row, rank]
+                np.testing.assert_allclose(sums[node], sums[parent] + step, rtol=1e-5, atol=1e-5)
         assert one.path[0] == 0
         assert one.parents[one.path[1:]].tolist() == one.path[:-1].tolist()
         assert one.committed.tolist() == one.choices[one.path].tolist()
@@ -111,29 +126,30 @@ def test_target_log_probs_are_those_of_plain_forwards(target, traced):
         np.testing.assert_allclose(one.target_log_probs[node], wanted, atol=1e-4)
 
 
-def test_candidates_are_the_best_of_the_proposer_s_rows(traced):
+def test_candidates_are_the_best_of_the_proposer_s_rows(traced, params):
     weights, _, rounds, _ = traced
     draft = jax.jit(ORACLE.rows)
     for one in rounds[:2]:
-        rows = draft(weights, np.zeros(1, np.int32), np.array([one.start], np.int32))
-        log_probs = np.asarray(jax.nn.log_softmax(rows))[0]
-        best = np.argsort(-log_probs, axis=-1, kind="stable")[:, : SETTINGS.width]
-        assert one.candidate_tokens.tolist() == best.tolist()
-        np.testing.assert_allclose(
-            one.candidate_log_probs, np.take_along_axis(log_probs, best, axis=-1), atol=1e-5
-        )
+        [rows] = draft(weights, np.zeros(1, np.int32), np.array([one.start], np.int32))
+        assert_best(one, rows, params, 1e-5)
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def assert_best(one, rows, params, atol):
+    """A round's candidates are the best of draft rows, with the probabilities of both kinds."""
+    scores = np.asarray(scored(rows, params, one.start))
+    best = np.argsort(-scores, axis=-1, kind="stable")[:, : SETTINGS.width]
+    assert one.candidate_tokens.tolist() == best.tolist()
+    for found, whole in ((one.candidate_scores, scores), (one.candidate_log_probs, jax.nn.log_softmax(rows))):
+        np.testing.assert_allclose(found, np.take_along_axis(np.asarray(whole), best, axis=-1), atol=atol)
+
+
 def test_with_a_draft_head_tokens_are_generate_tree_s(target, head, params):
     rounds, completion = drain(trace_rounds(target, head, PROMPT, params, SETTINGS))
     [expected] = generate_tree(target, head, [PROMPT], params, budget=SETTINGS.budget, width=SETTINGS.width)
     assert completion == expected
     one = rounds[1]
     rows = draft_logits(target, head, [[*PROMPT, *expected.token_ids][: one.start + 1]])
-    log_probs, tokens = jax.lax.top_k(jax.nn.log_softmax(rows[0]), SETTINGS.width)
-    assert one.candidate_tokens.tolist() == tokens.tolist()
-    np.testing.assert_allclose(one.candidate_log_probs, log_probs, atol=1e-4)
+    assert_best(one, rows[0], params, 1e-4)
 
 
 def test_plain_rounds_have_the_anchor_alone(target):

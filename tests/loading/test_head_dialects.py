@@ -129,11 +129,38 @@ class TestDflash:
             ),
             (with_dflash(projector_type="domino"), "projector_type='domino' changes the model"),
             (HEAD | {"logit_scale": 2.0}, "logit_scale=2.0 changes the model"),
+            *(
+                (
+                    with_dflash(draft_scales=scales),
+                    "^config.json: dflash_config: draft_scales must be .* 3 numbers from 0.001 to 1000, not ",
+                )
+                for scales in (
+                    [1.0, 1.0],
+                    [1.0] * 4,
+                    [1.0, 0.0, 1.0],
+                    [1.0, -1.0, 1.0],
+                    [1.0, float("nan"), 1.0],
+                    [1.0, float("inf"), 1.0],
+                    [1.0, 10**400, 1.0],
+                    [1.0, 1e-45, 1.0],
+                    [1.0, True, 1.0],
+                    [1.0, "1", 1.0],
+                    [],
+                    1.0,
+                    {},
+                )
+            ),
+            (HEAD | {"draft_scales": [1.0] * 3}, "unknown .*draft_scales"),
         ],
     )
     def test_refused(self, raw, complaint):
         with pytest.raises(ValueError, match=complaint):
             parse_draft_head_config(raw)
+
+    def test_scales_of_every_depth(self):
+        assert parse_draft_head_config(HEAD).draft_scales is None
+        found = parse_draft_head_config(with_dflash(draft_scales=[1, 0.5, 2.0]))
+        assert found == replace(parse_draft_head_config(HEAD), draft_scales=(1.0, 0.5, 2.0))
 
     @pytest.mark.parametrize(
         ("keys", "expected"),
