@@ -10,6 +10,7 @@ from jetspec_jax.cli.parser import Parser
 from jetspec_jax.cli.quiet import show_own_log
 from jetspec_jax.device.joining import leave
 from train.data import command as data
+from train.head import calibrate
 from train.head import command as head
 from train.loop.stages import OutOfTime
 from train.smollm2 import command as smollm2
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="where compiled programs are kept (default: auto, on a GPU the user's cache folder)",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (data, head, smollm2):
+    for module in (data, head, calibrate, smollm2):
         module.add_command(commands)
     parser.refuse_replaced(sys.argv[1:] if arguments is None else arguments, REPLACED)
     parsed = parser.parse_args(arguments)

@@ -7,6 +7,7 @@ candidates may be children of one node.
 
 import argparse
 import itertools
+from pathlib import Path
 from typing import Any
 
 from bench.acceptance.rejections import anchors_of, rejection_tables, rejections
@@ -29,6 +30,7 @@ from jetspec_jax import enable_compilation_cache
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.progress import Progress
 from jetspec_jax.tree import algorithm_of
+from train.head.calibration import chosen_along, curves_of, draw_calibration, table_of
 from train.head.replay import Drafts, draft_along, write_texts
 
 
@@ -43,6 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--batch", type=int, default=32, help="most prompts decoded at a time (default: 32)")
     add("--dtype", default="auto", help="auto, float32 or bfloat16")
+    add(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="also compare the probabilities that the head says with what the target chose, by depth, and "
+        "draw both to this file",
+    )
     add_report_arguments(parser, "acceptance")
 
 
@@ -62,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     pair = load_pair(arguments, arguments.dtype, trees.values())
     works = make_workloads(arguments, pair.target, prompts, arguments.temperatures, batch=arguments.batch)
     implementation, budgets = arguments.implementation, sorted(set(arguments.budgets))
-    rows = []
+    rows, curves = [], {}
     with Progress(total=len(works) * (2 + len(trees)), unit="step") as bar:
         for temperature, work in works.items():
             bar.set_description(f"T = {temperature:g}: decode")
@@ -78,6 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
                 count: draft_along(*pair, texts, count, implementation=implementation)
                 for count in (counts if alone else counts[-1:])
             }
+            if arguments.calibration:
+                curves[f"T = {temperature:g}"] = curves_of(chosen_along(drafts[counts[-1]]))
             bar.update()
             for (name, count), settings in trees.items():
                 bar.set_description(f"T = {temperature:g}: {name}, {count} candidates")
@@ -91,10 +102,15 @@ def run(arguments: argparse.Namespace) -> int:
         **describe_profile(arguments.profile),
         "rows": rows,
     }
+    if arguments.calibration:
+        report["calibration"] = {name: table_of(of_depths) for name, of_depths in curves.items()}
+        draw_calibration(curves, arguments.calibration, "What the head says, and what the target chose")
     title = f"{arguments.num_prompts} prompts x {arguments.max_tokens} tokens, {measured_on(report)}"
     from bench.acceptance.plot import draw_acceptance
 
     tables = _tables(rows, title) + rejection_tables(rows)
+    for name, found in report.get("calibration", {}).items():
+        tables.append((f"{name}: candidates that were said to be chosen, and that were", found))
     publish(arguments, report, tables, profile_notes(report), draw_acceptance)
     return 0
 

@@ -82,10 +82,11 @@ def test_rejections_of_hand_made_rounds():
     }
 
 
-def test_the_command_writes_a_report_and_a_picture(pair, report_of, monkeypatch, capsys):
+def test_the_command_writes_a_report_and_a_picture(pair, report_of, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(command, "load_pair", lambda *_: pair)
     monkeypatch.setattr(command, "make_workloads", random_workloads)
     words = "--num-prompts 2 --max-tokens 12 --budgets 16 9 --candidates 5 3 --algorithms top_nodes chain"
+    words += f" --calibration {tmp_path / 'calibration.png'}"
     report = report_of("acceptance", words + " --batch 2 --implementation xla")
     rows = {(r["temperature"], r["algorithm"], r["candidates"], r["budget"]): r for r in report["rows"]}
     assert len(rows) == 16
@@ -101,3 +102,9 @@ def test_the_command_writes_a_report_and_a_picture(pair, report_of, monkeypatch,
     out = capsys.readouterr().out
     assert out.count("tokens per round, by budget") == 2
     assert out.count("rejected tokens by") == 4
+    # A row of five candidates is said to have at most one that is chosen.
+    for by_depth in report["calibration"].values():
+        assert by_depth[0]["said"] > 0
+        assert all(row["observed"] <= 24 for row in by_depth)
+    assert len(report["calibration"]) == 2
+    assert (tmp_path / "calibration.png").stat().st_size > 1000

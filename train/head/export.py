@@ -1,6 +1,6 @@
 """Writes a draft head's folder for an engine: from a training run, or from another folder."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ def export_head(
     *,
     target: str | None = None,
     without_selector: bool = False,
+    draft_scales: Sequence[float] | None = None,
     ignore_config_keys: Collection[str] = (),
 ) -> None:
     """Writes a copy of a draft head for an engine; each parameter keeps its dtype and bits.
@@ -43,6 +44,7 @@ def export_head(
         target: The head's target: the source of its name in configs that have it, and of its number of layers
             if the head's config lacks it.
         without_selector: Whether to drop the head's selector, which it must have.
+        draft_scales: Scales of the head's errors, in place of those in its config; None changes none.
         ignore_config_keys: Unknown keys of either ``config.json`` to ignore.
 
     Raises:
@@ -59,6 +61,8 @@ def export_head(
     if without_selector:
         raw, config = _without_selector(str(head), raw, config)
     raw = _config_for(engine, raw, config, target, ignore_config_keys)
+    if draft_scales is not None:
+        raw["dflash_config"]["draft_scales"] = list(draft_scales)
     _save(out, raw, nnx.traversals.unflatten_mapping(found.opened()), None, ignore_config_keys)
 
 

@@ -12,6 +12,7 @@ from jetspec_jax.inspect.describe import describe
 from tests.decode.test_goldens import GOLDENS
 from tests.loading.published import HEAD, with_dflash
 from train.command import main
+from train.head.config import with_selector
 from train.head.engines import ENGINES, Verifier, engine_json
 
 #: As many tokens as in `tests.decode.test_goldens`, whose compiled programs are used again.
@@ -128,6 +129,16 @@ def test_every_dialect_becomes_every_other(dialect, engine):
     assert dataclasses.replace(found, num_target_layers=3) == config
     if engine != "speculators" and dialect != "speculators":
         assert again == first
+
+
+def test_scales_are_read_back():
+    raw = with_dflash(draft_scales=[1.0, 0.5, 2.0], selector_rank=2, selector_top_k=5)
+    config = parse_draft_head_config(raw)
+    assert config.draft_scales == (1.0, 0.5, 2.0)
+    assert parse_draft_head_config(engine_json("jetspec", raw, config)) == config
+    # They were fitted with the selector.
+    without = parse_draft_head_config(with_selector(raw, None))
+    assert (without.selector, without.draft_scales) == (None, None)
 
 
 def test_what_is_written_of_the_target():
