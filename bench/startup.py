@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 _NOTES = [
     "Seconds since the models were loaded: until any request can be served, until the first answer is whole, "
-    "until all programs are compiled, and until round times are measured too.",
+    "until all programs are compiled, and until a warm-up that waits for them returns.",
     "The stages are sums over all programs; tracing and lowering hold the interpreter, compiling does not.",
 ]
 

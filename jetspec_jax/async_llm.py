@@ -4,7 +4,6 @@ import asyncio
 import math
 import time
 import uuid
-import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,29 +17,24 @@ from jetspec_jax.arguments import (
     refuse_unknown,
     shown,
 )
-from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import serving_algorithm
 from jetspec_jax.device.compilations import Compilations
 from jetspec_jax.device.memory import DeviceMemoryError
-from jetspec_jax.device.processes import is_first, spans
+from jetspec_jax.device.mesh import without_mesh
 from jetspec_jax.engine.admission import CheckedRequest, check_models, check_request
-from jetspec_jax.engine.broadcast import send_end, sends
-from jetspec_jax.engine.compiler import Compiler
+from jetspec_jax.engine.engine import EngineClosed
+from jetspec_jax.engine.engines import Engines
 from jetspec_jax.engine.logprobs import Logprob
+from jetspec_jax.engine.memory import with_slots_that_fit
 from jetspec_jax.engine.output import Completion, Output, Round
-from jetspec_jax.engine.persistent import plan_persistent
-from jetspec_jax.engine.programs import Kind
 from jetspec_jax.engine.prompts import Prompt
 from jetspec_jax.engine.request import EngineFailed, Request
-from jetspec_jax.engine.serving import BAR, Group, groups_of, least_busy
-from jetspec_jax.engine.size import MAX_SLOTS
-from jetspec_jax.engine.stats import EngineStats, Tally
-from jetspec_jax.engine.worker import run_worker
-from jetspec_jax.llm import LLM, kinds_to_compile, refuse_keywords
+from jetspec_jax.engine.size import MAX_SLOTS, MOST_SLOTS
+from jetspec_jax.engine.stats import EngineStats
+from jetspec_jax.llm import LLM, refuse_keywords
 from jetspec_jax.sampling.params import SamplingParams
-from jetspec_jax.tree import Hints
-from jetspec_jax.tree.routing import deprecate_hints, hints_of_each
 from jetspec_jax.vllm_names import ENGINE
+from pallas_kernels.dispatch import gpu_problem
 
 #: Default length limit of the waiting queue.
 MAX_WAITING = 1024
@@ -90,7 +84,7 @@ class Delta:
 class AsyncLLM:
     """Serves requests that arrive at any time, with one engine for all of them.
 
-    It may be used from several event loops at once, and beside an `LLM` of the same target.
+    It may be used from several event loops at once. Its attribute ``llm`` is an `LLM` with the same engine.
 
     If several processes share the models, all of them make an `AsyncLLM` with the same settings. Process 0
     serves requests, and the workers call `follow`.
@@ -102,6 +96,7 @@ class AsyncLLM:
                 print(delta.text, end="")
     """
 
+    @without_mesh
     def __init__(
         self,
         *models: Any,
@@ -134,29 +129,17 @@ class AsyncLLM:
         check_integer("max_waiting", max_waiting, 1)
         max_slots = either("max_slots", max_slots, "max_num_seqs", max_num_seqs)
         capacity = either("capacity", capacity, "max_model_len", max_model_len)
-        slots = MAX_SLOTS if max_slots is None else max_slots
         if settings.get("algorithm") is None:
             settings["algorithm"] = serving_algorithm()
+        xla = settings.get("implementation") == "xla" or gpu_problem() is not None
+        slots = (MAX_SLOTS if xla else MOST_SLOTS) if max_slots is None else max_slots
         self.llm = LLM(*models, max_slots=slots, capacity=capacity, **settings)
-        target: Target = self.llm.target
-        head: Head | None = self.llm.draft_head
-        plan = plan_persistent(
-            target,
-            head,
-            self.llm.settings,
-            max_slots=max_slots,
-            capacity=capacity,
-            implementation=settings.get("implementation"),
-        )
-        self._capacity, self._slots = plan.size.capacity, plan.size.slots
-        self._plan, self._compilations = plan, Compilations()
-        self._max_waiting, self._closed = max_waiting, False
-        self._groups = groups_of(target, head)
-        # Calls of an `LLM` join these calls' engine.
-        self._server_calls = [group.call(plan) for group in self._groups]
-        for call in self._server_calls:
-            call.loop.server, call.loop.tally = weakref.ref(call), Tally()
-            call.loop.has_workers = sends(target.mesh)
+        target, head, plan = self.llm.target, self.llm.draft_head, self.llm.engines.plan
+        if max_slots is None:
+            plan = with_slots_that_fit(plan, target.meshes)
+        self._plan = plan
+        self.llm.engines = self._engines = Engines(target, head, plan, owner="AsyncLLM")
+        self._compilations, self._max_waiting = Compilations(), max_waiting
         # Running requests by id, and how to abort them.
         self._running: dict[str, tuple[Sequence[Request], Callable[[], object]]] = {}
 
@@ -171,7 +154,7 @@ class AsyncLLM:
     @property
     def slots(self) -> int:
         """Requests that decode at the same time, per copy of the models."""
-        return self._slots
+        return self._plan.size.slots
 
     @property
     def num_spec_tokens(self) -> int:
@@ -182,12 +165,12 @@ class AsyncLLM:
     @property
     def has_workers(self) -> bool:
         """Whether several processes share the models."""
-        return spans(self.llm.target.mesh)
+        return self._engines.workers.there
 
     @property
     def errored(self) -> bool:
         """Whether the last dispatch failed; a later request makes a new engine."""
-        return any(group.loop.failed for group in self._groups)
+        return self._engines.failed
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> CheckedRequest:
         """Checks a request for a later `generate`, and encodes its text, which may take a while.
@@ -195,13 +178,13 @@ class AsyncLLM:
         Raises:
             Exception: As `generate`, for errors of the request.
         """
-        if isinstance(sampling_params, SamplingParams) and sampling_params.n > self._slots:
+        if isinstance(sampling_params, SamplingParams) and sampling_params.n > self.slots:
             raise ValueError(
-                f"n={sampling_params.n} completions of one prompt are more than the {self._slots} slots that "
+                f"n={sampling_params.n} completions of one prompt are more than the {self.slots} slots that "
                 "decode together: raise max_slots, or ask several times with other seeds"
             )
         check_models(self.llm.target, self.llm.draft_head)
-        return check_request(self.llm.target, prompt, sampling_params, capacity=self._capacity)
+        return check_request(self.llm.target, prompt, sampling_params, capacity=self._plan.size.capacity)
 
     async def generate(
         self,
@@ -212,7 +195,6 @@ class AsyncLLM:
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str | None = None,
-        routing: Hints | None = None,
         budget: int | None = None,
         **unknown: object,
     ) -> AsyncGenerator[Delta, None]:
@@ -228,7 +210,6 @@ class AsyncLLM:
             priority: Lower numbers are served first.
             timeout: Seconds from now until the request fails, at least 0; None is no limit.
             cache_salt: Pages are shared only among requests with the same salt.
-            routing: As for `LLM.generate`.
             budget: Most nodes of its trees, root included, at most the LLM's; 1 is plain decoding, once all
                 requests that decode beside it want no more. None is the LLM's.
             **unknown: Refused, as by `LLM.generate`.
@@ -247,8 +228,7 @@ class AsyncLLM:
             RuntimeError: This `AsyncLLM` is closed.
         """
         refuse_keywords(self.generate, unknown)
-        deprecate_hints(routing)
-        self._check_first()
+        self._engines.check_open()
         check_type("request_id", request_id, str | None, "a name or None")
         check_type("cache_salt", cache_salt, str | None, "a text or None")
         check_integer("priority", priority, -(2**31), 2**31)
@@ -264,9 +244,8 @@ class AsyncLLM:
             checked = prompt
         else:
             checked = await asyncio.to_thread(self.check, prompt, sampling_params)
-        [hints] = hints_of_each(routing, 1, "prompts")
         name = uuid.uuid4().hex if request_id is None else request_id
-        requests = checked.requests(self.llm.settings, self._plan.decoder, hints, name)
+        requests = checked.requests(self.llm.settings, self._plan.decoder, request_id=name)
         loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[int, int] | str]()
         for number, request in enumerate(requests):
             request.arrival, request.deadline = arrival, deadline
@@ -282,13 +261,10 @@ class AsyncLLM:
         if self._running.setdefault(name, entry := (requests, end)) is not entry:
             raise ValueError(f"another request with the id {shown(name)} runs")
         timer = None
-        [group] = least_busy(self._groups, 1)
-        call = group.call(self._plan, requests)
         try:
-            self._check_open()  # a close from here on ends these requests too
-            call.loop.submit(call, self._max_waiting)
+            self._engines.submit(requests, self._max_waiting)
             if deadline is not None and deadline < math.inf:
-                # The engine checks deadlines too, but not during another call's work.
+                # The engine checks deadlines too, but not while it compiles.
                 timer = loop.call_later(deadline - time.monotonic(), news.put_nowait, _LATE)
             running = dict(enumerate(outputs))
             sent = [0] * len(outputs)
@@ -322,7 +298,8 @@ class AsyncLLM:
         except Exception as error:
             # Distinguishes engine errors from request errors of any type. A lack of memory keeps its own
             # type.
-            if error is call.error and not isinstance(error, DeviceMemoryError):
+            lost = any(request.lost and request.error is error for request in requests)
+            if lost and not isinstance(error, DeviceMemoryError | EngineClosed):
                 raise EngineFailed(str(error) or type(error).__name__) from error
             raise
         finally:
@@ -344,90 +321,27 @@ class AsyncLLM:
     async def warm_up(
         self, sampling_params: SamplingParams | None = None, *, background: bool = False
     ) -> None:
-        """Makes the engine and compiles all programs, with progress on a terminal.
-
-        Afterwards nothing compiles, except for requests with features that ``sampling_params`` does not use,
-        or with very many or long bad words.
-
-        Args:
-            sampling_params: Parameters like those of later requests, if they use masks, biases, penalties,
-                log-probabilities or structured outputs: the programs of all combinations are compiled too.
-            background: Whether to return as soon as any request can be served, in a larger shape than it
-                needs. The other programs are then compiled in the background; a later call without this waits
-                for them. Several processes that share the models compile everything first.
-
-        Raises:
-            DeviceMemoryError: The device cannot hold the engine.
-            Exception: An error of the engine or of the compiler.
-        """
-        self._check_first()
-        params = sampling_params or SamplingParams()
-        short, scores = kinds_to_compile(sampling_params), params.prompt_logprobs is not None
-        for group in self._groups:
-            await asyncio.to_thread(self._compile, group, Kind.of(params).parts, scores)
-        if background:
-            short = short[:1]
-        else:
-            await self._compiled()
-        # Short requests compile the other programs and allocate the arrays.
-        prompt = [0] * min(2, self._capacity - 1)
-        for params in short:
-            requests: list[Request] = []
-            try:
-                for group in self._groups:
-                    checked = self.check(prompt, params)
-                    copies_requests = checked.requests(self.llm.settings, self._plan.decoder)
-                    requests += copies_requests
-                    self._check_open()
-                    group.loop.submit(group.call(self._plan, copies_requests))
-                while any(request.open for request in requests):
-                    await asyncio.sleep(0.01)
-            finally:
-                for request in requests:
-                    request.cancel()
-            for request in requests:
-                if request.error is not None:
-                    raise request.error
-        # Round times are measured while nobody decodes.
-        while not background and any(
-            group.loop.warms_up and not group.loop.open_requests for group in self._groups
-        ):
-            await asyncio.sleep(0.01)
+        """As `LLM.warm_up`, for any number of requests."""
+        await asyncio.to_thread(self.llm.warm_up, None, sampling_params, background=background)
         self._compilations.restart()
 
     @property
     def warm(self) -> bool:
-        """Whether there are engines, which neither compile nor measure round times in the background."""
-        return all(group.loop.engine is not None and not group.loop.warms_up for group in self._groups)
+        """Whether there are engines, which compile nothing in the background."""
+        return self._engines.warm
 
     @property
     def seconds_left(self) -> float | None:
         """Estimated seconds until all programs are compiled; None if no estimate is possible yet."""
-        seconds = [compiler.seconds_left for compiler in self._compilers]
-        return None if None in seconds else max(filter(None, seconds), default=0.0)
+        return self._engines.seconds_left
 
     def stats(self) -> EngineStats:
         """Statistics of all copies together; from any thread, without waiting."""
-        start = EngineStats(compilations=self._compilations.count)
-        return sum((group.loop.stats(self._plan.size.num_pages) for group in self._groups), start)
+        return self._engines.stats() + EngineStats(compilations=self._compilations.count)
 
     def follow(self) -> None:
-        """Runs the batches of process 0 until it closes, in a worker: a process that shares its models.
-
-        It blocks, and no other call may use the models meanwhile. A worker waits for an idle process 0 as
-        long as that lives.
-
-        Raises:
-            ValueError: This is process 0, or it shares its models with no other process.
-            RuntimeError: An error ended process 0.
-            OutOfStep: Process 0 does something else.
-        """
-        if not self.has_workers:
-            raise ValueError("this process shares its models with no other process, so it is not a worker")
-        if is_first():
-            raise ValueError("process 0 serves requests; call follow() in the other processes only")
-        [call] = self._server_calls
-        run_worker(call)
+        """As `LLM.follow`."""
+        self.llm.follow()
 
     async def close(self) -> None:
         """Fails all requests and ends the engine's thread; the models stay loaded."""
@@ -435,60 +349,7 @@ class AsyncLLM:
 
     def shutdown(self) -> None:
         """As `close`, but blocks; vLLM's name."""
-        self._closed = True
-        entries = tuple(self._running.values())
-        for request in [request for requests, _ in entries for request in requests]:
-            request.fail(RuntimeError("this AsyncLLM was closed"))
-        calls, self._server_calls = self._server_calls, []
-        for loop in [call.loop for call in calls]:
-            if (engine := loop.engine) is not None:
-                engine.stop_background()
-            loop.settle()
-            if loop.has_workers:
-                loop.has_workers = False
-                send_end()
-
-    def _compile(self, group: Group, kinds: Sequence[Kind], scores: bool) -> None:
-        """Makes the engine and begins to compile; blocks."""
-        self._check_open()
-        loop, plan = group.loop, self._plan.on(group.target.mesh)
-
-        def begin() -> None:
-            if loop.engine is not None:
-                loop.engine.compile(kinds, scores=scores, wait=False)
-
-        loop.run(begin, plan, group.weights)
-
-    async def _compiled(self) -> None:
-        """Waits until nothing is left to compile, with a bar for all copies.
-
-        Raises:
-            Exception: An error of the compiler.
-        """
-        compilers = self._compilers
-        with BAR(total=sum(each.left for each in compilers), desc="compiling", unit=" programs") as bar:
-            while left := sum(each.left for each in compilers):
-                bar.update(bar.total - left - bar.n)
-                await asyncio.sleep(0.01)
-        for compiler in compilers:
-            compiler.wait()
-
-    @property
-    def _compilers(self) -> list[Compiler]:
-        engines = [group.loop.engine for group in self._groups]
-        return [engine.compiler for engine in engines if engine is not None]
-
-    def _check_open(self) -> None:
-        # An error of the engine ends the workers; without them no request can be served.
-        workers_lost = sends(self.llm.target.mesh) and not all(
-            call.loop.has_workers for call in self._server_calls
-        )
-        if self._closed or workers_lost:
-            raise RuntimeError("this AsyncLLM is closed")
-
-    def _check_first(self) -> None:
-        if self.has_workers and not is_first():
-            raise ValueError("requests go to process 0; this process is a worker: call follow()")
+        self.llm.close()
 
 
 def _notifier(

@@ -1,20 +1,26 @@
 """Plain decoding and tree decoding of a list of prompts, from token ids to completions."""
 
+import contextlib
 from collections.abc import Iterable, Sequence
 
-from jetspec_jax.arguments import check_type
+from jetspec_jax.arguments import check_type, refuse_unknown
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import DEFAULT_BUDGET, PLAIN, TreeSettings
-from jetspec_jax.engine.admission import plan_requests
+from jetspec_jax.device.mesh import without_mesh
+from jetspec_jax.device.processes import spans
+from jetspec_jax.engine.admission import check_models, make_requests
+from jetspec_jax.engine.engines import Engines
 from jetspec_jax.engine.output import Completion
+from jetspec_jax.engine.planning import plan_engine
 from jetspec_jax.engine.prompts import Prompt
-from jetspec_jax.engine.serving import serve
+from jetspec_jax.engine.serving import complete
 from jetspec_jax.engine.size import MAX_SLOTS
 from jetspec_jax.sampling.params import SamplingParams
-from jetspec_jax.tree import DEFAULT_ALGORITHM, Algorithm, Hints
-from jetspec_jax.tree.routing import deprecate_hints
+from jetspec_jax.tree import DEFAULT_ALGORITHM, Algorithm
+from jetspec_jax.tree.routing import ROUTING_INSTEAD
 
 
+@without_mesh
 def generate(
     target: Target,
     prompts: Prompt | Iterable[Prompt],
@@ -40,9 +46,10 @@ def generate(
         ValueError: A request cannot be served; then nothing has been generated.
         DeviceMemoryError: The device cannot hold the stores and a round's workspace.
     """
-    return _run(target, None, PLAIN, prompts, sampling_params, None, max_slots, implementation)
+    return _run(target, None, PLAIN, prompts, sampling_params, max_slots, implementation)
 
 
+@without_mesh
 def generate_tree(
     target: Target,
     draft_head: Head,
@@ -54,9 +61,9 @@ def generate_tree(
     depth: int | None = None,
     algorithm: str | Algorithm = DEFAULT_ALGORITHM,
     candidates: int | None = None,
-    routing: Hints | Sequence[Hints | None] | None = None,
     max_slots: int = MAX_SLOTS,
     implementation: str | None = None,
+    **unknown: object,
 ) -> list[Completion]:
     """Tree decoding: the same tokens as `generate`, in fewer forwards of the target.
 
@@ -72,10 +79,9 @@ def generate_tree(
             from `jetspec_jax.tree.get_algorithm`.
         candidates: Number of candidate tokens per draft row; None is the width, or without one the
             algorithm's default.
-        routing: Deprecated: an option of the tree algorithms that read it. Hints for all prompts, or for
-            each: mappings with any of "task", "mode" and "text".
         max_slots: Most prompts that decode at the same time, per copy of the target.
         implementation: Tree attention implementation; None picks the best.
+        **unknown: Refused.
 
     Raises:
         TypeError: A value has a wrong type.
@@ -83,10 +89,10 @@ def generate_tree(
             served; then nothing has been generated.
         DeviceMemoryError: The device cannot hold the stores and a round's workspace.
     """
-    deprecate_hints(routing)
+    refuse_unknown(generate_tree, unknown, {"routing": ROUTING_INSTEAD})
     check_type("the draft head", draft_head, Head, "a Head, as load_draft_head returns it")
     settings = TreeSettings(budget, width, depth, algorithm, candidates)
-    return _run(target, draft_head, settings, prompts, sampling_params, routing, max_slots, implementation)
+    return _run(target, draft_head, settings, prompts, sampling_params, max_slots, implementation)
 
 
 def _run(
@@ -95,18 +101,20 @@ def _run(
     settings: TreeSettings,
     prompts: Prompt | Iterable[Prompt],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    routing: Hints | Sequence[Hints | None] | None,
     max_slots: int,
     implementation: str | None,
 ) -> list[Completion]:
-    plan, requests = plan_requests(
-        target,
-        head,
-        settings,
-        prompts,
-        sampling_params,
-        routing,
-        max_slots=max_slots,
-        implementation=implementation,
-    )
-    return serve(target, head, plan, requests)
+    """Makes engines, serves the prompts, and closes the engines."""
+    check_models(target, head)
+    if spans(target.mesh):
+        raise ValueError(
+            "several processes share the target: use LLM, whose process 0 generates while the others call "
+            "follow()"
+        )
+    models = target.config, None if head is None else head.config
+    options = {"slots": max_slots, "implementation": implementation, "mesh": target.mesh}
+    plan = plan_engine(*models, settings, target.dtype, **options)
+    requests = make_requests(target, plan, settings, prompts, sampling_params)
+    engines = Engines(target, head, plan, longer_slots=True, fewer_slots=True)
+    with contextlib.closing(engines):
+        return complete(engines, requests, target.tokenizer)

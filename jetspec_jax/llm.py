@@ -34,22 +34,22 @@ from jetspec_jax.demo import DEMO
 from jetspec_jax.device.compilation_cache import enable_compilation_cache
 from jetspec_jax.device.groups import Meshes, describe_meshes, meshes_for, say_unused
 from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
+from jetspec_jax.device.mesh import without_mesh
 from jetspec_jax.device.processes import spans
-from jetspec_jax.engine.admission import check_places, check_single, plan_requests
-from jetspec_jax.engine.agreement import check_alike_engines
-from jetspec_jax.engine.loop import loop_for
+from jetspec_jax.engine.admission import check_models, check_places, check_single, make_requests
+from jetspec_jax.engine.engines import Engines
 from jetspec_jax.engine.memory import check_engine_memory
 from jetspec_jax.engine.output import Completion
-from jetspec_jax.engine.planning import EnginePlan, plan_calls
+from jetspec_jax.engine.planning import plan_engine
 from jetspec_jax.engine.programs import Kind
 from jetspec_jax.engine.prompts import Prompt, encode_chat, naming, read_prompt, templated
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.serving import BAR, compile_ahead, groups_of, least_busy, serve
-from jetspec_jax.engine.size import DEFAULT_CAPACITY, MAX_SLOTS, powers
-from jetspec_jax.engine.stream import Stream
+from jetspec_jax.engine.serving import BAR, Stream, complete
+from jetspec_jax.engine.size import MAX_SLOTS
+from jetspec_jax.engine.worker import check_alike
 from jetspec_jax.sampling.params import SamplingParams
-from jetspec_jax.tree import Algorithm, Hints
-from jetspec_jax.tree.routing import deprecate_hints
+from jetspec_jax.tree import Algorithm
+from jetspec_jax.tree.routing import ROUTING_INSTEAD
 from jetspec_jax.vllm_names import CALLS, ENGINE
 
 _log = logging.getLogger("jetspec_jax")
@@ -76,6 +76,7 @@ class LLM:
         [completion] = llm.generate(["def copy(self):"], SamplingParams(max_tokens=64))
     """
 
+    @without_mesh
     def __init__(
         self,
         target: str | Path | Target = UNNAMED,
@@ -87,7 +88,7 @@ class LLM:
         depth: int | None = None,
         algorithm: str | Algorithm | None = None,
         candidates: int | None = None,
-        dtype: str = "auto",
+        dtype: Any = "auto",
         capacity: int | None = None,
         max_model_len: int | None = None,
         max_slots: int | None = None,
@@ -213,27 +214,53 @@ class LLM:
         if isinstance(ours, Source):
             ours = with_storage(ours, *meshes)
             config = unread[TARGET_WEIGHTS] = ours.target_config
-        self._capacity, self._max_slots = capacity, max_slots
-        options = {"max_slots": max_slots, "capacity": capacity, "implementation": implementation}
-        self._plan = plan = plan_calls(
-            config, head_config, self.settings, stores_dtype, **options, mesh=meshes[0]
+        self._capacity = capacity
+        plan = plan_engine(
+            config,
+            head_config,
+            self.settings,
+            stores_dtype,
+            slots=max_slots,
+            capacity=capacity,
+            implementation=implementation,
+            mesh=meshes[0],
         )
-        if spans(meshes[0]):
-            check_alike_engines(plan)
-        # A loaded target may have an engine, which serves or is replaced: a new engine is checked when it is
-        # made.
-        if not isinstance(ours, Target) or loop_for(ours).engine is None:
-            alone = replace(plan, size=plan.size.with_slots(1))  # an engine has the slots that fit
-            for group in meshes:
-                check_engine_memory(
-                    alone.on(group),
-                    lambda mesh: {name: weight_bytes(kind, resolved, mesh) for name, kind in unread.items()},
-                )
+        check_alike(plan)
+        alone = replace(plan, size=plan.size.with_slots(1))  # an engine has the slots that fit
+        for group in meshes:
+            check_engine_memory(
+                alone.on(group),
+                lambda mesh: {name: weight_bytes(kind, resolved, mesh) for name, kind in unread.items()},
+            )
         enable_compilation_cache(compilation_cache, together=spans(meshes[0]))
         if mesh is None and isinstance(ours, Source):
             say_unused(meshes)
         self.target = read_target(ours, *meshes) if isinstance(ours, Source) else ours
         self.draft_head = read_draft_head(head, self.target) if isinstance(head, Source) else head
+        self.engines = Engines(
+            self.target, self.draft_head, plan, longer_slots=capacity is None, fewer_slots=True
+        )
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Fails all requests, and frees the engines' stores; the models stay loaded."""
+        self.engines.close()
+
+    def follow(self) -> None:
+        """Runs what process 0 runs, until it closes or ends; for all other processes that share the models.
+
+        It blocks, and no other call may use the models meanwhile.
+
+        Raises:
+            ValueError: This is process 0, or it shares its models with no other process.
+            OutOfStep: Process 0 does something else.
+        """
+        self.engines.follow()
 
     def __repr__(self) -> str:
         """The models, their devices, and the trees."""
@@ -243,11 +270,11 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Iterable[Prompt],
+        prompts: Prompt | Iterable[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        routing: Hints | Sequence[Hints | None] | None = None,
+        budget: int | None = None,
         **unknown: object,
     ) -> list[Completion]:
         """Completes prompts, texts or token ids, in batches.
@@ -258,8 +285,8 @@ class LLM:
             sampling_params: One for all prompts, or one for each.
             use_tqdm: Whether to show a progress bar in long calls on a terminal; or a function that makes a
                 bar, called like tqdm.
-            routing: Deprecated: an option of the tree algorithms that read it. Hints for all prompts, or for
-                each: mappings with any of "task", "mode" and "text".
+            budget: Most nodes of these trees, root included, at most the LLM's, which None means; 1 is plain
+                decoding.
             **unknown: Refused: sampling settings go into ``sampling_params``.
 
         Returns:
@@ -268,11 +295,13 @@ class LLM:
         Raises:
             TypeError: A prompt or a setting has a wrong type, or is unknown.
             ValueError: A request cannot be served; then nothing has been generated.
-            DeviceMemoryError: The device cannot hold as many or as long slots; earlier calls still work.
+            DeviceMemoryError: The device cannot hold as long slots; earlier calls still work.
+            RuntimeError: The LLM is closed.
         """
         refuse_keywords(self.generate, unknown)
-        deprecate_hints(routing)
-        return self._complete(prompts, sampling_params, routing, use_tqdm)
+        if prompts is None:
+            raise TypeError("generate needs prompts: a text, token ids, or a list of these")
+        return self._complete(prompts, sampling_params, use_tqdm, budget)
 
     def chat(
         self,
@@ -283,7 +312,7 @@ class LLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        routing: Hints | Sequence[Hints | None] | None = None,
+        budget: int | None = None,
         **unknown: object,
     ) -> list[Completion]:
         """Answers one conversation, or a list of them, in the form of the tokenizer's chat template.
@@ -300,7 +329,7 @@ class LLM:
                 new text. None is the opposite of ``add_generation_prompt``, if the last message can be
                 continued. With both False the last message keeps the end mark that the template writes.
             chat_template_kwargs: Passed to the template, as ``{"enable_thinking": False}``.
-            routing: As for `generate`.
+            budget: As for `generate`.
             **unknown: Refused, as by `generate`.
 
         Raises:
@@ -310,7 +339,6 @@ class LLM:
             DeviceMemoryError: As for `generate`.
         """
         refuse_keywords(self.chat, unknown)
-        deprecate_hints(routing)
         ending = Ending.of(add_generation_prompt, continue_final_message)
         arguments = {} if chat_template_kwargs is None else chat_template_kwargs
         check_type("chat_template_kwargs", arguments, Mapping, "a mapping of names to values")
@@ -320,14 +348,14 @@ class LLM:
         for number, chat in enumerate(chats):
             with naming(f"messages[{number}]" if len(chats) > 1 else ""):
                 prompts.append(encode_chat(self.target, chat, arguments, ending))
-        return self._complete(prompts, sampling_params, routing, use_tqdm)
+        return self._complete(prompts, sampling_params, use_tqdm, budget)
 
     def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
-        routing: Hints | None = None,
+        budget: int | None = None,
         **unknown: object,
     ) -> Stream:
         """Completes one prompt piece by piece; the arguments are those of `generate`.
@@ -338,44 +366,50 @@ class LLM:
             DeviceMemoryError: As for `generate`.
         """
         refuse_keywords(self.stream, unknown)
-        deprecate_hints(routing)
         self.get_tokenizer()
         check_single(sampling_params)
-        plan, [request] = self._requests([prompt], sampling_params, routing)
-        [group] = least_busy(groups_of(self.target, self.draft_head), 1)
-        call = group.call(plan, [request])
-        return Stream(call, request, self.target.tokenizer)
+        [request] = self._requests([prompt], sampling_params, budget)
+        return Stream(self.engines, request, self.target.tokenizer)
 
-    def warm_up(self, num_prompts: int | None = None, sampling_params: SamplingParams | None = None) -> None:
+    @without_mesh
+    def warm_up(
+        self,
+        num_prompts: int | None = None,
+        sampling_params: SamplingParams | None = None,
+        *,
+        background: bool = False,
+    ) -> None:
         """Compiles the programs of later calls, with a progress bar on a terminal.
 
-        Each copy of the models compiles its own programs. Prompts beyond the default capacity still compile:
-        see ``capacity``.
+        Afterwards nothing compiles, except for requests beyond the capacity, or with features that
+        ``sampling_params`` does not use. Requests are served meanwhile.
 
         Args:
-            num_prompts: Number of completions per call; None compiles every batch size up to ``max_slots``.
-            sampling_params: Parameters like those of later calls, if they use masks, biases, penalties or
-                log-probabilities: these programs are compiled too.
+            num_prompts: Number of completions per call; None compiles for any number.
+            sampling_params: Parameters like those of later calls, if they use masks, biases, penalties,
+                log-probabilities or structured outputs: the programs of all combinations are compiled too.
+            background: Whether to return as soon as any request can be served, in a larger shape than it
+                needs; a later call without this waits for the others. Several processes that share the models
+                compile everything first.
 
         Raises:
             TypeError: A value has a wrong type.
             ValueError: The number is less than 1, or the parameters cannot be served.
-            DeviceMemoryError: The device cannot hold as many slots.
+            DeviceMemoryError: The device cannot hold the engine.
+            Exception: An error of the engine or the compiler.
         """
-        copies = len(self.target.meshes)
-        most = self._max_slots
+        copies, count = len(self.target.meshes), None
         if num_prompts is not None:
-            most = -(-check_integer("num_prompts", num_prompts, 1) // copies)
-        largest = min(most, self._max_slots)
-        counts = [largest, *(reversed(powers(largest)) if num_prompts is None else ())]
-        limit = min(self.target.config.max_position_embeddings, self._capacity or DEFAULT_CAPACITY)
-        # The last token of a prompt is the first anchor, the tokens before it are prefilled.
-        prompt, kinds = [0] * min(2, limit - 1), kinds_to_compile(sampling_params)
-        for done, count in enumerate(BAR(counts, desc="compiling", unit=" batch sizes")):
-            for params in kinds:
-                self.generate([prompt] * (count * copies), params, use_tqdm=False)
-            # The first call has made the engine: the programs of all other calls are compiled together.
-            compile_ahead(self.target, [Kind.of(params) for params in kinds], counts[done:])
+            count = -(-check_integer("num_prompts", num_prompts, 1) // copies)
+        short = kinds_to_compile(sampling_params)
+        wants = sampling_params or SamplingParams()
+        scores = wants.prompt_logprobs is not None
+        self.engines.warm_up(Kind.of(wants).parts, count=count, scores=scores, background=background)
+        # Short requests compile the other programs and allocate the arrays. The last token of a prompt is the
+        # first anchor, the tokens before it are prefilled.
+        prompt = [0] * min(2, self.engines.plan.size.capacity - 1)
+        for params in short[:1] if background else short:
+            self._complete([prompt] * copies, params, use_tqdm=False)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, with the tokenizer's special tokens around a text.
@@ -400,33 +434,31 @@ class LLM:
         self,
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        routing: Hints | Sequence[Hints | None] | None,
         use_tqdm: bool | Callable[..., Any],
+        budget: int | None = None,
     ) -> list[Completion]:
         bar = _bar(use_tqdm)
-        plan, requests = self._requests(prompts, sampling_params, routing)
-        return serve(self.target, self.draft_head, plan, requests, bar)
+        requests = self._requests(prompts, sampling_params, budget)
+        return complete(self.engines, requests, self.target.tokenizer, bar)
 
     def _requests(
         self,
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        routing: Hints | Sequence[Hints | None] | None,
-    ) -> tuple[EnginePlan, list[Request]]:
-        plan, requests = plan_requests(
-            self.target,
-            self.draft_head,
-            self.settings,
-            prompts,
-            sampling_params,
-            routing,
-            plan=self._plan,
-            capacity=self._capacity,
+        budget: int | None,
+    ) -> list[Request]:
+        settings, plan = self.settings, self.engines.plan
+        self.engines.check_open()
+        check_models(self.target, self.draft_head)
+        if budget is not None:
+            settings = replace(settings, budget=check_integer("budget", budget, 1, settings.budget))
+        requests = make_requests(
+            self.target, plan, settings, prompts, sampling_params, capacity=self._capacity
         )
         if self._notice is not None:
             _log.warning(self._notice)
             self._notice = None
-        return plan, requests
+        return requests
 
 
 def kinds_to_compile(sampling_params: SamplingParams | None) -> list[SamplingParams]:
@@ -506,9 +538,13 @@ def refuse_keywords(call: Callable[..., Any], unknown: Mapping[str, object]) -> 
     """Raises TypeError for unknown keywords of `LLM.generate` and similar methods, with the right place."""
     template = "arguments of the template go into chat_template_kwargs={…}"
     instead = dict.fromkeys(unknown, template) if call.__name__ == "chat" else {}
-    instead |= CALLS | {
-        name: f"put it into SamplingParams: {call.__name__}(…, SamplingParams({name}={shown(value)}))"
-        for name, value in unknown.items()
-        if name in _SAMPLING
-    }
+    instead |= (
+        CALLS
+        | {"routing": ROUTING_INSTEAD}
+        | {
+            name: f"put it into SamplingParams: {call.__name__}(…, SamplingParams({name}={shown(value)}))"
+            for name, value in unknown.items()
+            if name in _SAMPLING
+        }
+    )
     refuse_unknown(call, unknown, instead)

@@ -34,8 +34,8 @@ MOST_PROGRAMS = 400
 
 def pytest_unconfigure():
     """Removes what was compiled, at the end of the first process."""
-    if (compiler := sys.modules.get("jetspec_jax.engine.compiler")) is not None:
-        compiler.end_all()  # it writes there
+    if (threads := sys.modules.get("jetspec_jax.engine.threads")) is not None:
+        threads.end_all()  # it writes there
     if FIRST:
         shutil.rmtree(os.environ[PROGRAMS], ignore_errors=True)
 

@@ -3,6 +3,8 @@
 A machine has slow periods of seconds. Methods that are compared by the percent alternate faster than that.
 """
 
+import contextlib
+import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,14 +12,15 @@ from dataclasses import dataclass, field, replace
 from bench.common.methods import Method
 from bench.common.timing import peak_bytes
 from bench.common.workload import Workload
-from jetspec_jax import Completion, DecodeWeights, Head, Target
+from jetspec_jax import Completion, Head, Target
 from jetspec_jax.device.memory import DeviceMemoryError
-from jetspec_jax.engine.admission import check_request
-from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.admission import check_request, make_requests
+from jetspec_jax.engine.engines import Engines
 from jetspec_jax.engine.memory import check_engine_memory, state_bytes
 from jetspec_jax.engine.planning import EnginePlan, plan_engine
+from jetspec_jax.engine.programs import Kind
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.serving import complete, groups_of
+from jetspec_jax.engine.serving import complete
 from jetspec_jax.engine.size import default_capacity
 
 # Enough tokens to compile one round of every kind.
@@ -76,9 +79,9 @@ class Bench:
         """
         self._target, self._head, self._works = target, head, works
         self._implementation, self._together = implementation, together
-        self._groups = groups_of(target, head)
+        self._copies = len(target.meshes)
         most = max(len(work.ids) for work in works.values())
-        self._slots = min(-(-most // len(self._groups)), batch)
+        self._slots = min(-(-most // self._copies), batch)
         # All temperatures have the same capacity: another capacity would be another program.
         requests = [
             check_request(target, ids, params)
@@ -129,15 +132,18 @@ class Bench:
         groups = [methods] if self._together else [[method] for method in methods]
         for _ in range(repeats):
             for group in groups:
-                engines = {method: self._engines(method) for method in group}
-                for temperature in self._works:
-                    self._run(engines, temperature, found, step)
-                del engines
+                with contextlib.ExitStack() as opened:
+                    engines = {
+                        method: opened.enter_context(contextlib.closing(self._engines(method)))
+                        for method in group
+                    }
+                    for temperature in self._works:
+                        self._run(engines, temperature, found, step)
             yield found
 
     def _run(
         self,
-        engines: Mapping[Method, tuple[Engine, ...]],
+        engines: Mapping[Method, Engines],
         temperature: float,
         found: Mapping[tuple[Method, float], MethodRuns],
         step: Callable[[str, int], None],
@@ -146,7 +152,7 @@ class Bench:
         work = self._works[temperature]
         seconds: dict[Method, list[float]] = {method: [] for method in engines}
         completions: dict[Method, list[Completion]] = {method: [] for method in engines}
-        at_a_time = self._slots * len(self._groups)
+        at_a_time = self._slots * self._copies
         together = PROMPTS_PER_TURN * at_a_time if self._together else len(work.ids)
         for part in work.parts(1 if at_a_time == 1 else together):
             for method, copies in engines.items():
@@ -154,14 +160,14 @@ class Bench:
                 started = time.perf_counter()
                 completions[method] += self._complete(copies, method, part)
                 seconds[method].append(time.perf_counter() - started)
-        for method, (engine, *_) in engines.items():
+        for method, copies in engines.items():
             measured = found[method, temperature]
             measured.seconds.append(sum(seconds[method]))
             if at_a_time == 1:
                 measured.prompt_seconds.append(seconds[method])
             measured.tokens.append(sum(len(completion.token_ids) for completion in completions[method]))
             measured.completions = measured.completions or completions[method]
-            measured.first_token_seconds += self._first_tokens(engine, method, work)
+            measured.first_token_seconds += self._first_tokens(copies, method, work)
 
     def _plan(self, method: Method) -> EnginePlan:
         return plan_engine(
@@ -171,47 +177,49 @@ class Bench:
             self._target.dtype,
             slots=self._slots,
             capacity=self._capacity,
+            live=(),
             implementation=self._implementation,
             mesh=self._target.mesh,
         )
 
-    def _engines(self, method: Method) -> tuple[Engine, ...]:
-        """An engine for each copy of the models."""
-        plan = self._plan(method)
-        return tuple(
-            Engine(plan.on(target.mesh), DecodeWeights(target.weights, head and head.weights))
-            for target, head in self._groups
+    def _engines(self, method: Method) -> Engines:
+        """Engines with stores and all programs."""
+        engines = Engines(
+            self._target, None if method.settings.budget == 1 else self._head, self._plan(method)
         )
+        engines.warm_up([Kind()])
+        return engines
 
     def _warm_up(self, method: Method) -> int | None:
         """Compiles all programs of a method; returns the process's peak memory."""
-        [work, *_] = next(iter(self._works.values())).parts(len(self._groups))
+        [work, *_] = next(iter(self._works.values())).parts(self._copies)
         most = min(WARM_UP_TOKENS, work.params[0].max_tokens or WARM_UP_TOKENS)
         params = [replace(given, max_tokens=most, ignore_eos=True) for given in work.params]
         work = replace(work, params=params)
-        engines = self._engines(method)
-        for engine in engines:
-            engine.compiler.compile(engine.runner.programs([]))
-        for _ in range(2):  # the second call also compiles the program that frees the first call's slot
-            self._complete(engines, method, work)
-        return peak_bytes()
+        with contextlib.closing(self._engines(method)) as engines:
+            for _ in range(2):  # the second call also compiles the program that frees the first call's slot
+                self._complete(engines, method, work)
+            return peak_bytes()
 
-    def _complete(self, engines: Sequence[Engine], method: Method, work: Workload) -> list[Completion]:
-        return complete(engines, self._requests(engines[0], method, work), self._target.tokenizer)
+    def _complete(self, engines: Engines, method: Method, work: Workload) -> list[Completion]:
+        return complete(engines, self._requests(engines, method, work), self._target.tokenizer)
 
-    def _requests(self, engine: Engine, method: Method, work: Workload) -> list[Request]:
-        requests = []
-        for ids, params, hints in zip(work.ids, work.params, work.routing, strict=True):
-            checked = check_request(self._target, ids, params, capacity=self._capacity)
-            requests += checked.requests(method.settings, engine.plan.decoder, hints)
-        return requests
+    def _requests(self, engines: Engines, method: Method, work: Workload) -> list[Request]:
+        given = work.ids, work.params, work.routing
+        return make_requests(self._target, engines.plan, method.settings, *given, capacity=self._capacity)
 
-    def _first_tokens(self, engine: Engine, method: Method, work: Workload) -> Iterator[float]:
+    def _first_tokens(self, engines: Engines, method: Method, work: Workload) -> Iterator[float]:
         """Seconds to the first token of each prompt, one prompt at a time."""
-        for request in self._requests(engine, method, work):
+        news = queue.SimpleQueue[None]()
+        for request in self._requests(engines, method, work):
+            request.on_update = lambda: news.put(None)
             started = time.perf_counter()
-            engine.admit(request)
-            while not request.tokens:
-                engine.step()
+            [engine] = engines.submit([request])
+            news.get()
             yield time.perf_counter() - started
             request.cancel()
+            engine.run(news.empty)  # waits for what is in flight
+            while not news.empty():
+                news.get()
+            if request.error is not None:
+                raise request.error

@@ -1,15 +1,19 @@
 """Decodes like `generate` and `generate_tree`, and checks after every launch that all devices agree."""
 
+import contextlib
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from bench.common.workload import Workload
-from jetspec_jax import Completion, DecodeWeights, Head, Target
+from jetspec_jax import Completion, Head, Target
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine.admission import plan_requests
-from jetspec_jax.engine.serving import complete, groups_of
+from jetspec_jax.engine.admission import make_requests
+from jetspec_jax.engine.engines import Engines
+from jetspec_jax.engine.planning import plan_engine
+from jetspec_jax.engine.serving import complete
 from jetspec_jax.inspect.agreement import WatchedEngine, unequal
 
 
@@ -64,15 +68,11 @@ def decode(
         implementation: The implementation of tree attention.
         agreement: Compares the devices after every launch.
     """
+    models = target.config, None if head is None else head.config
+    served = {"slots": max_slots, "implementation": implementation, "mesh": target.mesh}
+    plan = plan_engine(*models, settings, target.dtype, **served)
     routing = None if head is None else work.routing
-    served = {"max_slots": max_slots, "implementation": implementation}
-    plan, requests = plan_requests(target, head, settings, work.ids, work.params, routing, **served)
-    engines = []
-    try:
-        for group in groups_of(target, head)[: len(requests)]:
-            weights = DecodeWeights(group.target.weights, None if group.head is None else group.head.weights)
-            engines.append(WatchedEngine(plan.on(group.target.mesh), weights, agreement.look))
+    requests = make_requests(target, plan, settings, work.ids, work.params, routing)
+    make = functools.partial(WatchedEngine, look=agreement.look)
+    with contextlib.closing(Engines(target, head, plan, longer_slots=True, make=make)) as engines:
         return complete(engines, requests, target.tokenizer)
-    finally:
-        for engine in engines:
-            engine.close()

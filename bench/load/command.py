@@ -11,8 +11,9 @@ tokens must be those of plain decoding without load.
 * host: time of the engine's thread, by live slots.
 * traffic: methods in turn on random prompts, with fixed numbers of concurrent requests (``--concurrency``) or
   with random arrivals (``--rates``).
-* demo: the same with the demo pair and real prompts.
-* structured: decoding requests beside a request with a grammar, with the demo pair.
+* demo: the same with the pair of ``--target`` and real prompts. ``--warm-up-seconds`` and ``--seconds`` show
+  how well "auto" does after so many seconds of traffic.
+* structured: decoding requests beside a request with a grammar, with the same pair.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import numpy as np
 
 from bench.common.methods import AUTO, PLAIN_METHOD, Method
 from bench.common.options import check_known, check_least
-from bench.common.pair import Pair, random_pair, shapes_of
+from bench.common.pair import Pair, load_pair, random_pair, shapes_of
 from bench.common.prompts import encode_prompts, load_prompts
 from bench.common.report import add_report_arguments, check_report, measured_on, opening_of, publish
 from bench.common.shapes import SHAPES, find_pair_shape
@@ -34,12 +35,7 @@ from bench.load import traffic, waits
 from bench.load.arrivals import Lengths, random_prompts
 from bench.load.driving import Load
 from bench.load.report import TITLES, notes_of, tables_of
-from jetspec_jax import (
-    SamplingParams,
-    enable_compilation_cache,
-    load_draft_head,
-    load_target,
-)
+from jetspec_jax import SamplingParams, enable_compilation_cache
 from jetspec_jax.checkpoint.files import write_json
 from jetspec_jax.checkpoint.source import resolve_dtype
 from jetspec_jax.cli.options import MODELS
@@ -127,11 +123,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="temperature of traffic and demo; prompt i has seed i (default: 0)",
     )
+    add(
+        "--seconds",
+        type=float,
+        help="length of a turn of traffic and demo, with prompts over and over (default: each prompt once)",
+    )
+    add("--warm-up-seconds", type=float, help="length of the first turn (default: two prompts per slot)")
     add("--count", type=int, default=24, help="short prompts of ttft, dispatches of host (default: 24)")
     add("--repeats", type=int, default=3, help="timed runs (default: 3)")
     add("--seed", type=int, default=0, help="seed of prompts and arrivals (default: 0)")
     add("--implementation", help=f"tree attention: {', '.join(implementations())} (default: the best)")
-    MODELS.add(parser, ["dtype"], dtype="auto")
+    models = {"target": DEMO, "dtype": "auto", "ignore_config_keys": []}
+    MODELS.add(parser, [*models, "draft_head"], **models)
     add("--compilation-cache", default="auto", help='folder, "auto" or "off" (default: auto)')
     add_report_arguments(parser, "load")
     add("--resume", action="store_true", help="keep the parts of the report at --json")
@@ -176,6 +179,7 @@ def _check(arguments: argparse.Namespace) -> None:
             setattr(arguments, name, value)
     check_known("parts", arguments.parts, PARTS)
     check_least(arguments, 1, "slots", "host_slots", "concurrency", "num_prompts", "count", "repeats")
+    check_least(arguments, 1, "seconds", "warm_up_seconds")
     check_least(arguments, 2, "least_nodes", "budgets")
     for text in arguments.prompts:
         if waits.parse_prompts(text)[0] > _BESIDE:
@@ -211,6 +215,7 @@ def _begin(arguments: argparse.Namespace) -> dict[str, Any]:
     report = {
         **opening,
         "shape": arguments.shape,
+        "target": opening["arguments"]["target"],
         "shapes": shapes_of(shape.target, shape.head),
         "dtype": str(resolve_dtype(arguments.dtype)),
         "parts": {},
@@ -219,7 +224,8 @@ def _begin(arguments: argparse.Namespace) -> dict[str, Any]:
     if not (arguments.resume and arguments.json.exists()):
         return report
     kept = json.loads(arguments.json.read_text(encoding="utf-8"))
-    for name in ("benchmark", "shape", "dtype", "device", "jax"):
+    kept.setdefault("target", DEMO)
+    for name in ("benchmark", "shape", "target", "dtype", "device", "jax"):
         if kept.get(name) != report[name]:
             raise ValueError(f"--resume: {name} of {arguments.json} is {kept.get(name)}, not {report[name]}")
     report["parts"] = {part: kept["parts"][part] for part in PARTS if part in kept["parts"]}
@@ -348,8 +354,8 @@ class Measured:
         return self._traffic(self._pair, prompts, step)
 
     def demo(self, step: Callable[[str], None]) -> Any:
-        """Like `traffic`, with the demo pair and its prompts."""
-        pair = self._demo
+        """Like `traffic`, with the given pair and the demo's prompts."""
+        pair = self._real
         prompts = encode_prompts(pair.target, load_prompts(DEMO)[: self._given.num_prompts], {})
         return self._traffic(pair, prompts, step)
 
@@ -359,10 +365,10 @@ class Measured:
         load = self._load(
             "structured",
             lambda: Load(
-                self._demo,
+                self._real,
                 TreeSettings(_NODES),
                 slots=_BESIDE,
-                capacity=self._demo.target.config.max_position_embeddings,
+                capacity=self._real.target.config.max_position_embeddings,
                 implementation=self._given.implementation,
             ),
         )
@@ -370,9 +376,8 @@ class Measured:
         return waits.measure_structured(load, _BESIDE - 1, self._given.repeats, self._rng)
 
     @cached_property
-    def _demo(self) -> Pair:
-        dtype = self._given.dtype
-        return Pair(load_target(DEMO, dtype=dtype), load_draft_head(DEMO, dtype=dtype))
+    def _real(self) -> Pair:
+        return load_pair(self._given, self._given.dtype)
 
     def _traffic(self, pair: Pair, prompts: list[list[int]], step: Callable[[str], None]) -> Any:
         for load in self._loads.values():
@@ -399,5 +404,7 @@ class Measured:
             least_nodes=given.least_nodes,
             implementation=given.implementation,
             seed=given.seed,
+            warm_up_seconds=given.warm_up_seconds,
+            seconds=given.seconds,
             step=step,
         )

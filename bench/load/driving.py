@@ -1,9 +1,9 @@
-"""Runs an engine against the clock: requests arrive when due, and the times of their tokens are recorded."""
+"""Serves requests by the clock: they arrive when due, and the times of their tokens are recorded."""
 
 import itertools
+import queue
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,9 @@ from jetspec_jax import DecodeWeights, SamplingParams
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.engine.admission import check_request
 from jetspec_jax.engine.engine import Engine
-from jetspec_jax.engine.planning import plan_engine
+from jetspec_jax.engine.planning import EnginePlan, plan_engine
+from jetspec_jax.engine.programs import Kind
+from jetspec_jax.engine.records import Batch
 from jetspec_jax.engine.request import Request
 
 
@@ -38,6 +40,10 @@ class TimedRequest:
         """Seconds from the arrival time to the first token; None without tokens."""
         return self.deliveries[0][0] - self.due if self.deliveries else None
 
+    def tokens(self, end: float) -> int:
+        """Number of tokens until ``end``."""
+        return next((count for at, count in reversed(self.deliveries) if at <= end), 0)
+
     @property
     def decode_time(self) -> float:
         """Seconds from the first token to the last."""
@@ -54,9 +60,9 @@ class Spent:
     """Seconds of the engine's thread, with one entry per dispatch.
 
     Attributes:
-        launch: Scheduling and launching.
+        launch: Taking commands, scheduling and launching.
         wait: Waiting for the device.
-        collect: Fetching the records and delivering tokens.
+        collect: Fetching the records and handing out tokens.
         thread: The thread's processor time, without the wait.
         live: The number of decoding slots.
         rounds: The most rounds of the dispatch.
@@ -75,61 +81,89 @@ class Spent:
         return [launch + collect for launch, collect in zip(self.launch, self.collect, strict=True)]
 
 
+class TimedEngine(Engine):
+    """An engine that times its thread.
+
+    Attributes:
+        spent: The recorded times.
+        most_rounds: Most rounds of a dispatch; None leaves them to the policy.
+    """
+
+    def __init__(self, plan: EnginePlan, weights: DecodeWeights):
+        """See `Engine`."""
+        super().__init__(plan, weights)
+        self.spent = Spent()
+        self.most_rounds: int | None = None
+        # The end of the last dispatch or pause, and the processor time until then.
+        self._since = self._worked = 0.0
+
+    def _run(self, command: Any) -> bool:
+        self._since, self._worked = time.perf_counter(), time.thread_time()
+        return super()._run(command)
+
+    def _launch(self, batch: Batch) -> None:
+        if self.most_rounds is not None:
+            batch = batch._replace(rounds=min(batch.rounds, self.most_rounds))
+        super()._launch(batch)
+
+    def _collect(self) -> list[Request]:
+        flight, spent = self.runner.in_flight[0], self.spent
+        launched, work = time.perf_counter(), time.thread_time() - self._worked
+        jax.block_until_ready((flight.records, flight.last))
+        waited, worked = time.perf_counter(), time.thread_time()
+        served = super()._collect()
+        spent.launch.append(launched - self._since)
+        self._since, self._worked = time.perf_counter(), time.thread_time()
+        spent.wait.append(waited - launched)
+        spent.collect.append(self._since - waited)
+        spent.thread.append(work + self._worked - worked)
+        spent.live.append(len(flight.batch.live))
+        spent.rounds.append(flight.batch.rounds)
+        return served
+
+
 class Load:
-    """An engine for many requests, driven by the clock."""
+    """An engine for many requests, and the clock by which they arrive."""
 
     def __init__(
         self,
         pair: Pair,
         settings: TreeSettings,
-        *,
-        slots: int,
-        capacity: int,
-        num_pages: int | None = None,
-        implementation: str | None = None,
-        chunks: tuple[tuple[int, int], ...] | None = None,
-        **many: Any,
+        **plan: Any,
     ):
-        """Makes the engine, which measures its rounds, and compiles its programs.
+        """Makes the engine, and compiles its programs.
 
         Args:
             pair: The models.
             settings: The tree settings.
-            slots: The number of slots.
-            capacity: Tokens per slot.
-            num_pages: Pages of all slots together; None is enough for full slots.
-            implementation: The implementation of tree attention.
-            chunks: Shapes of prompt chunks; None is the device's default.
-            **many: Arguments of `EnginePlan.for_many`.
+            **plan: Arguments of `plan_engine`.
         """
         target, head = pair
         plain = settings.budget == 1
-        plan = plan_engine(
-            target.config,
-            None if plain else head.config,
-            settings,
-            target.dtype,
-            slots=slots,
-            capacity=capacity,
-            num_pages=num_pages,
-            implementation=implementation,
-            chunks=chunks,
-            mesh=target.mesh,
-        ).for_many(**many)
+        planned = plan_engine(
+            target.config, None if plain else head.config, settings, target.dtype, mesh=target.mesh, **plan
+        )
         self.pair, self.settings = pair, settings
-        self.engine = Engine(plan, DecodeWeights(target.weights, None if plain else head.weights))
+        self.engine = TimedEngine(planned, DecodeWeights(target.weights, None if plain else head.weights))
         self.begun = time.monotonic()
-        self.spent = Spent()
-        self.engine.compiler.compile(self.engine.runner.programs([]))
+        # Submitted requests that have not ended, as far as their updates were read.
+        self._running: set[TimedRequest] = set()
+        self._updates = queue.SimpleQueue[TimedRequest]()
+        self.engine.warm_up([Kind()])
 
     @property
     def now(self) -> float:
         """Seconds since the start of the clock."""
         return time.monotonic() - self.begun
 
+    @property
+    def spent(self) -> Spent:
+        """The engine's recorded times."""
+        return self.engine.spent
+
     def begin(self) -> None:
         """Restarts the clock, and clears the recorded times."""
-        self.begun, self.spent = time.monotonic(), Spent()
+        self.begun, self.engine.spent = time.monotonic(), Spent()
 
     def request(
         self, prompt: Sequence[int], params: SamplingParams, due: float | None = None
@@ -138,85 +172,103 @@ class Load:
         target, plan = self.pair.target, self.engine.plan
         [made] = check_request(target, list(prompt), params).requests(self.settings, plan.decoder)
         timed = TimedRequest(self.now if due is None else due, made)
-        made.on_update = lambda: timed.deliveries.append((self.now, len(made.tokens)))
+
+        def update() -> None:
+            timed.deliveries.append((self.now, len(made.tokens)))
+            self._updates.put(timed)
+
+        made.on_update = update
         return timed
+
+    def submit(self, requests: Sequence[TimedRequest]) -> None:
+        """Submits requests, all at once."""
+        self._running.update(requests)
+        self.engine.submit([timed.request for timed in requests])
 
     def admit(self, prompt: Sequence[int], params: SamplingParams, due: float | None = None) -> TimedRequest:
         """Submits a request now; its arrival time may be earlier."""
         timed = self.request(prompt, params, due)
-        self.engine.admit(timed.request)
+        self.submit([timed])
         return timed
 
-    def step(self, most_rounds: int | None = None) -> None:
-        """Launches as many dispatches as may be in flight, collects the oldest, and records their times.
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for updates of requests, at most ``timeout`` seconds.
 
-        Each has at most ``most_rounds`` rounds.
+        Raises:
+            Exception: A request's error.
         """
-        engine = self.engine
-        began, worked = time.perf_counter(), time.thread_time()
-        while engine.has_room and engine.launch(most_rounds):
-            pass
-        launched, launch_work = time.perf_counter(), time.thread_time() - worked
-        flight = engine.runner.in_flight[0]
-        jax.block_until_ready((flight.records, flight.last))
-        waited, worked = time.perf_counter(), time.thread_time()
-        engine.collect()
-        spent = self.spent
-        spent.collect.append(time.perf_counter() - waited)
-        spent.thread.append(launch_work + time.thread_time() - worked)
-        spent.launch.append(launched - began)
-        spent.wait.append(waited - launched)
-        spent.live.append(len(flight.batch.live))
-        spent.rounds.append(flight.batch.rounds)
+        try:
+            updated = [self._updates.get(timeout=timeout)]
+        except queue.Empty:
+            return
+        while not self._updates.empty():  # a dispatch updates many requests
+            updated.append(self._updates.get())
+        for timed in updated:
+            if timed.request.error is not None:
+                raise timed.request.error
+            if timed.request.readable[1] is not None:
+                self._running.discard(timed)
 
     def until(self, enough: Callable[[], bool]) -> None:
-        """Runs dispatches until ``enough()`` is true.
+        """Waits until ``enough()`` is true, which is called after updates of requests.
 
         Raises:
             RuntimeError: All requests have ended before that.
         """
         while not enough():
-            if not self.engine.busy:
+            if not self._running:
                 raise RuntimeError("all requests have ended before the awaited event")
-            self.step()
+            self.wait()
+
+    def dispatches(self, count: int, most_rounds: int | None = None) -> None:
+        """Waits for ``count`` more dispatches of at most ``most_rounds`` rounds."""
+        self.engine.most_rounds = most_rounds
+        enough = len(self.spent.rounds) + count
+        self.until(lambda: len(self.spent.rounds) >= enough)
+        self.engine.most_rounds = None
 
     def clear(self) -> None:
-        """Cancels all requests, and frees their slots."""
-        for request in self.engine.scheduler.requests:
-            request.cancel()
-        self.drain()
-        self.engine.step()
-
-    def drain(self) -> None:
-        """Collects all dispatches in flight."""
-        while self.engine.runner.in_flight:
-            self.engine.collect()
+        """Cancels all requests, and waits for what is in flight."""
+        for timed in self._running:
+            timed.request.cancel()
+        self.engine.run(self._running.clear)
+        while not self._updates.empty():
+            self._updates.get()
 
     def close(self) -> None:
         """Frees the stores."""
         self.engine.close()
 
-    def serve(self, requests: Sequence[TimedRequest], concurrency: int | None = None) -> float:
-        """Serves requests to their ends, when due or ``concurrency`` at a time; returns the seconds."""
+    def serve(
+        self,
+        requests: Iterable[TimedRequest],
+        concurrency: int | None = None,
+        seconds: float = np.inf,
+    ) -> float:
+        """Serves requests, when due or ``concurrency`` at a time; returns the seconds.
+
+        After ``seconds`` the remaining requests are cancelled.
+        """
         self.begin()
-        waiting, running = deque(requests), list[TimedRequest]()
-        while waiting or self.engine.busy:
-            running = [timed for timed in running if timed.request.open]
-            while waiting and (
-                waiting[0].due <= self.now if concurrency is None else len(running) < concurrency
+        coming = iter(requests)
+        following = next(coming, None)
+        while (following or self._running) and self.now < seconds:
+            arrived: list[TimedRequest] = []
+            while following and (
+                following.due <= self.now
+                if concurrency is None
+                else len(self._running) + len(arrived) < concurrency
             ):
-                timed = waiting.popleft()
                 if concurrency is not None:
-                    timed.due = self.now
-                self.engine.admit(timed.request)
-                running.append(timed)
-            if self.engine.busy:
-                self.step()
-            elif waiting:
-                time.sleep(max(min(waiting[0].due - self.now, 0.01), 0.0))
-        seconds = self.now
-        self.drain()
-        return seconds
+                    following.due = self.now
+                arrived.append(following)
+                following = next(coming, None)
+            if arrived:
+                self.submit(arrived)
+            self.wait(max(following.due - self.now, 0) if following and concurrency is None else None)
+        ended = self.now
+        self.clear()
+        return ended
 
 
 def quantiles(seconds: Sequence[float] | np.ndarray) -> dict[str, float | None]:

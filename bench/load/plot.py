@@ -22,7 +22,7 @@ def draw_load(report: Report) -> Figure:
                 ]
                 for name in names
             }
-            panels.append((part, curves))
+            panels.append((report.get("target", part) if part == "demo" else part, curves))
     figure = empty_figure(
         1.0 + 4.6 * max(len(panels), 1), 5.0, "Tokens per second by concurrent requests", _about(report)
     )

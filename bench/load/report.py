@@ -12,8 +12,8 @@ TITLES = {
     "shared": "time to first token with a shared prefix",
     "host": "the engine's thread, ms per dispatch",
     "traffic": "methods in turn, random prompts",
-    "demo": "methods in turn, the demo pair and real prompts",
-    "structured": "decoding requests beside a request without and with a grammar, the demo pair",
+    "demo": "methods in turn, real prompts",
+    "structured": "decoding requests beside a request without and with a grammar",
 }
 
 

@@ -1,7 +1,8 @@
 """Runs methods in turn on the same arrivals: throughput and latency."""
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,8 @@ def measure_traffic(
     least_nodes: int,
     implementation: str | None,
     seed: int,
+    warm_up_seconds: float | None = None,
+    seconds: float | None = None,
     step: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """Serves the same prompts with every method, at fixed concurrency or with random arrivals.
@@ -49,6 +52,8 @@ def measure_traffic(
         least_nodes: The smallest trees of "auto".
         implementation: The implementation of tree attention.
         seed: The seed of the arrivals.
+        warm_up_seconds: Seconds of a method's first turn, which is not timed; None is two prompts per slot.
+        seconds: Seconds of every other turn, with the prompts over and over; None is each prompt once.
         step: Called with the name of each step.
     """
     rows = []
@@ -63,9 +68,10 @@ def measure_traffic(
         for turn in range(1 + repeats):
             for method, load in loads.items():
                 step(f"{method.name}, {_scene(count, rate)}")
-                # The first turn compiles the remaining programs, and is not timed.
-                part = prompts[: 2 * slots] if turn == 0 else prompts
-                found = _serve(load, part, count, rate, seed + turn)
+                # The first turn compiles the remaining programs, teaches "auto", and is not timed.
+                limit = seconds if turn else warm_up_seconds
+                part = prompts if turn or limit else prompts[: 2 * slots]
+                found = _serve(load, part, count, rate, seed + turn, limit)
                 if turn:
                     runs[method].append(found)
         for method, load in loads.items():
@@ -99,25 +105,35 @@ def _load(
     )
 
 
-def _serve(load: Load, prompts: Prompts, count: int | None, rate: float | None, seed: int) -> dict[str, Any]:
-    rng = np.random.default_rng(seed)
-    due = [0.0] * len(prompts) if rate is None else poisson(rate, len(prompts), rng)
-    # With a salt, a turn does not find the prompts of earlier turns in the prefix cache.
-    salt = str(seed)
-    requests = []
-    for at, (prompt, params) in zip(due, prompts, strict=True):
-        timed = load.request(prompt, params, at)
-        timed.request.cache_salt = salt
-        requests.append(timed)
-    seconds = load.serve(requests, count)
+def _serve(
+    load: Load, prompts: Prompts, count: int | None, rate: float | None, seed: int, limit: float | None
+) -> dict[str, Any]:
+    """Serves the prompts once, or for ``limit`` seconds over and over."""
+    made: list[TimedRequest] = []
+    ended = load.serve(_coming(load, prompts, rate, seed, limit is not None, made), count, limit or math.inf)
+    # Requests without tokens by then have no times.
+    requests = [timed for timed in made if timed.tokens(ended)]
     lengths = [length for timed in requests for length in timed.request.accept_lengths]
     return {
-        "seconds": seconds,
-        "tokens": sum(len(timed.request.tokens) for timed in requests),
+        "seconds": ended,
+        "tokens": sum(timed.tokens(ended) for timed in requests),
         "requests": requests,
-        "tau": sum(lengths) / len(lengths),
+        "tau": sum(lengths) / len(lengths) if lengths else math.nan,
         "host_ms": [1e3 * host for host in load.spent.host],
     }
+
+
+def _coming(
+    load: Load, prompts: Prompts, rate: float | None, seed: int, again: bool, made: list[TimedRequest]
+) -> Iterator[TimedRequest]:
+    """The requests, with random arrivals if there is a rate, and also appended to ``made``."""
+    rng, due = np.random.default_rng(seed), 0.0
+    for number, (prompt, params) in enumerate(itertools.cycle(prompts) if again else prompts):
+        due += 0.0 if rate is None else rng.exponential(1 / rate)
+        made.append(load.request(prompt, params, due))
+        # With a salt, no request finds a prompt of earlier turns in the prefix cache.
+        made[-1].request.cache_salt = f"{seed} {number // len(prompts)}"
+        yield made[-1]
 
 
 def _together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:

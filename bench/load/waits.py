@@ -1,5 +1,6 @@
 """Measures latency: prefill, other requests' prefill, and the host."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -50,11 +51,12 @@ def measure_prefill(
         whole, forwards = [], []
         for turn in range(1 + repeats):
             forward = _forward_seconds(load, count, length, rng)
-            load.begin()
             requests = [
-                load.admit(prompt, _FEW, due=0.0)
+                load.request(prompt, _FEW, due=0.0)
                 for prompt in random_prompts([length] * count, load.pair.target.config.vocab_size, rng)
             ]
+            load.begin()
+            load.submit(requests)
             load.until(lambda requests=requests: all(timed.deliveries for timed in requests))
             last = max(timed.deliveries[0][0] for timed in requests)
             load.clear()
@@ -76,26 +78,33 @@ def measure_prefill(
 
 
 def _forward_seconds(load: Load, count: int, length: int, rng: np.random.Generator) -> float:
-    """Seconds of the prompts' forwards; slots are free, so the forwards write nothing."""
+    """Seconds of the prompts' forwards in free slots, so that the forwards write nothing."""
     runner, size = load.engine.runner, load.engine.plan.size
     remaining = {slot: rng.integers(0, 2, length, np.int32) for slot in range(count)}
     chunks = cut_prompts(remaining, size.chunks, size.slots)
-    jax.block_until_ready(runner.state.active)
-    load.begin()
-    for chunk in chunks:
-        runner._prefill(chunk._replace(ready=np.zeros_like(chunk.ready)))
-    jax.block_until_ready(runner.state)
-    return load.now
+
+    def forwards() -> float:
+        for slot in remaining:  # the engine releases a slot with its next batch
+            runner.state = runner.decoder.release(runner.state, np.int32(slot))
+        jax.block_until_ready(runner.state.active)
+        started = time.perf_counter()
+        for chunk in chunks:
+            runner._prefill(chunk._replace(ready=np.zeros_like(chunk.ready)))
+        jax.block_until_ready(runner.state)
+        return time.perf_counter() - started
+
+    return load.engine.run(forwards)
 
 
 def fill(load: Load, count: int, rng: np.random.Generator, length: int = 128) -> list[TimedRequest]:
     """Starts ``count`` requests that decode until their slots are full."""
     vocab_size, capacity = load.pair.target.config.vocab_size, load.engine.plan.size.capacity
     endless = SamplingParams(max_tokens=capacity - length, ignore_eos=True, seed=0)
-    requests = [load.admit(prompt, endless) for prompt in random_prompts([length] * count, vocab_size, rng)]
+    requests = [load.request(prompt, endless) for prompt in random_prompts([length] * count, vocab_size, rng)]
+    load.engine.most_rounds = _HOST_ROUNDS
+    load.submit(requests)
     load.until(lambda: all(timed.deliveries for timed in requests))
-    for _ in range(3):
-        load.step(_HOST_ROUNDS)
+    load.dispatches(3, _HOST_ROUNDS)
     return requests
 
 
@@ -107,10 +116,8 @@ def measure_first_tokens(
     others = fill(load, beside, rng, length)
     started, waits = load.now, []
     for prompt in random_prompts([length] * count, load.pair.target.config.vocab_size, rng):
-        due = load.now + rng.uniform(0, 0.1)
-        while load.now < due:  # the request arrives during a dispatch
-            load.step()
-        timed = load.admit(prompt, _FEW, due)
+        time.sleep(rng.uniform(0, 0.1))  # the request arrives during a dispatch
+        timed = load.admit(prompt, _FEW)
         load.until(lambda timed=timed: not timed.request.open)
         waits.append(timed.first_token or 0.0)
     ended, gaps = load.now, [gap for other in others for gap in other.gaps(started)]
@@ -133,8 +140,7 @@ def measure_gaps(
     others, before, during, waits = fill(load, beside, rng), [], [], []
     for prompt in random_prompts([length] * repeats, load.pair.target.config.vocab_size, rng):
         started = load.now
-        for _ in range(10):
-            load.step()
+        load.dispatches(10)
         before += [gap for other in others for gap in other.gaps(started)]
         timed = load.admit(prompt, _FEW)
         load.until(lambda timed=timed: not timed.request.open)
@@ -224,8 +230,7 @@ def measure_host(
         load.begin()
         requests = fill(load, count, rng, 32)
         load.begin()
-        for _ in range(dispatches):
-            load.step(_HOST_ROUNDS)
+        load.dispatches(dispatches, _HOST_ROUNDS)
         spent = load.spent
         if not all(timed.request.open for timed in requests):
             raise RuntimeError(f"one of the {count} requests has ended while the host was timed")

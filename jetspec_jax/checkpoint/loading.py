@@ -28,7 +28,7 @@ from jetspec_jax.device.memory import (
     weight_bytes,
     with_more_devices,
 )
-from jetspec_jax.device.mesh import as_mesh, describe_mesh
+from jetspec_jax.device.mesh import as_mesh, describe_mesh, without_mesh
 from jetspec_jax.device.partition import check_partition, is_split, why_whole
 from jetspec_jax.device.peers import say_apart
 from jetspec_jax.device.processes import check_devices, compare, spans
@@ -124,10 +124,11 @@ def _size(config: ModelConfig) -> str:
     return f"{layers} of {config.hidden_size}, vocabulary of {config.vocab_size:,}"
 
 
+@without_mesh
 def load_target(
     path_or_id: str | Path,
     *,
-    dtype: str = "auto",
+    dtype: Any = "auto",
     mesh: Mesh | None = None,
     ignore_config_keys: Collection[str] = (),
     allow_nonfinite: bool = False,
@@ -162,10 +163,11 @@ def load_target(
     return read_target(source, None if mesh is None else as_mesh(mesh))
 
 
+@without_mesh
 def load_draft_head(
     path_or_id: str | Path,
     *,
-    dtype: str = "auto",
+    dtype: Any = "auto",
     target: Target | None = None,
     mesh: Mesh | None = None,
     ignore_config_keys: Collection[str] = (),

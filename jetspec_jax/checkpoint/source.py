@@ -1,5 +1,6 @@
 """A checkpoint's location and the options for reading it, as one value."""
 
+import contextlib
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -44,7 +45,8 @@ class Source:
         path_or_id: A folder with ``config.json`` and safetensors, an Orbax folder of ``python -m convert``, a
             GGUF file of a target, a hub id such as ``Qwen/Qwen3-8B``, or the name of a pair, whose target is
             meant.
-        dtype: The type of the weights, one of `DTYPES`; "auto" is bfloat16 on a GPU and float32 on a CPU.
+        dtype: The type of the weights, one of `DTYPES` or a type such as ``jnp.bfloat16``;
+            "auto" is bfloat16 on a GPU and float32 on a CPU.
         ignore_config_keys: Unknown keys of ``config.json`` to ignore. Keys of a GGUF file are given without
             the architecture's prefix.
         allow_nonfinite: Whether weights may be NaN or infinite. Such weights produce garbage.
@@ -59,7 +61,7 @@ class Source:
     """
 
     path_or_id: str | Path
-    dtype: str = "auto"
+    dtype: Any = "auto"
     ignore_config_keys: Collection[str] = ()
     allow_nonfinite: bool = False
     tokenizer: str | Path | None = None
@@ -78,7 +80,7 @@ class Source:
             raise TypeError(f"a checkpoint is a folder, a GGUF file or a hub id, not {type(path).__name__}")
         if not isinstance(self.tokenizer, str | os.PathLike | None):
             raise TypeError(f"tokenizer must be a folder or a hub id, not {type(self.tokenizer).__name__}")
-        if not isinstance(dtype, str):
+        if not isinstance(_name_of(dtype), str):
             raise TypeError(f"dtype must be a string, not {type(dtype).__name__}")
         listed = isinstance(keys, Collection) and not isinstance(keys, str | bytes)
         if not listed or not all(isinstance(key, str) for key in keys):
@@ -137,13 +139,14 @@ class Source:
             return config
 
 
-def resolve_dtype(dtype: str) -> jnp.dtype:
-    """The dtype of one of `DTYPES`, with "auto" resolved for this machine.
+def resolve_dtype(dtype: Any) -> jnp.dtype:
+    """The dtype of one of `DTYPES`, or a type such as ``jnp.bfloat16``; "auto" is resolved for this machine.
 
     Raises:
-        TypeError: The argument is not a string.
+        TypeError: The argument is neither a name nor a type of an array.
         ValueError: The argument is not in `DTYPES`.
     """
+    dtype = _name_of(dtype)
     check_type("dtype", dtype, str, "a name such as bfloat16")
     if dtype == "auto":
         # On CPUs bfloat16 is several times slower than float32.
@@ -151,3 +154,10 @@ def resolve_dtype(dtype: str) -> jnp.dtype:
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, not {dtype!r}")
     return jnp.dtype(dtype)
+
+
+def _name_of(dtype: Any) -> Any:
+    """The name of an array's type; anything else as it is."""
+    with contextlib.suppress(TypeError):
+        return jnp.dtype(dtype).name if isinstance(dtype, type | jnp.dtype) else dtype
+    return dtype

@@ -83,16 +83,16 @@ def _generate(arguments: argparse.Namespace) -> int:
     alone = len(requests) == 1 and llm.target.tokenizer is not None
     streamed = alone and not arguments.json
 
-    def run(llm: LLM, *, timed: bool, shown: bool) -> _Run:
-        warm = timed and _warm_up(llm, prompts, params, alone=alone)
+    def run(*, timed: bool, shown: bool, budget: int | None = None) -> _Run:
+        warm = timed and _warm_up(llm, prompts, params, budget, alone=alone)
         started = time.perf_counter()
         if streamed:
-            completions = [_stream(llm, prompts[0], params, shown=shown)]
+            completions = [_stream(llm, prompts[0], params, budget, shown=shown)]
         else:
-            completions = llm.generate(prompts, params)
+            completions = llm.generate(prompts, params, budget=budget)
         return _Run(completions, time.perf_counter() - started, warm)
 
-    found = run(llm, timed=arguments.json or arguments.stats, shown=True)
+    found = run(timed=arguments.json or arguments.stats, shown=True)
     if arguments.json:
         for request, completion in zip(requests, found.completions, strict=True):
             seed = {"seed": request.params.seed}
@@ -103,9 +103,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         print(found.figures, file=sys.stderr)
     if not arguments.check:
         return 0
-    # The first `LLM` has set the process's compilation cache, and "off" does not change it.
-    plain_llm = LLM(llm.target, implementation=arguments.implementation, compilation_cache="off")
-    plain = run(plain_llm, timed=arguments.stats, shown=False)
+    plain = run(timed=arguments.stats, shown=False, budget=1)
     if arguments.stats:
         print(f"plain decoding: {plain.figures}", file=sys.stderr)
         print(f"{found.speed / plain.speed:.2f} times as fast as plain decoding", file=sys.stderr)
@@ -122,11 +120,13 @@ def _each(
             yield _Request(f"{named.name}{several}", prompt, child)
 
 
-def _warm_up(llm: LLM, prompts: list[EncodedPrompt], params: SamplingParams, *, alone: bool) -> bool:
+def _warm_up(
+    llm: LLM, prompts: list[EncodedPrompt], params: SamplingParams, budget: int | None, *, alone: bool
+) -> bool:
     """Compiles before the run is timed; returns whether that covers all programs of the run."""
     if alone:
         # Starting the stream once compiles the programs of long prompts, too.
-        with llm.stream(prompts[0], params) as stream:
+        with llm.stream(prompts[0], params, budget=budget) as stream:
             next(stream, None)
         return True
     llm.warm_up(len(prompts) * params.n, params)
@@ -134,9 +134,11 @@ def _warm_up(llm: LLM, prompts: list[EncodedPrompt], params: SamplingParams, *, 
     return params.max_tokens is not None and longest + params.max_tokens <= DEFAULT_CAPACITY
 
 
-def _stream(llm: LLM, prompt: EncodedPrompt, params: SamplingParams, *, shown: bool) -> Completion:
+def _stream(
+    llm: LLM, prompt: EncodedPrompt, params: SamplingParams, budget: int | None, *, shown: bool
+) -> Completion:
     """Decodes one prompt, and streams the text to the output if ``shown``."""
-    stream = llm.stream(prompt, params)
+    stream = llm.stream(prompt, params, budget=budget)
     for piece in stream:
         if shown:
             print(on_screen(piece), end="", flush=True)

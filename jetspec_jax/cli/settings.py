@@ -19,7 +19,6 @@ from jetspec_jax.cli.options import (
     parse_option,
 )
 from jetspec_jax.config import read_json
-from jetspec_jax.device.processes import agreed
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams, draw_seed
 from jetspec_jax.sampling.structured import StructuredOutputsParams
@@ -41,7 +40,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, **defaults: Any) -> No
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     """The sampling parameters, always with a seed."""
-    given = {"seed": agreed(draw_seed(), "a seed"), **SAMPLING.given(arguments)}
+    given = {"seed": draw_seed(), **SAMPLING.given(arguments)}
     return SamplingParams(**given, structured_outputs=_form(arguments))
 
 
@@ -56,7 +55,10 @@ def _form(arguments: argparse.Namespace) -> StructuredOutputsParams | None:
 
 
 def load_llm(arguments: argparse.Namespace) -> LLM:
-    """Loads the models; prints a notice if there is no draft head."""
+    """Loads the models; prints a notice if there is no draft head.
+
+    A process that shares the models with process 0 follows it, and ends here.
+    """
     given = model_arguments(arguments)
     if jax.process_count() > 1 and math.prod(parallel_sizes(arguments).values()) == 1:
         raise ValueError(
@@ -64,6 +66,9 @@ def load_llm(arguments: argparse.Namespace) -> LLM:
             "--tensor-parallel-size or --expert-parallel-size"
         )
     llm = LLM(**given)
+    if llm.engines.follows:
+        llm.follow()
+        raise SystemExit(0)
     if llm.draft_head is None:
         print("jetspec-jax: no --draft-head for this target: plain decoding", file=sys.stderr)
     return llm

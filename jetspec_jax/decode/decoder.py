@@ -4,6 +4,7 @@ Shapes: B slots, L live slots, N nodes (the bucket), D draft depth, C tokens of 
 P pages of the pool, or prompts of a prefill.
 """
 
+import functools
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -78,34 +79,16 @@ class TreeDecoder(Round):
         pages_per_slot: int,
         page_size: int,
         dtype: jnp.dtype,
-        bad_words: tuple[int, int] = (0, 0),
     ) -> DecodeState:
-        """As `Models.empty_state`, with arrays for adjustments if the decoder has them.
-
-        ``bad_words`` is the number and length of bad words, see `jetspec_jax.sampling.adjust.room_for`.
-        """
+        """As `Models.empty_state`, with arrays for adjustments if the decoder has them."""
         sizes = {"num_pages": num_pages, "pages_per_slot": pages_per_slot, "page_size": page_size}
         state = super().empty_state(slots, **sizes, dtype=dtype)
-        return replace(state, adjust=self.adjustments(slots, bad_words)) if self.adjusts else state
+        return replace(state, adjust=self.adjustments(slots)) if self.adjusts else state
 
-    def adjustments(
-        self, slots: int, bad_words: tuple[int, int] = (0, 0), before: Adjustments | None = None
-    ) -> Adjustments:
-        """Empty logit adjustments of all slots, or existing ones with room for more bad words.
-
-        Args:
-            slots: B.
-            bad_words: As for `empty_state`; at least the room of ``before``.
-            before: Existing adjustments, or None.
-        """
+    def adjustments(self, slots: int) -> Adjustments:
+        """Empty logit adjustments of all slots."""
         where = None if self.mesh is None else NamedSharding(self.mesh, WHOLE)
-
-        def make(before: Adjustments | None) -> Adjustments:
-            if before is None:
-                return Adjustments.empty(slots, self.target.vocab_size, bad_words)
-            return before.with_room_for(bad_words)
-
-        return jax.jit(make, out_shardings=where)(before)
+        return _adjustments_program(slots, self.target.vocab_size, where)()
 
     def insert(
         self,
@@ -211,6 +194,11 @@ class TreeDecoder(Round):
     def program(self) -> Any:
         """The jitted function of `decode`, with the decoder as its first argument; for ahead-of-time use."""
         return jit_rounds(_decode, self.bucket)
+
+
+@functools.cache
+def _adjustments_program(slots: int, vocab_size: int, where: NamedSharding | None) -> Any:
+    return jax.jit(functools.partial(Adjustments.empty, slots, vocab_size), out_shardings=where)
 
 
 def _split_off(state: DecodeState) -> tuple[tuple[Stores, Adjustments | None], DecodeState]:

@@ -4,9 +4,10 @@ A mesh has the axes of `pallas_kernels.shards`: routed experts are sharded by nu
 features over "tensor"; everything else is sharded over both together.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,32 @@ from pallas_kernels import shards
 
 #: Replication: the whole array on every device.
 WHOLE = PartitionSpec()
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def without_mesh(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, run as if its caller had set no mesh by `jax.set_mesh`.
+
+    Arrays and programs of this package have meshes of their own; with a caller's they would have other types.
+
+    Raises:
+        TypeError: It is called while JAX traces a caller's function.
+    """
+
+    @functools.wraps(function)
+    def run(*arguments: P.args, **settings: P.kwargs) -> T:
+        try:
+            context = jax.set_mesh(None)
+        except ValueError as error:
+            name = function.__qualname__.removesuffix(".__init__")
+            raise TypeError(
+                f"{name} cannot be traced, as by jax.jit: it runs programs of its own; a TreeDecoder can be"
+            ) from error
+        with context:
+            return function(*arguments, **settings)
+
+    return run
 
 
 def make_mesh(

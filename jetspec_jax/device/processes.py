@@ -1,7 +1,7 @@
 """Communication between the processes of one program.
 
-All processes make the same calls in the same order. Values that may differ, such as clocks, random numbers
-and cancellations, are broadcast by the first process.
+All processes make the same calls in the same order. Values that may differ, such as clocks and random
+numbers, are broadcast by the first process.
 
 Messages go through the key-value store of `jax.distributed`. It has no public name in JAX, but Orbax uses it
 in the same way, and it is unchanged from JAX 0.10 to 0.12. The public `multihost_utils.broadcast_one_to_all`
@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any, TypeVar
@@ -45,6 +45,10 @@ _END = "the end of the program"
 
 class OutOfStep(RuntimeError):
     """The processes of a program made different calls."""
+
+
+class ProgramEnded(OutOfStep):
+    """Another process has ended its program."""
 
 
 def spans(mesh: Mesh | None) -> bool:
@@ -110,15 +114,7 @@ def in_turn(about: str) -> Iterator[bool]:
             agreed(None, about)
 
 
-def shared_cancel(thing: Any) -> Callable[[], None]:
-    """A function that sets an object's ``cancelled`` in all processes with the first one's next message.
-
-    All processes must call this in the same order. The function has no effect in the others.
-    """
-    return _STORE.shared_cancel(thing)
-
-
-def compare(parts: dict[str, Any], about: str, what: str, refusal: str = "") -> None:
+def compare(parts: dict[str, Any], about: str, what: str) -> None:
     """Checks that all processes have the same versions, kinds of devices, and given values.
 
     Processes exchange digests, and the values only if these differ.
@@ -127,21 +123,13 @@ def compare(parts: dict[str, Any], about: str, what: str, refusal: str = "") -> 
         parts: The values that must be equal, by name.
         about: As for `agreed`.
         what: The object that has these values, for the error.
-        refusal: The error of a process that has no such values; it compares nothing.
 
     Raises:
-        ValueError: Values differ (raised in every process; all differences are listed), or another process
-            has a refusal.
+        ValueError: Values differ; raised in every process, and all differences are listed.
     """
     texts = _brief({**_environment(), **parts})
     digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
-    replies = gathered([refusal, digest], about)
-    if refusal:
-        return
-    for process, (reason, _) in enumerate(replies):
-        if reason:
-            raise ValueError(f"process {process} refused its requests: {reason}")
-    if all(reply == replies[0] for reply in replies):
+    if len(set(gathered(digest, about))) == 1:
         return
     each, wrong = gathered(texts, about), []
     for name, value in each[0].items():
@@ -221,18 +209,10 @@ class _Store:
 
     def __init__(self) -> None:
         self._turn = 0
-        self._shared: dict[int, Any] = {}
-        self._cancelled: set[int] = set()
-        self._count = 0
 
     @property
     def _client(self) -> Any:
         return distributed.global_state.client
-
-    def shared_cancel(self, thing: Any) -> Callable[[], None]:
-        number, self._count = self._count, self._count + 1
-        self._shared[number] = thing
-        return functools.partial(self._cancelled.add, number)
 
     def exchange(self, about: str, value: Any, *, everyone: bool) -> list[Any]:
         """The values of the first or of all processes. A turn that fails can be repeated."""
@@ -252,37 +232,21 @@ class _Store:
         return values
 
     def end(self) -> None:
-        """Announces the end of this process; in the first process, cancels all shared objects."""
-        process_id = distributed.global_state.process_id
-        closed = list(self._shared) if process_id == 0 else []
+        """Announces the end of this process."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # the other processes have ended
-            self._set(self._client, process_id, _END, None, closed)
+            self._send(self._client, distributed.global_state.process_id, _END, None)
 
-    def _send(self, store: Any, process_id: int, about: str, value: Any) -> None:
-        closed = []
-        if process_id == 0:
-            closed = [number for number in tuple(self._cancelled) if number in self._shared]
-        self._set(store, process_id, about, value, closed)
-        self._close(closed)
-
-    def _set(self, store: Any, process_id: int, *message: Any) -> None:
+    def _send(self, store: Any, process_id: int, *message: Any) -> None:
         store.key_value_set(self._key(process_id), json.dumps(message), allow_overwrite=True)
 
     def _receive(self, store: Any, process: int, about: str) -> Any:
-        theirs, value, closed = json.loads(_wait_for(store, self._key(process)))
-        self._close(closed)
+        theirs, value = json.loads(_wait_for(store, self._key(process)))
         if theirs != about:
-            raise OutOfStep(
+            raise (ProgramEnded if theirs == _END else OutOfStep)(
                 f"all processes must make the same calls: process {process} is at {theirs}, and process "
                 f"{distributed.global_state.process_id} at {about}"
             )
         return value
-
-    def _close(self, numbers: list[int]) -> None:
-        for number in numbers:
-            self._cancelled.discard(number)
-            if (thing := self._shared.pop(number, None)) is not None:
-                thing.cancelled = True
 
     def _key(self, process: int) -> str:
         return f"{ROOT}/said/{self._turn // _BLOCK}/{self._turn}/{process}"

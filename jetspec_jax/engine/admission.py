@@ -5,18 +5,15 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 from jetspec_jax.arguments import check_type, shown
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.groups import Meshes, describe_meshes
-from jetspec_jax.device.processes import spans
-from jetspec_jax.engine.agreement import check_alike_requests, refused_together
 from jetspec_jax.engine.bad_words import check_choices_left, encode_bad_words, endings_of
 from jetspec_jax.engine.grammars import matcher_for
-from jetspec_jax.engine.planning import EnginePlan, plan_calls
+from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, naming, read_prompt, read_prompts
 from jetspec_jax.engine.request import Request
 from jetspec_jax.sampling.grammar import Matcher
@@ -140,57 +137,37 @@ def stop_ids_of(target: Target, params: SamplingParams) -> frozenset[int]:
     return frozenset((*(params.stop_token_ids or ()), *(() if params.ignore_eos else target.eos_token_ids)))
 
 
-def plan_requests(
+def make_requests(
     target: Target,
-    head: Head | None,
+    plan: EnginePlan,
     settings: TreeSettings,
     prompts: Prompt | Iterable[Prompt],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     routing: Hints | Sequence[Hints | None] | None = None,
     *,
-    plan: EnginePlan | None = None,
     capacity: int | None = None,
-    **options: Any,
-) -> tuple[EnginePlan, list[Request]]:
-    """Makes requests, each checked once, and the plan of an engine that can serve them.
-
-    All processes that share the target make this call, and serve the requests.
+) -> list[Request]:
+    """Makes requests for engines of a plan, each checked once.
 
     Args:
-        head: A draft head; None decodes plainly unless a proposer is given.
+        settings: Settings of their trees.
         prompts: One prompt in any form, or several.
         sampling_params: One for all prompts, or one for each; ``n`` of them makes n requests of a prompt.
-        routing: Routing hints for all prompts or for each: see `jetspec_jax.generate_tree`.
-        plan: The plan of engines for calls with these models and settings; None makes it.
-        capacity: Tokens per slot; None is the requests' need.
-        **options: Options of `plan_calls`, if there is no plan.
-
-    Returns:
-        The plan, with a longer capacity and more features if the requests need these; and the requests.
+        routing: Routing hints for all prompts or for each: see `jetspec_jax.tree.routing`.
+        capacity: Tokens per slot; None is the target's whole context.
 
     Raises:
         TypeError: A value has a wrong type.
-        ValueError: A setting is out of its range, the head does not fit, a request cannot be served, or
-            several processes ask for different things.
-        RuntimeError: This process is a fork of the process that loaded the target.
+        ValueError: A request cannot be served.
     """
-    check_models(target, head)
-    with refused_together(target.mesh):
-        models = target.config, None if head is None else head.config
-        given = {"capacity": capacity, "mesh": target.mesh, **options}
-        base = plan_calls(*models, settings, target.dtype, **given) if plan is None else plan
-        read = read_prompts(target, prompts)
-        params = _of_each(sampling_params, len(read))
-        hints = hints_of_each(routing, len(read), "prompts")
-        requests: list[Request] = []
-        for number, each in enumerate(zip(read, params, strict=True)):
-            with naming(f"prompts[{number}]" if len(read) > 1 else ""):
-                checked = check_request(target, *each, capacity=capacity)
-            requests += checked.requests(settings, base.decoder, hints[number])
-        made = base.for_requests(requests, len(target.meshes))
-    if spans(target.mesh):
-        check_alike_requests(made, read, params, hints, settings, requests)
-    return made, requests
+    read = read_prompts(target, prompts)
+    params, hints = _of_each(sampling_params, len(read)), hints_of_each(routing, len(read), "prompts")
+    requests: list[Request] = []
+    for number, each in enumerate(zip(read, params, strict=True)):
+        with naming(f"prompts[{number}]" if len(read) > 1 else ""):
+            checked = check_request(target, *each, capacity=capacity)
+        requests += checked.requests(settings, plan.decoder, hints[number])
+    return requests
 
 
 def check_single(sampling_params: SamplingParams | None) -> None:

@@ -1,4 +1,4 @@
-"""Compiles programs ahead of time, in threads, and knows which programs exist and serve for others.
+"""Compiles programs in threads, and knows which programs exist and serve for others.
 
 XLA lets go of the interpreter while it compiles, so the engine's thread decodes meanwhile.
 """
@@ -7,32 +7,22 @@ import logging
 import os
 import threading
 import time
-import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from tqdm import tqdm
 
 from jetspec_jax.engine.programs import PREFILL, Program
-from jetspec_jax.engine.threads import PROGRAM_ENDED, EngineThread, join_threads
+from jetspec_jax.engine.threads import PROGRAM_ENDED, EngineThread
 from jetspec_jax.progress import unseen
 
 #: Most threads that compile at the same time, in all engines of the process: XLA uses several threads for a
 #: large program itself, and each program that is compiled needs host memory, a gigabyte and more.
 MOST_THREADS = 8
 _AT_ONCE = threading.BoundedSemaphore(MOST_THREADS)
-# A fork has none of these.
-_COMPILERS: "weakref.WeakSet[Compiler]" = weakref.WeakSet()
-os.register_at_fork(after_in_child=_COMPILERS.clear)
+#: Dispatches in which a larger program replaces a wanted one, before that is compiled too.
+REPLACED = 8
 _log = logging.getLogger("jetspec_jax")
-
-
-def end_all() -> None:
-    """Ends all threads of engines: waits for the programs that they compile, and for rounds in flight."""
-    PROGRAM_ENDED.set()
-    for compiler in tuple(_COMPILERS):
-        compiler.stop()
-    join_threads()
 
 
 def default_threads() -> int:
@@ -42,34 +32,30 @@ def default_threads() -> int:
 
 
 class Compiler:
-    """Compiles programs in the order in which they were added.
+    """Compiles programs: at once those that are needed now, and in threads those that are queued.
 
     Example::
 
         compiler.add([first, second])
-        compiler.wait([first])  # the second one is compiled in the background
+        compiler.compile([second])  # before the first one
     """
 
     def __init__(self, compile: Callable[[Program], None], threads: int | None = None):
         """A compiler without programs; several threads at once call ``compile``.
 
-        There are at most ``threads``, by default `default_threads`; with 0, `wait` compiles, in order.
+        There are at most ``threads``, by default `default_threads`; with 0, callers compile, in order.
         """
         self._compile, self._most = compile, default_threads() if threads is None else threads
-        #: Whether `shape` queues wanted programs that larger ones replace.
-        self.ahead = False
         # Protects the attributes below.
         self._changed = threading.Condition(threading.RLock())
         self._queue: deque[Program] = deque()
         self._running: set[Program] = set()
         self._compiled: set[Program] = set()
         self._errors: dict[Program, Exception] = {}
-        # Running programs whose arguments got other shapes meanwhile.
-        self._outdated: set[Program] = set()
+        self._replaced: Counter[Program] = Counter()
         self._threads: set[threading.Thread] = set()
         # When programs were added to an empty queue, and the number compiled since then.
         self._since, self._count = 0.0, 0
-        _COMPILERS.add(self)
 
     @property
     def left(self) -> int:
@@ -92,36 +78,36 @@ class Compiler:
     def add(self, programs: Iterable[Program]) -> None:
         """Queues programs, unless they are compiled already, or the interpreter ends."""
         with self._changed:
-            known = {*self._queue, *self._running, *self._compiled, *self._errors}
-            new = [program for program in programs if program not in known and not PROGRAM_ENDED.is_set()]
-            if not self.left:
-                self._since, self._count = time.monotonic(), 0
-            self._queue += new
+            self._add(programs)
             starting = min(self._most, self.left) - len(self._threads)
             for _ in range(starting):
-                thread = EngineThread(self._work, "jetspec-compiler")
+                thread = EngineThread(self._work, "jetspec-compiler", self.stop)
                 thread.start()  # a thread that cannot start must not count as one
                 self._threads.add(thread)
 
-    def compile(self, programs: Sequence[Program]) -> None:
-        """Compiles programs now, unless they are compiled already; raises as `wait`."""
-        if not self._compiled.issuperset(programs):
-            self.add(programs)
-            self.wait(programs)
+    def compile(self, programs: Collection[Program]) -> None:
+        """Compiles programs now, before all queued ones; this thread compiles too.
 
-    def forget(self, kinds: Collection[str]) -> None:
-        """Forgets programs of some kinds, whose arguments have other shapes from now on.
-
-        With `ahead` they are compiled again.
+        Raises:
+            Exception: As `wait`.
         """
         with self._changed:
-            forgotten = [program for program in self._compiled if program.kind in kinds]
-            self._compiled.difference_update(forgotten)
-            self._outdated.update(program for program in self._running if program.kind in kinds)
-            if self.ahead:
-                self.add(forgotten)
+            new = [program for program in programs if program not in self._compiled]
+            if not new:
+                return
+            for program in new:
+                self._errors.pop(program, None)  # tried again
+                if program in self._queue:
+                    self._queue.remove(program)
+            before = list(self._queue)
+            self._queue.clear()
+            self.add(new) if self._most and len(new) > 1 else self._add(new)
+            self._queue += before
+        while self._next(new):
+            pass
+        self.wait(new)
 
-    def wait(self, programs: Sequence[Program] | None = None) -> None:
+    def wait(self, programs: Collection[Program] | None = None) -> None:
         """Waits until programs, by default all, are compiled, with a progress bar on a terminal.
 
         Raises:
@@ -147,55 +133,35 @@ class Compiler:
             if program not in self._compiled:
                 raise RuntimeError("the engine was closed before its programs were compiled")
 
-    def claim(self, program: Program) -> None:
-        """Leaves a program to the caller, who calls it next; waits for it if a thread compiles it now."""
-        with self._changed:
-            if program in self._queue:
-                self._queue.remove(program)
-            while program in self._running:
-                self._changed.wait()
-            self._compiled.add(program)
-
     def stop(self) -> None:
         """Drops all programs but those that are being compiled, after which the threads end."""
         with self._changed:
             self._queue.clear()
             self._changed.notify_all()
 
-    def shape(self, kind: str, live: int, bucket: int) -> tuple[int, int]:
-        """The shape of rounds to run: the wanted one, or a larger one that exists before it is compiled.
+    def shape(self, kind: str, live: int, bucket: int, coming: int | None = None) -> tuple[int, int]:
+        """The shape of rounds to run for a wanted one.
 
-        If the wanted one is queued, larger trees or even smaller ones serve until it is compiled. Else only
-        a program of more live slots with trees of the same size replaces it. A program that could not be
-        compiled ahead is compiled when it is needed, unless a larger one exists.
-
-        Returns:
-            Live slots and nodes. Of the compiled shapes the one with the fewest rows that has as many of
-            both; if there is none, the one with the largest trees. If no round of this kind is compiled, but
-            some are queued, one of all slots, plain or with the largest trees, which then replaces most
-            others.
+        It is the smallest compiled one with as many live slots, and trees of the same size; the wanted one is
+        queued once others have replaced it in `REPLACED` dispatches. While it is queued, or if it could not
+        be compiled, larger trees serve too, and if there are none, smaller ones. If nothing serves, the
+        wanted shape is compiled at once, for ``coming`` live slots if more requests are about to decode.
         """
         wanted = Program(kind, live, bucket)
         if wanted in self._compiled:
             return live, bucket
         with self._changed:
+            queued = wanted in (*self._running, *self._queue, *self._errors)
             there = [each[1:] for each in self._compiled if each.kind == kind and each.slots >= live]
-            queued = [each[1:] for each in (*self._running, *self._queue) if each.kind == kind]
-        if wanted in self._errors:
-            larger = [shape for shape in there if shape[1] >= bucket]
-            return min(larger, key=lambda shape: (shape[0] * shape[1], shape), default=(live, bucket))
-        if wanted[1:] not in queued:
-            larger = min((shape for shape in there if shape[1] == bucket), default=None)
-            if larger is not None and self.ahead:
+        serving = [shape for shape in there if shape[1] == bucket or (queued and shape[1] > bucket)]
+        if serving:
+            self._replaced[wanted] += 1
+            if self._most and self._replaced[wanted] == REPLACED:
                 self.add([wanted])
-            return larger or (live, bucket)
-        if larger := [shape for shape in there if shape[1] >= bucket]:
-            return min(larger, key=lambda shape: (shape[0] * shape[1], shape))
-        if there:
+            return min(serving, key=lambda shape: (shape[0] * shape[1], shape))
+        if queued and there:
             return min(there, key=lambda shape: (-shape[1], shape[0]))
-        slots = max(queued)[0]
-        trees = [nodes for count, nodes in queued if count == slots]
-        return slots, min(trees) if bucket == 1 else max(trees)
+        return coming or live, bucket
 
     def chunks(self, shapes: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
         """The shapes of prefill forwards to choose from: those that are compiled; all if none is."""
@@ -204,6 +170,12 @@ class Compiler:
         with self._changed:
             missing = {*self._queue, *self._running}
         return [shape for shape in shapes if Program(PREFILL, *shape) not in missing] or shapes
+
+    def _add(self, programs: Iterable[Program]) -> None:
+        known = {*self._queue, *self._running, *self._compiled, *self._errors}
+        if not self.left:
+            self._since, self._count = time.monotonic(), 0
+        self._queue += [each for each in programs if each not in known and not PROGRAM_ENDED.is_set()]
 
     def _pending(self, programs: Iterable[Program]) -> list[Program]:
         with self._changed:
@@ -216,14 +188,15 @@ class Compiler:
             with _AT_ONCE:
                 going_on = self._next()
 
-    def _next(self) -> bool:
-        """Compiles the next program; without one, this thread is no longer one of the compiler's."""
+    def _next(self, among: Collection[Program] | None = None) -> bool:
+        """Compiles the next program, of all or among some; False without one."""
         with self._changed:
-            if not self._queue:
+            program = next((each for each in self._queue if among is None or each in among), None)
+            if program is None:
                 self._threads.discard(threading.current_thread())
                 return False
-            self._running.add(program := self._queue[0])  # first: `left` is read without the lock
-            self._queue.popleft()
+            self._running.add(program)  # first: `left` is read without the lock
+            self._queue.remove(program)
         error = None
         try:
             self._compile(program)
@@ -238,12 +211,9 @@ class Compiler:
         with self._changed:
             self._running.discard(program)
             self._count += 1
-            if error is not None:
-                self._errors[program] = error
-            elif program in self._outdated:
-                self._queue.append(program)
-            else:
+            if error is None:
                 self._compiled.add(program)
-            self._outdated.discard(program)
+            else:
+                self._errors[program] = error
             self._changed.notify_all()
         return True

@@ -1,285 +1,446 @@
-"""The engine: a scheduler and a runner, joined by records."""
+"""The engine: a thread that owns slots and pages, and serves requests until it is closed."""
 
-import contextlib
+import atexit
+import enum
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 from jetspec_jax.decode.state import DecodeWeights
-from jetspec_jax.device.processes import spans
-from jetspec_jax.engine.broadcast import send, sends
-from jetspec_jax.engine.extras import USUAL_BAD_WORDS, Extras
-from jetspec_jax.engine.memory import check_engine_memory, check_extra_memory
+from jetspec_jax.device.memory import DeviceMemoryError
+from jetspec_jax.engine.memory import checked
 from jetspec_jax.engine.planning import EnginePlan, overlaps
 from jetspec_jax.engine.policy import AutoBudget, BudgetPolicy, FixedBudget
-from jetspec_jax.engine.programs import PREFILL, Kind, Program, first_programs
-from jetspec_jax.engine.records import DispatchRecord
-from jetspec_jax.engine.request import Request
+from jetspec_jax.engine.programs import KINDS, Kind, Program, first_programs
+from jetspec_jax.engine.records import Batch
+from jetspec_jax.engine.request import EngineFailed, Request
 from jetspec_jax.engine.runner import Decode, Runner
 from jetspec_jax.engine.scheduler import Scheduler
+from jetspec_jax.engine.stats import EngineStats, Tally
+from jetspec_jax.engine.threads import PROGRAM_ENDED, EngineThread, end_all, in_engine_thread
+from jetspec_jax.engine.waiting_queue import check_room
+from jetspec_jax.engine.worker import Workers
 from pallas_kernels.dispatch import gpu_problem
 
-#: Error of requests whose engine broke.
-LOST = "this engine was interrupted; its requests are lost, start anew"
+T = TypeVar("T")
+#: Errors of requests whose engine was closed, and in a fork.
+CLOSED = "this engine was closed; its requests are lost"
+FORK = "this process is a fork, without the thread that serves this request"
 
 _log = logging.getLogger("jetspec_jax")
+# Engines with stores.
+_SERVING: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+# JAX is already imported, so its own exit functions run after this one.
+atexit.register(end_all)
+
+
+class State(enum.Enum):
+    """An engine's state."""
+
+    STARTING = "has no stores yet"
+    SERVING = "serves requests"
+    CLOSED = "was closed, or has failed"
+
+
+class EngineClosed(RuntimeError):
+    """The engine is closed and takes no requests and no functions."""
+
+
+class _Task(Generic[T]):
+    """A function that the engine's thread runs, as soon as it is ``due``, and its result."""
+
+    def __init__(self, function: Callable[[], T], due: Callable[[], bool]):
+        self._function, self.due = function, due
+        # A queue of the standard library's C code: an interrupt cannot leave it locked.
+        self._results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        try:
+            self._results.put((self._function(), None))
+        except BaseException as error:
+            self._results.put((None, error))
+
+    def fail(self, error: BaseException) -> None:
+        self._results.put((None, error))
+
+    def wait(self) -> T:
+        result, error = self._results.get()
+        if error is not None:
+            raise error
+        return result
+
+
+#: Requests, a function, or None: the engine's end.
+_Commands = queue.SimpleQueue["list[Request] | _Task[Any] | None"]
 
 
 class Engine:
-    """A fixed number of slots over one page pool.
+    """A fixed number of slots over one page pool, and the thread that serves them.
 
-    Callers repeat `admit`, `launch` and `collect`; only `collect` waits for the device. On a GPU a batch may
-    be launched while the one before is in flight: see `overlaps` and `Scheduler`. Text is handled in
-    `jetspec_jax.engine.output`. An engine is not thread-safe.
+    The thread starts with the first command, allocates the stores, and is the only one that uses them. It
+    repeats: take commands, schedule a batch, send it to the other processes, launch it, and update the
+    requests. On a GPU a batch may be launched while the one before is in flight: see `overlaps` and
+    `Scheduler`. Text is handled in `jetspec_jax.engine.output`. While the thread is idle it holds no
+    reference to the engine, so an engine that nobody holds is freed, and its thread ends.
 
-    If several processes share the mesh, all of them make the engine, but only process 0 has requests. It
-    broadcasts all that the runner does: see `jetspec_jax.engine.worker`.
+    An error of a batch fails all requests and frees the stores; the engine is closed then.
 
-    An error or an interrupt within a scheduling step leaves host and device in different states. The engine
-    is then `broken`, and refuses all further calls.
+    If several processes share the mesh, process 0 has the engine, and the others follow it: see
+    `jetspec_jax.engine.worker`.
     """
 
     def __init__(
         self,
         plan: EnginePlan,
         weights: DecodeWeights,
-        overlapped: bool | None = None,
         *,
-        background: bool = False,
+        fewer_slots: bool = False,
+        overlapped: bool | None = None,
     ):
-        """Allocates the stores, after a check of the device memory.
+        """An engine without stores.
 
         Args:
+            fewer_slots: Whether it has only as many slots as the device memory allows: half, a quarter, ….
             overlapped: Whether to launch single rounds, with two batches in flight, instead of loops; None
                 chooses for the devices.
-            background: Whether a persistent engine compiles here only the programs that can serve any
-                request, and all others in the background. Processes that share devices compile everything
-                here.
+        """
+        self.plan = plan
+        self.state = State.STARTING
+        #: Whether an error has closed it.
+        self.failed = False
+        self._weights, self._fewer_slots, self._overlapped = weights, fewer_slots, overlapped
+        self._workers = Workers(plan.decoder.mesh)
+        self._process = os.getpid()
+        self._tally = Tally()
+        # Protects `state` and the requests that have not ended; held briefly.
+        self._lock = threading.Lock()
+        self._requests: list[Request] = []
+        self._tasks: list[_Task[Any]] = []
+        self._commands: _Commands = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        # Held by the thread.
+        self._turn = threading.Lock()
+        self._closing = False
+        weakref.finalize(self, self._commands.put, None).atexit = False
+
+    def submit(self, requests: Sequence[Request], most_waiting: int | None = None) -> None:
+        """Queues requests, from any thread, without waiting.
 
         Raises:
-            DeviceMemoryError: The device cannot hold the stores and a round's workspace.
+            QueueFull: More than ``most_waiting`` requests would wait for a slot.
+            EngineClosed: The engine is closed.
         """
-        self._broadcasts = sends(plan.decoder.mesh)
-        check_engine_memory(plan)
-        if plan.decoder.proposer is None:
-            weights = weights._replace(proposer=None)
-        self.plan, self.weights = plan, weights
-        #: The plan with all slots that were asked for: an equal need would make the same engine again.
-        self.planned = plan
-        self.runner = Runner(plan, weights)
-        self.compiler = self.runner.compiler
-        self.broken = False
-        self._background = background and plan.persistent and not spans(plan.decoder.mesh)
-        #: Record of the last batch.
-        self.record: DispatchRecord | None = None
+        with self._lock:
+            self._check_open()
+            if most_waiting is not None:
+                check_room(self.open_requests - self.plan.size.slots, len(requests), most_waiting)
+            now = time.monotonic()
+            for request in requests:
+                request.arrival = request.arrival or now
+            self._requests += requests
+            self._commands.put(list(requests))
+            self._start()
+
+    def run(self, function: Callable[[], T], due: Callable[[], bool] = lambda: True) -> T:
+        """Runs a function in the engine's thread, with nothing in flight, and waits for its result.
+
+        Args:
+            due: Whether it can run now; until then requests are served.
+
+        Raises:
+            EngineClosed: The engine is closed.
+            Exception: The function's error.
+        """
+        self.check_can_wait()
+        task = _Task(function, due)
+        with self._lock:
+            self._check_open()
+            self._commands.put(task)
+            self._start()
+        return task.wait()
+
+    def close(self) -> None:
+        """Fails its requests, deletes the stores, and waits for the thread; may be called again."""
+        self._closing = True
+        if self.state is State.SERVING:
+            self.runner.compiler.stop()
+        with self._lock:
+            thread = self._thread
+            if thread is None:
+                self.state = State.CLOSED
+        self._commands.put(None)
+        if thread is not None and not in_engine_thread() and os.getpid() == self._process:
+            thread.join()
+
+    def wake(self) -> None:
+        """Lets an idle engine notice that a request was cancelled."""
+        self._commands.put([])
+
+    def check_can_wait(self) -> None:
+        """Checks that this thread may wait for the engine.
+
+        Raises:
+            RuntimeError: This is an engine's thread, or the process is a fork, which has no such thread.
+        """
+        if in_engine_thread():
+            raise RuntimeError("an engine calls this function, and cannot wait for one: use another thread")
+        if os.getpid() != self._process:
+            raise RuntimeError(FORK)
+
+    @property
+    def open_requests(self) -> int:
+        """Number of waiting and running requests."""
+        return sum(request.open for request in tuple(self._requests))
+
+    @property
+    def left(self) -> int:
+        """Number of programs that are still compiled in the background."""
+        return self.runner.compiler.left if self.state is State.SERVING else 0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """See `Compiler.seconds_left`."""
+        return self.runner.compiler.seconds_left if self.state is State.SERVING else 0.0
+
+    def stats(self) -> EngineStats:
+        """Statistics so far; from any thread, without waiting."""
+        with self._lock:
+            pool = self.scheduler.pool if self.state is State.SERVING else None
+            counted = self._tally.stats(self._requests, self.plan.size.num_pages, pool)
+        return counted + EngineStats(programs_left=self.left)
+
+    def warm_up(
+        self,
+        kinds: Sequence[Kind],
+        *,
+        count: int | None = None,
+        scores: bool = False,
+        background: bool = False,
+    ) -> None:
+        """Compiles all prefill forwards, and the rounds of some kinds; requests are served meanwhile.
+
+        Args:
+            count: Number of requests that decode together; None is any number.
+            scores: Whether to compile log-probabilities of prompts.
+            background: Whether to return as soon as any request can be served. Processes that share devices
+                compile everything.
+
+        Raises:
+            Exception: An error of the engine or the compiler.
+        """
+        programs = self.run(lambda: self.runner.programs(kinds, scores=scores))
+        size, compiler = self.plan.size, self.runner.compiler
+        if count is not None:
+            live = size.live_for(min(count, size.slots))
+            programs = [each for each in programs if each.slots == live or each.kind not in KINDS]
+        if self._workers.there:  # all processes compile the same programs, in one order
+            self.run(functools.partial(self._compile, programs))
+        elif background:
+            compiler.compile(first_programs(size, tuple(self.runner.decoders)))
+            compiler.add(programs)
+        else:
+            compiler.add(programs)
+            compiler.wait(programs)
+
+    def trace(self, request: Request, decode: Decode) -> None:
+        """Decodes one round of a traced request by a function; called by `run`.
+
+        Raises:
+            Exception: An error of the round; the engine has failed.
+        """
         try:
-            if plan.extras.adjusts:
-                self.runner.extend(plan.extras.bad_words)
-            if overlapped is None:
-                overlapped = overlaps(plan)
-            if overlapped:
-                self.runner.overlap()
-            most_tokens = 1 + max(decoder.depth for decoder in plan.decoders)
-            self.scheduler = Scheduler(
-                plan.size, self._policy(), most_tokens, self.compiler, overlapped=overlapped
-            )
-            self._compile_first()
-        except BaseException:
-            self.runner.free()  # the traceback may keep references to the stores
+            batch = self.scheduler.next_batch(traced=request)
+            if batch is not None:
+                self.runner.launch(batch, decode)
+                self._collect()
+        except Exception as error:
+            self._fail(error)
             raise
+
+    def _compile(self, programs: Sequence[Program]) -> None:
+        self._workers.send("compile", programs)
+        self.runner.compiler.compile(programs)
+
+    def _check_open(self) -> None:
+        if PROGRAM_ENDED.is_set():
+            raise RuntimeError("the program has ended")
+        if os.getpid() != self._process:
+            raise RuntimeError(FORK)
+        if self.state is State.CLOSED:
+            raise EngineClosed(CLOSED)
+
+    def _start(self) -> None:
+        """Starts the thread. If an interrupt occurs here, the next command starts another: see `_serve`."""
+        if self._thread is None:
+            work = functools.partial(_serve, weakref.ref(self), self._commands, self._turn)
+            thread = EngineThread(work, "jetspec-engine", functools.partial(self._commands.put, None))
+            thread.start()
+            self._thread = thread
+
+    # The rest runs in the engine's thread.
+
+    def _run(self, command: "list[Request] | _Task[Any] | None") -> bool:
+        """Serves until nothing is left to do; False if the engine is closed."""
+        if isinstance(command, _Task):
+            self._tasks.append(command)  # it fails too if the stores cannot be allocated
+            command = []
+        try:
+            if command is not None and self.state is State.STARTING:
+                self._open()
+            self._take(command)
+            while self._take_commands():
+                while not self._due() and self.scheduler.has_room and (batch := self.scheduler.next_batch()):
+                    self._launch(batch)
+                if not self.runner.in_flight:
+                    break
+                self._collect()
+        except Exception as error:
+            self._fail(error)
+        except BaseException as error:
+            failed = EngineFailed(f"the engine's thread has ended: {error!r}")
+            failed.__cause__ = error
+            self._fail(failed)
+        if self.state is State.SERVING:
+            self.scheduler.drop_closed()  # their errors keep callers' frames alive, and so the engine
+            self._count_ended()
+        return self.state is State.SERVING
+
+    def _open(self) -> None:
+        """Allocates the stores.
+
+        Raises:
+            DeviceMemoryError: The device cannot hold them and a round's workspace.
+        """
+        self._workers.send("open", self.plan.size, self._fewer_slots)
+        try:
+            self.plan = plan = checked(self.plan, fewer_slots=self._fewer_slots)
+        except DeviceMemoryError as error:
+            if not _SERVING:
+                raise
+            raise DeviceMemoryError(
+                f"{error}\n{len(_SERVING)} engines of this process have stores: close() an LLM that is not "
+                "used any more"
+            ) from None
+        overlapped = overlaps(plan) if self._overlapped is None else self._overlapped
+        self.runner = Runner(plan, self._weights, overlapped=overlapped)
+        self.scheduler = Scheduler(
+            plan.size,
+            self._policy(overlapped),
+            plan.round_tokens,
+            self.runner.compiler,
+            overlapped=overlapped,
+        )
         if plan.decoder.implementation is None:
             log_attention_fallback()
         if not plan.size.shares_pages:
             log_no_prefix_sharing(plan.decoder.target.model_type)
+        self.state = State.SERVING
+        _SERVING.add(self)
 
-    def admit(self, request: Request) -> Request:
-        """Queues a request, and allocates device arrays for features that no earlier request used.
+    def _policy(self, overlapped: bool) -> BudgetPolicy:
+        auto, shapes = self.plan.auto, self.plan.size.rounds(tuple(self.runner.decoders))
+        if auto is None:
+            return FixedBudget(shapes, overlapped=overlapped)
+        return AutoBudget(shapes, auto.probing, overlapped=overlapped)
 
-        Raises:
-            ValueError: It can never be served.
-            DeviceMemoryError: The device cannot hold the arrays.
-        """
-        self.extend(Extras.of([request]))
-        self.scheduler.add(request)
-        return request
+    def _take_commands(self) -> bool:
+        """Takes all commands, without waiting; False if the engine is closed."""
+        while not self._commands.empty():
+            self._take(self._commands.get())
+        while self.state is State.SERVING and not self.runner.in_flight and (task := self._due()):
+            self._tasks.remove(task)
+            task.run()
+        return self.state is State.SERVING
 
-    def extend(self, extras: Extras) -> None:
-        """Allocates device arrays for more optional features.
+    def _due(self) -> "_Task[Any] | None":
+        return next((task for task in self._tasks if task.due()), None)
 
-        Raises:
-            DeviceMemoryError: The device cannot hold them.
-        """
-        joined, plan = self.plan.extras | extras, self.plan
-        if self.broken or joined == plan.extras:
-            return
-        if self._broadcasts:
-            send("extend", joined)
-        extended = replace(plan, extras=joined)
-        check_extra_memory(extended)
-        if (joined.adjusts, joined.bad_words) != (plan.extras.adjusts, plan.extras.bad_words):
-            self.runner.extend(joined.bad_words)
-        self.plan = extended
+    def _take(self, command: "list[Request] | _Task[Any] | None") -> None:
+        if command is None:
+            self._fail(EngineClosed(CLOSED))
+        elif isinstance(command, _Task):
+            self._tasks.append(command)
+        else:
+            for request in command:
+                self._add(request)
 
-    def prepare(self, requests: Sequence[Request]) -> None:
-        """Compiles the programs of requests that begin together.
-
-        So later ends of some requests compile nothing: more live slots than needed are used. Persistent
-        engines compile ahead instead. No request may wait or run, and nothing may be in flight.
-
-        Raises:
-            DeviceMemoryError: The device cannot hold the arrays that they need.
-            Exception: An error of the compiler or the device; the engine is broken.
-        """
-        if self.plan.persistent or not requests:
-            return
-        requests = requests[: self.plan.size.slots]
-        self.extend(Extras.of(requests))
-        kind = Kind.union(Kind.of(request.params) for request in requests)
-        chunks = [Program(PREFILL, *shape) for shape in self.scheduler.prompt_shapes(requests)]
-        rounds = self.runner.rounds_of(kind, [self.plan.size.live_for(len(requests))])
-        with self._all_or_broken():
-            self._compile([*chunks, *rounds])
-
-    def launch(self, most_rounds: int | None = None, decode: Decode | None = None) -> bool:
-        """Launches the next batch: admissions, prefill, and rounds.
-
-        Args:
-            most_rounds: Most rounds for this caller; None leaves them to the policy.
-            decode: Runs the rounds; None is the decoder that the policy chooses.
-
-        Returns:
-            Whether it did; if not, the batch in flight must be collected first.
-
-        Raises:
-            RuntimeError: As many batches are in flight as may be, a launch was interrupted, or no request can
-                ever run.
-        """
-        if self.broken:
-            raise RuntimeError(LOST)
-        if not self.has_room:
-            raise RuntimeError("a batch was launched and not collected")
-        if decode is not None and self.runner.in_flight:
-            return False
-        with self._all_or_broken():
-            batch = self.scheduler.next_batch(most_rounds)
-            if batch is None:
-                return False
-            if self._broadcasts:
-                send("batch", batch)
-            self.runner.launch(batch, decode, matchers=self.scheduler.matchers)
-        return True
-
-    def collect(self) -> list[Request]:
-        """Waits for the oldest batch in flight, and hands out its tokens; returns the requests that decoded.
-
-        Raises:
-            RuntimeError: No batch is in flight.
-        """
-        if self.broken:
-            raise RuntimeError(LOST)
-        if not self.runner.in_flight:
-            raise RuntimeError("no batch was launched")
+    def _add(self, request: Request) -> None:
         try:
-            record = self.runner.collect()
-        except Exception:  # a device error: there will be no record; after an interrupt, there will
-            self.broken = True
-            raise
-        with self._all_or_broken():
-            self.runner.in_flight.popleft()
-            served = self.scheduler.update(record)
-            self.record = record._replace(idle_rounds=self.scheduler.idle_rounds)
+            self.scheduler.add(request)
+        except ValueError as error:
+            request.fail(error)
+            return
+        if request.scored is not None:
+            self._workers.send("score", request.scored)
+            request.set_prompt_logprobs(self.runner.score(request.scored))
+
+    def _launch(self, batch: Batch) -> None:
+        self._workers.send("batch", batch)
+        self.runner.launch(batch, matchers=self.scheduler.matchers)
+
+    def _collect(self) -> list[Request]:
+        """Waits for the oldest batch in flight; returns the requests that it decoded."""
+        record = self.runner.collect()
+        served = self.scheduler.update(record)
+        with self._lock:
+            self._tally.add_dispatch(record, self.scheduler.idle_rounds)
+        self._count_ended()
         for request in served:
             request.notify()
         return served
 
-    def step(self, most_rounds: int | None = None, decode: Decode | None = None) -> list[Request]:
-        """Launches as many batches as may be in flight, and collects the oldest."""
-        while self.has_room and self.launch(most_rounds, decode):
-            pass
-        return self.collect()
+    def _count_ended(self) -> None:
+        with self._lock:
+            for request in self._requests:
+                if not request.open:
+                    self._tally.add_request(request)
+            self._requests = [request for request in self._requests if request.open]
 
-    def compile(
-        self,
-        kinds: Sequence[Kind],
-        *,
-        counts: Iterable[int] | None = None,
-        scores: bool = False,
-        wait: bool = True,
-    ) -> None:
-        """Compiles all prefill forwards, and the rounds of some kinds; nothing may be in flight.
+    def _fail(self, error: Exception) -> None:
+        """Closes the engine: its requests and functions get the error, and the stores are deleted."""
+        if self._closing:
+            error = EngineClosed(CLOSED)
+        elif PROGRAM_ENDED.is_set():
+            error = EngineClosed("the program has ended")
+        with self._lock:
+            served, self.state = self.state is State.SERVING, State.CLOSED
+            requests, tasks = self._requests, self._tasks
+            while not self._commands.empty():
+                command = self._commands.get()
+                tasks += [command] if isinstance(command, _Task) else []
+        self.failed = not isinstance(error, EngineClosed)
+        if self.failed and not (requests or tasks):  # no caller learns of it
+            _log.error("the engine failed between two calls", exc_info=error)
+        for request in requests:
+            request.lost = True
+            request.fail(error)
+        for task in tasks:
+            task.fail(error)
+        self._tasks = []
+        self._count_ended()
+        if served:
+            _SERVING.discard(self)
+            self.runner.free()
+            self._workers.send("free")
 
-        Args:
-            counts: Numbers of decoding requests; None is any number.
-            scores: Whether to compile log-probabilities of prompts.
-            wait: Whether to wait until they are compiled; else an engine compiles them in the background, if
-                it does so.
 
-        Raises:
-            DeviceMemoryError: The device cannot hold the arrays that such requests need.
-        """
-        kind = Kind.union(kinds)
-        bad_words = USUAL_BAD_WORDS if kind.adjusts and self.plan.persistent else (0, 0)
-        self.extend(Extras(kind.adjusts, bad_words, kind.logprobs, scores))
-        lives = None if counts is None else [self.plan.size.live_for(count) for count in counts]
-        programs = self.runner.programs(kinds, lives, scores=scores)
-        if wait or not self._background:
-            self._compile(programs)
-        else:
-            self.compiler.add(programs)
-
-    def _compile(self, programs: Sequence[Program]) -> None:
-        if self._broadcasts:
-            send("compile", programs)
-        self.compiler.compile(programs)
-
-    def stop_background(self) -> None:
-        """Ends what it does in the background: programs are compiled when they are needed."""
-        self.compiler.stop()
-
-    def close(self) -> None:
-        """Deletes the stores, even if other references to the engine exist; its requests fail."""
-        self.broken = True
-        self.stop_background()
-        for request in self.scheduler.requests:
-            request.fail(RuntimeError(LOST))
-        self.runner.free()
-
-    @contextlib.contextmanager
-    def _all_or_broken(self) -> Iterator[None]:
-        """Marks the engine as broken if its body does not finish."""
-        self.broken = True
-        yield
-        self.broken = False
-
-    @property
-    def has_room(self) -> bool:
-        """Whether another batch may be in flight."""
-        return self.scheduler.has_room
-
-    @property
-    def busy(self) -> bool:
-        """Whether any request waits or runs."""
-        return self.scheduler.busy
-
-    def _policy(self) -> BudgetPolicy:
-        auto, shapes = self.plan.auto, self.plan.size.rounds(tuple(self.runner.decoders))
-        if auto is None:
-            return FixedBudget(shapes, overlapped=self.runner.overlapped)
-        return AutoBudget(shapes, auto.probing, overlapped=self.runner.overlapped)
-
-    def _compile_first(self) -> None:
-        """Compiles what must exist before any request; the rest comes later.
-
-        An engine with several numbers of live slots that is not persistent compiles nothing: see `prepare`.
-        """
-        runner, compiler = self.runner, self.compiler
-        if self._background:
-            compiler.ahead = True
-            compiler.compile(first_programs(self.plan.size, tuple(runner.decoders)))
-            compiler.add(runner.programs([Kind()]))
-        elif self.plan.persistent or not self.plan.size.live:
-            compiler.compile(runner.rounds_of(Kind()))
+def _serve(engine_ref: "weakref.ref[Engine]", commands: _Commands, turn: threading.Lock) -> None:
+    """The work of an engine's thread; of several that were started, one serves."""
+    if not turn.acquire(blocking=False):
+        return
+    serving = True
+    while serving:
+        command, engine = commands.get(), engine_ref()
+        if engine is None:
+            return
+        serving = engine._run(command)
+        del command, engine  # while it waits, it keeps neither alive
 
 
 @functools.cache

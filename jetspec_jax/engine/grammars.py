@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Collection
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from jaxtyping import Int
@@ -45,7 +45,7 @@ class WorkerMatchers:
     """
 
     def __init__(self, target: Target):
-        self._target = ref(target)  # not kept alive by its loop
+        self._target = target
         # By slot: the matcher, and the number of tokens that its request has.
         self._matchers: dict[int, tuple[Matcher, int]] = {}
 
@@ -53,11 +53,9 @@ class WorkerMatchers:
         """Updates the slots for a batch; returns the matchers of its rounds, by slot."""
         for slot in batch.releases:
             self._matchers.pop(slot, None)
-        target = self._target()
-        assert target is not None, "a caller holds it"
         for admission in batch.admissions:
             self._matchers.pop(admission.slot, None)
-            matcher = matcher_for(target, admission.params, admission.stop_ids)
+            matcher = matcher_for(self._target, admission.params, admission.stop_ids)
             if matcher is not None:
                 matcher.advance(admission.output)
                 self._matchers[admission.slot] = matcher, len(admission.output)

@@ -3,26 +3,26 @@
 JAX keeps what it compiles so, and a later call with arrays of these shapes and placements uses it.
 """
 
-import atexit
 from collections.abc import Mapping
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from jetspec_jax.decode.decoder import TreeDecoder
+from jetspec_jax.decode.models import Models
 from jetspec_jax.decode.prefill import prefill
 from jetspec_jax.decode.scoring import lower_scoring
 from jetspec_jax.decode.state import DecodeState, DecodeWeights
 from jetspec_jax.decode.three_programs import compile_all
-from jetspec_jax.device.mesh import abstract
-from jetspec_jax.engine.compiler import end_all
+from jetspec_jax.device.mesh import WHOLE, abstract
 from jetspec_jax.engine.programs import KINDS, PREFILL, SCORES, Kind, Program
-from jetspec_jax.engine.round_kinds import decoder_for
 from jetspec_jax.engine.tracing import TRACING
+from jetspec_jax.sampling.adjust import Adjustments
 
-# JAX is already imported, so its own exit functions run after this one.
-atexit.register(end_all)
+#: Most rounds of a dispatch with log-probabilities: its records are large, and fetched whole.
+LOGPROBS_ROUNDS = 32
 
 
 class Lowering:
@@ -39,12 +39,8 @@ class Lowering:
         dtype: jnp.dtype,
     ):
         """Keeps shapes, and the dtype of the stores."""
-        self._dtype = dtype
-        self.update(decoders, weights, state)
-
-    def update(self, decoders: Mapping[int, TreeDecoder], weights: DecodeWeights, state: DecodeState) -> None:
-        """Replaces decoders and shapes, for programs that are compiled from now on."""
-        self._decoders, self._models = dict(decoders), next(iter(decoders.values())).models
+        self._dtype, self._decoders = dtype, dict(decoders)
+        self._models = next(iter(decoders.values())).models
         self._weights: DecodeWeights = jax.tree.map(abstract, weights)
         self._state: DecodeState = jax.tree.map(abstract, state)
 
@@ -53,7 +49,10 @@ class Lowering:
         kind = KINDS.get(program.kind, Kind())
         all_live = program.slots == self._state.active.shape[0]
         live = () if all_live else (jax.ShapeDtypeStruct((program.slots,), jnp.int32),)
-        rounds = self._weights, self._state, *live
+        state = self._state
+        if kind.adjusts:
+            state = replace(state, adjust=abstract_adjustments(self._models, state.active.shape[0]))
+        rounds = self._weights, state, *live
         if kind.masked:
             compile_all(decoder_for(self._decoders[program.size], kind), *rounds, tracing=TRACING)
             return
@@ -68,7 +67,20 @@ class Lowering:
         lowered.compile()
 
     def _prefill(self, prompts: int, size: int) -> jax.stages.Lowered:
-        rows, state = jax.ShapeDtypeStruct, replace(self._state, adjust=None)
+        rows = jax.ShapeDtypeStruct
         each = rows((prompts,), jnp.int32)
         chunk = each, rows((prompts, size), jnp.int32), each, rows((prompts,), jnp.bool_)
-        return prefill.lower(self._models, self._weights, state, *chunk)
+        return prefill.lower(self._models, self._weights, self._state, *chunk)
+
+
+def abstract_adjustments(models: Models, slots: int) -> Adjustments:
+    """Shapes and placements of the logit adjustments of an engine's slots: see `TreeDecoder.adjustments`."""
+    where = None if models.mesh is None else NamedSharding(models.mesh, WHOLE)
+    arrays = jax.eval_shape(lambda: Adjustments.empty(slots, models.target.vocab_size))
+    return jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=where), arrays)
+
+
+def decoder_for(decoder: TreeDecoder, kind: Kind) -> TreeDecoder:
+    """The decoder with the optional parts of rounds of a kind."""
+    most = min(decoder.max_rounds, LOGPROBS_ROUNDS) if kind.logprobs else decoder.max_rounds
+    return replace(decoder, adjusts=kind.adjusts, logprobs=kind.logprobs, max_rounds=most)

@@ -120,6 +120,18 @@ def with_slots_that_fit(plan: EnginePlan, meshes: Sequence[Mesh | None]) -> Engi
     return plan
 
 
+def checked(plan: EnginePlan, *, fewer_slots: bool) -> EnginePlan:
+    """The plan whose engine is about to be made, with `with_slots_that_fit` if it may have ``fewer_slots``.
+
+    Raises:
+        DeviceMemoryError: The devices cannot hold it.
+    """
+    if fewer_slots:
+        plan = with_slots_that_fit(plan, [plan.decoder.mesh])
+    check_engine_memory(plan)
+    return plan
+
+
 def engine_bytes(plan: EnginePlan) -> dict[str, int]:
     """Bytes per device of an engine's parts, with a margin of the target's largest matrix.
 
@@ -142,34 +154,21 @@ def _workspace_name(plan: EnginePlan) -> str:
     )
 
 
-def check_extra_memory(plan: EnginePlan) -> None:
-    """Checks the memory for optional features of requests; the devices hold the engine already.
-
-    Raises:
-        DeviceMemoryError: The devices cannot hold them.
-    """
-    needs = {**extra_bytes(plan), _workspace_name(plan): workspace_bytes(plan)}
-    check_memory(lambda: needs, mesh=plan.decoder.mesh)
-
-
 def extra_bytes(plan: EnginePlan) -> dict[str, int]:
-    """An upper bound of the bytes per device of optional features."""
-    decoder, size, extras = plan.decoder, plan.size, plan.extras
+    """An upper bound of the bytes per device of optional features, which any request may use."""
+    decoder, size = plan.decoder, plan.size
     config, needs = own_part(decoder.target, decoder.mesh), {}
     slots, vocab = size.slots, decoder.target.vocab_size
-    if extras.adjusts:
-        arrays = jax.eval_shape(lambda: Adjustments.empty(slots, vocab, extras.bad_words))
-        # One copy of all slots, and one of a dispatch's slots.
-        needs[f"adjustments of {slots} x {vocab} tokens"] = 2 * array_bytes(arrays)
-    if extras.adjusts and extras.logprobs:
-        # A copy of the logits before adjustments.
-        rows = max(size.nodes(decoder.bucket), slots * decoder.depth)
-        needs[f"log-probabilities of {slots} x {decoder.bucket} nodes"] = 4 * rows * config.vocab_size
-    if extras.prompt_logprobs:
-        state = jax.eval_shape(lambda: empty_scoring_state(decoder.alone, size.capacity, plan.dtype))
-        rows = 4 * LOGITS_COPIES * SCORED_CHUNK * config.vocab_size
-        held = _on_device(decoder.alone, state)
-        needs[f"log-probabilities of a prompt of {size.capacity} tokens"] = held + rows
+    arrays = jax.eval_shape(lambda: Adjustments.empty(slots, vocab))
+    # One copy of all slots, and one of a dispatch's slots.
+    needs[f"adjustments of {slots} x {vocab} tokens"] = 2 * array_bytes(arrays)
+    # A copy of the logits before adjustments.
+    rows = max(size.nodes(decoder.bucket), slots * decoder.depth)
+    needs[f"log-probabilities of {slots} x {decoder.bucket} nodes"] = 4 * rows * config.vocab_size
+    state = jax.eval_shape(lambda: empty_scoring_state(decoder.alone, size.capacity, plan.dtype))
+    rows = 4 * LOGITS_COPIES * SCORED_CHUNK * config.vocab_size
+    held = _on_device(decoder.alone, state)
+    needs[f"log-probabilities of a prompt of {size.capacity} tokens"] = held + rows
     return needs
 
 

@@ -47,7 +47,6 @@ class Admission(NamedTuple):
     depth: int
     routing: tuple[tuple[str, str], ...] = ()
     adjusting: Adjusting | None = None
-    scored: Int32[np.ndarray, "T"] | None = None
     output: tuple[int, ...] = ()
 
 
@@ -132,8 +131,6 @@ class DispatchRecord(NamedTuple):
         accepted: Drafted tokens that trees of these buckets would have had accepted.
         logprobs: A `jetspec_jax.decode.logprobs.Logprobs` of the tokens, arrays ``[R, L, D1, ...]``; None if
             no request wants them.
-        scored: Likewise of prompts, by slot: of each token but the first.
-        idle_rounds: Rounds for requests that had ended before, one per round and request: see `Scheduler`.
         tree_depths: Depth of each tree's deepest node.
     """
 
@@ -146,8 +143,6 @@ class DispatchRecord(NamedTuple):
     expected: Float32[np.ndarray, "R L K"] | None = None
     accepted: Float32[np.ndarray, "R L K"] | None = None
     logprobs: Any = None
-    scored: tuple[tuple[int, Any], ...] = ()
-    idle_rounds: int = 0
     tree_depths: Int32[np.ndarray, "R L"] = np.zeros((0, 0), np.int32)
 
     @property

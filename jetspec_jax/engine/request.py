@@ -47,6 +47,7 @@ class Request:
         budget: Most nodes of its trees, root included.
         depth: Largest depth of its trees.
         routing: Routing hints, as names and values.
+        traced: Nodes of its trees if its rounds are traced, each in a turn of its own; 0 if they are not.
         text: The prompt's text; None if it was given as token ids.
         continues: Whether its output continues the prompt's text; see `EncodedPrompt`.
         index: Its number among the prompt's completions.
@@ -58,12 +59,13 @@ class Request:
         request_id: The caller's id; completions of one prompt share it.
         matcher: Its grammar matcher; None without a grammar.
         kept_special_tokens: See `EncodedPrompt`.
-        on_cancel: Called by `cancel`, in any thread.
         on_update: Called in the engine's thread after new tokens or an error, so it must be quick. If it
             raises, the request fails and the function is not called again.
         cancelled: Whether it gets no more tokens, because no caller waits for it. Any thread may set it, by
             `cancel`.
+        lost: Whether its error is the engine's, and so the error of all its requests.
         readable: Number of its tokens that other threads may read, and its finish reason if these are all.
+        state: Set by the engine alone.
         tokens: Its output; a token that ended it is the last.
         accept_lengths: Tokens that each of its rounds committed, before any cut.
         tree_sizes: Nodes of each round's tree.
@@ -93,6 +95,7 @@ class Request:
     budget: int = 1
     depth: int = 0
     routing: tuple[tuple[str, str], ...] = ()
+    traced: int = 0
     text: str | None = None
     continues: bool = True
     index: int = 0
@@ -104,14 +107,15 @@ class Request:
     request_id: str = ""
     matcher: Matcher | None = None
     kept_special_tokens: frozenset[int] = frozenset()
-    on_cancel: Callable[[], None] | None = None
     on_update: Callable[[], None] | None = None
     # Read and written by several threads: the callers', and the engine's.
     cancelled: bool = False
     # Replaced as a whole, so that other threads read a consistent pair. The counted lists only grow.
     readable: tuple[int, str | None] = (0, None)
     error: Exception | None = None
+    lost: bool = False
     # The engine's only, except that the queueing thread sets the arrival.
+    state: State = State.WAITING
     tokens: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
     tree_sizes: list[int] = field(default_factory=list)
@@ -136,19 +140,6 @@ class Request:
     cuts: list[int] = field(default_factory=list)
 
     @property
-    def state(self) -> State:
-        """Derived from the other attributes."""
-        if self.error is not None:
-            return State.FAILED
-        if self.finish_reason is not None:
-            return State.FINISHED
-        if not self.open:
-            return State.CANCELLED
-        if self.slot < 0:
-            return State.WAITING
-        return State.PREFILLING if self.to_prefill else State.DECODING
-
-    @property
     def open(self) -> bool:
         """Whether it waits or runs. If not, its slot and pages are freed with the next batch."""
         return self.finish_reason is None and not self.cancelled
@@ -156,8 +147,6 @@ class Request:
     def cancel(self) -> None:
         """Cancels it, from any thread: the next batch frees its slot and pages."""
         self.cancelled = True
-        if self.on_cancel is not None:
-            self.on_cancel()
 
     @property
     def max_tokens(self) -> int:
@@ -231,6 +220,8 @@ class Request:
             self.finish_reason = "stop"
         elif len(new) == remaining:
             self.finish_reason = "length"
+        if self.finish_reason is not None:
+            self.state = State.FINISHED
         self.tokens += new
         # Each new token makes the anchor before it a stored token.
         self.committed += len(new)
@@ -257,6 +248,7 @@ class Request:
     def preempt(self) -> None:
         """Makes it wait again, without slot and pages: its tokens so far become part of its prompt."""
         self.slot, self.committed, self.cached_pages, self.cuts = -1, 0, 0, []
+        self.state = State.WAITING
         self.preemptions += 1
         self.overtaken += 1
 
@@ -267,7 +259,7 @@ class Request:
     def fail(self, error: Exception) -> None:
         """Ends it with an error, unless it has ended."""
         if self.finish_reason is None:
-            self.error, self.finish_reason = error, "error"
+            self.error, self.finish_reason, self.state = error, "error", State.FAILED
             self.publish()
             self.notify()
 

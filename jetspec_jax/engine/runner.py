@@ -1,13 +1,12 @@
 """The runner: launches batches on the device, and later collects their results, in order."""
 
-import contextlib
 import functools
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,27 +14,19 @@ import numpy as np
 
 from jetspec_jax.cache.pages import NO_PAGE
 from jetspec_jax.decode.logprobs import Logprobs
-from jetspec_jax.decode.scoring import scored_pages
+from jetspec_jax.decode.scoring import score_prompt, scored_pages
 from jetspec_jax.decode.snapshots import keep, restore
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, SlotSettings
 from jetspec_jax.device.processes import spans, together
 from jetspec_jax.engine.compiler import Compiler
 from jetspec_jax.engine.constrained import run_constrained
-from jetspec_jax.engine.lowering import Lowering
+from jetspec_jax.engine.lowering import Lowering, decoder_for
 from jetspec_jax.engine.memory import empty_snapshots, empty_state
 from jetspec_jax.engine.planning import EnginePlan
-from jetspec_jax.engine.programs import (
-    KINDS,
-    PREFILL,
-    SCORES,
-    Kind,
-    Program,
-    in_order,
-)
-from jetspec_jax.engine.records import Batch, Chunk, DispatchRecord, Growth, SlotCopy
-from jetspec_jax.engine.round_kinds import PromptScores, concatenated, decoder_for, set_adjustments
+from jetspec_jax.engine.programs import PREFILL, SCORES, Kind, Program, in_order
+from jetspec_jax.engine.records import Admission, Batch, Chunk, DispatchRecord, Growth, SlotCopy
 from jetspec_jax.engine.tracing import TRACING
-from jetspec_jax.progress import waiting
+from jetspec_jax.sampling.adjust import Adjustments
 from jetspec_jax.sampling.grammar import Matcher
 
 #: Runs rounds, as `TreeDecoder.decode` does: weights, state (donated), most rounds, and the live slots unless
@@ -48,14 +39,12 @@ class Flight(NamedTuple):
 
     Attributes:
         records: Records of its rounds, on the device; None without rounds.
-        scored: Log-probabilities of prompts, by slot, in parts and on the device.
         started: When its launch began, by `time.perf_counter`; None if it is not timed.
         last: An array to wait for if there are no rounds, which no launch donates; else None.
     """
 
     batch: Batch
     records: RoundRecord | None
-    scored: list[tuple[int, list[Logprobs]]]
     started: float | None
     last: jax.Array | None
 
@@ -67,13 +56,22 @@ class Runner:
     and none needs the results of the one before on the host.
     """
 
-    def __init__(self, plan: EnginePlan, weights: DecodeWeights):
-        """Allocates the stores; rounds are compiled when they are first launched."""
+    def __init__(self, plan: EnginePlan, weights: DecodeWeights, *, overlapped: bool = False):
+        """Allocates the stores.
+
+        Args:
+            overlapped: Whether every program is one round, and its launch waits for nothing; else programs
+                are loops. Rounds under grammars are the same in both.
+        """
+        decoder = plan.decoders[-1]
+        if decoder.proposer is None:
+            weights = weights._replace(proposer=None)
+        elif overlapped and decoder.mesh is None:  # loops do this once for all their rounds
+            weights = weights._replace(proposer=decoder.proposer.prepare(weights.proposer))
+        most = 1 if overlapped else decoder.max_rounds
         #: Decoders by bucket.
-        self.decoders = {decoder.bucket: decoder for decoder in plan.decoders}
-        self.decoder = plan.decoders[-1]
-        #: Whether every program is one round, and its launch waits for nothing; else programs are loops.
-        self.overlapped = False
+        self.decoders = {each.bucket: replace(each, max_rounds=most) for each in plan.decoders}
+        self.decoder, self.overlapped = self.decoders[decoder.bucket], overlapped
         self.weights, self.size = weights, plan.size
         self._dtype = plan.dtype
         # Releasing a free slot changes nothing, and compiles the program before the first request ends.
@@ -83,15 +81,16 @@ class Runner:
         self.snapshots = empty_snapshots(plan)
         if plan.size.snapshots:
             self._copy([SlotCopy(0, 0, 0, restores=False), SlotCopy(0, 0, 0, restores=True)])  # likewise
-        self._scores = PromptScores(self.decoder.alone, weights.target, plan.dtype)
         #: The batches in flight, in order.
         self.in_flight: deque[Flight] = deque()
+        # The prompt that was scored last, and its log-probabilities.
+        self._scored: tuple[bytes, Any] = (b"", None)
         self._collected = 0.0  # when the last batch was, by `time.perf_counter`
         # Programs that have been called.
         self._called: set[Program] = set()
-        self._lowering = Lowering(self.decoders, weights, self.state, plan.dtype)
+        lowering = Lowering(self.decoders, weights, self.state, plan.dtype)
         # Processes that share devices compile alike, so all programs in one order.
-        self.compiler = Compiler(self._lowering.compile, 0 if spans(plan.decoder.mesh) else None)
+        self.compiler = Compiler(lowering.compile, 0 if spans(decoder.mesh) else None)
         weakref.finalize(self, self.compiler.stop).atexit = False
 
     def launch(
@@ -109,29 +108,18 @@ class Runner:
         """
         bucket = batch.bucket if batch.rounds else self.decoder.bucket
         decoder = decoder_for(self.decoders[bucket], batch.kind)
-        rounds = Program(str(batch.kind), len(batch.live), batch.bucket)
+        programs = {Program(PREFILL, *chunk.tokens.shape) for chunk in batch.chunks}
+        if batch.rounds and decode is None:
+            programs.add(Program(str(batch.kind), len(batch.live), batch.bucket))
+        self.compiler.compile(sorted(programs))
+        # Batches that wait for the compiler or for the host are not timed.
+        timed = programs <= self._called and not (batch.copies or matchers or decode)
+        self._called |= programs
         for slot in batch.releases:
             self.state = decoder.release(self.state, np.int32(slot))
         for admission in batch.admissions:
-            settings = SlotSettings.of(
-                admission.params,
-                admission.stop_ids,
-                vocab_size=decoder.target.vocab_size,
-                budget=admission.budget,
-                depth=admission.depth,
-                routing=dict(admission.routing),
-            )._replace(remaining=np.int32(admission.remaining))
-            # NumPy scalars, because Python integers would need a program of their own.
-            slot, anchor = np.int32(admission.slot), np.int32(admission.anchor)
-            start = anchor, np.int32(admission.length), np.bool_(admission.active)
-            self.state = decoder.insert(self.state, slot, admission.pages, settings, *start)
-            self.state = set_adjustments(decoder, self.state, admission)
-        # Batches that wait for the compiler or for the host are not timed.
-        programs = {Program(PREFILL, *chunk.tokens.shape) for chunk in batch.chunks}
-        programs |= {rounds} if batch.rounds else set()
-        started = time.perf_counter() if programs <= self._called and not (batch.copies or matchers) else None
-        scored = self._scores.launch(batch)
-        started = None if scored else started
+            self._admit(admission)
+        started = time.perf_counter() if timed else None
         if batch.growths:
             self._grow(batch.growths)
         for number, chunk in enumerate(batch.chunks):
@@ -140,48 +128,103 @@ class Runner:
         self._copy(copy for copy in batch.copies if copy.after == len(batch.chunks))
         records = None
         if batch.rounds:
-            live = self._live(batch.live)
             constrained = functools.partial(run_constrained, decoder, matchers) if matchers else None
             run = decode or constrained or decoder.decode
             TRACING.launched()
-            with self._compiling(rounds):
-                self.state, records = run(self.weights, self.state, np.int32(batch.rounds), *live)
+            live = self._live(batch.live)
+            self.state, records = run(self.weights, self.state, np.int32(batch.rounds), *live)
         last = jnp.copy(self.state.active) if records is None else None
         if self.overlapped:
             for array in jax.tree.leaves(records):
                 if isinstance(array, jax.Array):  # rounds under grammars fetch some themselves
                     array.copy_to_host_async()
-        self.in_flight.append(Flight(batch, records, scored, started, last))
+        self.in_flight.append(Flight(batch, records, started, last))
 
-    def overlap(self) -> None:
-        """From now on every program is one round.
+    def collect(self) -> DispatchRecord:
+        """Waits for the oldest batch in flight, and returns its results."""
+        batch, records, started, last = self.in_flight[0]
+        with together(self.decoder.mesh):
+            if last is not None:
+                jax.device_get(last)  # waits for the prefill
+            records = jax.device_get(records)
+        self.in_flight.popleft()
+        # The device began with it when the batch before was over, if that was in flight too.
+        ended, before = time.perf_counter(), self._collected
+        self._collected = ended
+        seconds = None if started is None else ended - max(started, before)
+        forwards = tuple(chunk.tokens.shape for chunk in batch.chunks)
+        if records is None:
+            return DispatchRecord(batch.bucket, batch.live, seconds, forwards)
+        # Rounds that ran come first.
+        ran = int((records.tree_sizes > 0).any(axis=1).sum())
+        records = jax.tree.map(lambda leaf: leaf[:ran], records)
+        expected, accepted = records.reach or (None, None)
+        return DispatchRecord(
+            batch.bucket,
+            batch.live,
+            seconds,
+            forwards,
+            tokens=records.tokens,
+            tree_sizes=records.tree_sizes,
+            expected=expected,
+            accepted=accepted,
+            logprobs=records.logprobs,
+            tree_depths=records.tree_depths,
+        )
 
-        Grammars' rounds, and those of a caller's ``decode``, stay as they are.
+    def score(self, prompt: np.ndarray) -> Logprobs:
+        """Log-probabilities of a prompt's tokens but the first, on the host, in one row of tokens."""
+        if self._scored[0] != (key := prompt.tobytes()):  # completions of a prompt come one after another
+            parts = score_prompt(self.decoder.alone, self.weights.target, prompt, self._dtype)
+            with together(self.decoder.mesh):
+                parts = jax.device_get(parts)
+            joined = jax.tree.map(lambda *rows: np.concatenate([row[0] for row in rows]), *parts)
+            self._scored = key, joined
+        return self._scored[1]
+
+    def programs(self, kinds: Sequence[Kind], *, scores: bool = False) -> list[Program]:
+        """Prefill forwards, rounds of some kinds and, with ``scores``, log-probabilities of prompts.
+
+        They are in the order of compiling.
         """
-        if self.decoder.mesh is None and self.decoder.proposer is not None:
-            # Loops do this once for all their rounds.
-            self.weights = self.weights._replace(
-                proposer=self.decoder.proposer.prepare(self.weights.proposer)
+        pages = [1 << power for power in range(scored_pages(self.size.capacity).bit_length())]
+        scoring = [Program(SCORES, 1, count) for count in pages if scores]
+        return [*in_order(self.size, tuple(self.decoders), kinds), *scoring]
+
+    def free(self) -> None:
+        """Deletes the stores, even if other references to them exist; the runner is unusable afterwards."""
+        self.compiler.stop()
+        self.in_flight.clear()
+        for array in jax.tree.leaves((self.state, self.snapshots)):
+            array.delete()
+
+    def _admit(self, admission: Admission) -> None:
+        decoder = self.decoder
+        settings = SlotSettings.of(
+            admission.params,
+            admission.stop_ids,
+            vocab_size=decoder.target.vocab_size,
+            budget=admission.budget,
+            depth=admission.depth,
+            routing=dict(admission.routing),
+        )._replace(remaining=np.int32(admission.remaining))
+        # NumPy scalars, because Python integers would need a program of their own.
+        slot, anchor = np.int32(admission.slot), np.int32(admission.anchor)
+        start = anchor, np.int32(admission.length), np.bool_(admission.active)
+        adjusting = admission.adjusting
+        if adjusting is not None and self.state.adjust is None:
+            self.state = replace(self.state, adjust=decoder.adjustments(self.size.slots))
+        self.state = decoder.insert(self.state, slot, admission.pages, settings, *start)
+        if adjusting is not None:
+            adjustments = Adjustments.of(
+                admission.params,
+                vocab_size=decoder.target.vocab_size,
+                prompt=adjusting.prompt.tolist(),
+                output=adjusting.output,
+                endings=adjusting.endings,
+                bad_words=adjusting.bad_words,
             )
-        self.overlapped = True
-        self.decoders = {bucket: replace(each, max_rounds=1) for bucket, each in self.decoders.items()}
-        self._forget(KINDS)
-
-    def extend(self, bad_words: tuple[int, int]) -> None:
-        """Allocates logit adjustments of slots, or larger ones; the slots' present adjustments stay.
-
-        Args:
-            bad_words: Room for each slot's bad words: see `TreeDecoder.adjustments`.
-        """
-        adjust = self.decoder.adjustments(self.size.slots, bad_words, self.state.adjust)
-        self.state = replace(self.state, adjust=adjust)
-        self._forget([name for name, kind in KINDS.items() if kind.adjusts])
-
-    def _forget(self, kinds: Collection[str]) -> None:
-        """Forgets programs of some kinds, whose decoders or arguments have changed."""
-        self._lowering.update(self.decoders, self.weights, self.state)
-        self.compiler.forget(kinds)
-        self._called = {program for program in self._called if program.kind not in kinds}
+            self.state = decoder.adjust(self.state, slot, adjustments)
 
     def _grow(self, growths: Sequence[Growth]) -> None:
         """Sets all new block tables in one call, which costs the host less than one call each."""
@@ -206,83 +249,4 @@ class Runner:
         return () if all_live else (np.array(slots, np.int32),)
 
     def _prefill(self, chunk: Chunk) -> None:
-        with self._compiling(Program(PREFILL, *chunk.tokens.shape)):
-            self.state = self.decoder.prefill(self.weights, self.state, *chunk)
-
-    def rounds_of(self, kind: Kind, lives: Collection[int] | None = None) -> list[Program]:
-        """Rounds of a kind, of some numbers of live slots or of all."""
-        shapes = self.size.rounds(tuple(self.decoders))
-        return [Program(str(kind), *shape) for shape in shapes if lives is None or shape[0] in lives]
-
-    def programs(
-        self, kinds: Sequence[Kind], lives: Collection[int] | None = None, *, scores: bool = False
-    ) -> list[Program]:
-        """Prefill forwards, rounds of some kinds and, with ``scores``, log-probabilities of prompts.
-
-        They are in the order of compiling, with rounds for some numbers of live slots or for all.
-        """
-        every = in_order(self.size, tuple(self.decoders), kinds)
-        pages = [1 << power for power in range(scored_pages(self.size.capacity).bit_length())]
-        scoring = [Program(SCORES, 1, count) for count in pages if scores]
-        wanted = [each for each in every if lives is None or each.kind == PREFILL or each.slots in lives]
-        return [*wanted, *scoring]
-
-    def collect(self) -> DispatchRecord:
-        """Waits for the oldest batch in flight; may be repeated until the engine removes it."""
-        batch, records, scored, started, last = self.in_flight[0]
-        # A round is too short for a progress line, which has a thread of its own.
-        shown = contextlib.nullcontext() if self.overlapped else waiting("decoding")
-        with shown, together(self.decoder.mesh):
-            if last is not None:
-                jax.device_get(last)  # waits for the prefill
-            records, scored = jax.device_get((records, scored))
-        # The device began with it when the batch before was over, if that was in flight too.
-        ended, before = time.perf_counter(), self._collected
-        self._collected = ended
-        prompts = tuple((slot, concatenated(parts)) for slot, parts in scored)
-        seconds = None if started is None else ended - max(started, before)
-        forwards = tuple(chunk.tokens.shape for chunk in batch.chunks)
-        if records is None:
-            return DispatchRecord(batch.bucket, batch.live, seconds, forwards, scored=prompts)
-        # Rounds that ran come first.
-        ran = int((records.tree_sizes > 0).any(axis=1).sum())
-        records = jax.tree.map(lambda leaf: leaf[:ran], records)
-        expected, accepted = records.reach or (None, None)
-        return DispatchRecord(
-            batch.bucket,
-            batch.live,
-            seconds,
-            forwards,
-            tokens=records.tokens,
-            tree_sizes=records.tree_sizes,
-            expected=expected,
-            accepted=accepted,
-            logprobs=records.logprobs,
-            scored=prompts,
-            tree_depths=records.tree_depths,
-        )
-
-    def free(self) -> None:
-        """Deletes the stores, even if other references to them exist; the runner is unusable afterwards."""
-        self.in_flight.clear()
-        for array in jax.tree.leaves((self.state, self.snapshots)):
-            array.delete()
-
-    @contextlib.contextmanager
-    def _compiling(self, program: Program) -> Iterator[None]:
-        """Shows a progress line the first time a program is called, because it may be compiled then."""
-        if program in self._called:
-            yield
-            return
-        with waiting(f"compiling {self._title(program)}"):
-            self.compiler.claim(program)
-            yield
-        self._called.add(program)
-
-    def _title(self, program: Program) -> str:
-        kind, count, size = program
-        if kind == PREFILL:
-            return f"the forward of {size} rows of {'a prompt' if count == 1 else f'{count} prompts'}"
-        title = "the plain step" if size == 1 else f"the round of {size} nodes"
-        title = f"the parts of {title}" if kind.startswith("masked") else title
-        return title + ("" if count == self.size.slots else f" for {count} of {self.size.slots} slots")
+        self.state = self.decoder.prefill(self.weights, self.state, *chunk)

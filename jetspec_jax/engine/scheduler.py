@@ -16,7 +16,7 @@ from jetspec_jax.engine.pages import PagePool
 from jetspec_jax.engine.policy import BudgetPolicy, LiveSlot, Shape
 from jetspec_jax.engine.programs import Kind
 from jetspec_jax.engine.records import Admission, Batch, Chunk, DispatchRecord, Growth, SlotCopy
-from jetspec_jax.engine.request import Request
+from jetspec_jax.engine.request import Request, State
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.engine.waiting_queue import count_overtaken, in_order
 from jetspec_jax.sampling.grammar import Matcher
@@ -33,6 +33,7 @@ class _ScheduledBatch(NamedTuple):
     running: Sequence[Request]
     decoding: Sequence[Request]
     tokens: int
+    traced: bool
 
 
 class Scheduler:
@@ -80,7 +81,7 @@ class Scheduler:
                 rounds as the policy chooses.
         """
         self.size, self.policy = size, policy
-        self._compiler = Compiler(lambda program: None) if compiler is None else compiler
+        self._compiler = compiler
         self._round_tokens, self._overlapped = round_tokens, overlapped
         self._allocator = PageAllocator(size, round_tokens)
         self._requests: list[Request] = []
@@ -103,8 +104,11 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether any request waits or runs."""
-        return any(request.open for request in self._requests)
+        """Whether any request waits or runs, except traced ones, which wait for a turn."""
+        return any(
+            request.open and not (request.traced and request.state is State.DECODING)
+            for request in self._requests
+        )
 
     @property
     def free_pages(self) -> int:
@@ -128,13 +132,6 @@ class Scheduler:
         decoding = self._in_flight[-1].decoding if self._in_flight else ()
         return {request.slot: request.matcher for request in decoding if request.matcher is not None}
 
-    def prompt_shapes(self, requests: Sequence[Request]) -> list[tuple[int, int]]:
-        """Shapes of the prefill forwards of requests that are admitted together and share no prefix."""
-        prompts = {slot: request.span(0, request.length - 1) for slot, request in enumerate(requests)}
-        prompts = {slot: tokens for slot, tokens in prompts.items() if len(tokens)}
-        chunks = cut_prompts(prompts, self.size.chunks, self.size.slots)
-        return sorted({chunk.tokens.shape for chunk in chunks})
-
     def add(self, request: Request, now: float | None = None) -> None:
         """Queues a request that arrives now, by `time.monotonic`.
 
@@ -155,15 +152,15 @@ class Scheduler:
         request.number, self._arrivals = self._arrivals, self._arrivals + 1
         self._requests.append(request)
 
-    def next_batch(self, most_rounds: int | None = None, now: float | None = None) -> Batch | None:
+    def next_batch(self, now: float | None = None, traced: Request | None = None) -> Batch | None:
         """The next batch: admissions, prefill, and rounds of all decoding requests.
 
         Args:
-            most_rounds: Most rounds for this caller; None leaves them to the policy.
             now: Time by `time.monotonic`, for deadlines and metrics.
+            traced: A traced request, to decode one round of it alone; nothing may be in flight.
 
         Returns:
-            The batch; None if the one in flight must be fetched first, never with none in flight.
+            The batch; None if there is nothing to do, or if the one in flight must be fetched first.
         """
         now = time.monotonic() if now is None else now
         self.drop_closed(now)
@@ -174,22 +171,25 @@ class Scheduler:
         if admits is None:
             return None
         admitted, chunks, copies = self._admit_and_prefill(running, now, admits=admits)
-        decoding = [request for request in running if not request.to_prefill]
+        due = [each for each in running if (not each.traced if traced is None else each is traced)]
+        decoding = [request for request in due if not request.to_prefill]
         waiting = len(self._requests) - len(decoding)
         if all(request.ends_in_flight for request in decoding):
             decoding = []
-        if self._in_flight and not (decoding or chunks):
+        occupied = {request.slot for request in running}
+        released = not self._in_flight and self._occupied - occupied
+        if not (decoding or chunks or admitted or released):
             return None
         kind = Kind.union(Kind.of(request.params) for request in decoding)
         forwards = [chunk.tokens.shape for chunk in chunks]
-        bucket, rounds, live = self._choose(decoding, kind, waiting, forwards, most_rounds)
+        bucket, rounds, live = self._choose(decoding, kind, waiting, forwards)
         tokens = rounds * (1 if bucket == 1 else self._round_tokens)
         for request in decoding:
             self._allocator.grow(request, tokens)
         for request in decoding:
             request.in_flight_tokens += tokens
-        self._in_flight.append(_ScheduledBatch(running, decoding, tokens))
-        before, self._occupied = self._occupied, {request.slot for request in running}
+        self._in_flight.append(_ScheduledBatch(running, decoding, tokens, traced=traced is not None))
+        before, self._occupied = self._occupied, occupied
         table, changed = self._allocator.table, self._allocator.changed() - admitted.keys()
         return Batch(
             tuple(sorted(before - self._occupied)),  # an admission clears the slot itself
@@ -222,14 +222,12 @@ class Scheduler:
         for request in served:
             _hand_out(request, record, columns[request.slot], now)
         self._allocator.cache_full_pages(batch.running)
-        scored = dict(record.scored)
         for request in batch.running:
-            if request.slot in scored:
-                request.set_prompt_logprobs(scored[request.slot])
             if not request.open:
                 self._allocator.free(request)
             request.publish()
-        self.policy.observe(record)
+        if not batch.traced:
+            self.policy.observe(record)
         return served
 
     def drop_closed(self, now: float | None = None) -> None:
@@ -242,8 +240,10 @@ class Scheduler:
             # Checked once: a request that is cancelled from here on keeps slot and pages until the next one.
             if request.open:
                 self._requests.append(request)
-            else:
-                self._allocator.free(request)
+                continue
+            if request.finish_reason is None:
+                request.state = State.CANCELLED
+            self._allocator.free(request)
 
     def _admit_and_prefill(
         self, running: list[Request], now: float, *, admits: bool
@@ -285,6 +285,7 @@ class Scheduler:
             if not self._allocator.admit(request, running):
                 break
             request.slot = slot
+            request.state = State.PREFILLING if request.to_prefill else State.DECODING
             if request.started is None:
                 request.started, request.prefix_tokens = now, request.committed
             admitted.append(request)
@@ -302,7 +303,7 @@ class Scheduler:
             slot: [PAGE_SIZE * end - request.committed for end in request.cuts]
             for slot, request in prefilling.items()
         }
-        shapes = self._compiler.chunks(self.size.chunks)
+        shapes = self.size.chunks if self._compiler is None else self._compiler.chunks(self.size.chunks)
         chunks = cut_prompts(remaining, shapes, self.size.slots, most, cuts)
         copies = []
         for number, chunk in enumerate(chunks, 1):
@@ -311,6 +312,9 @@ class Scheduler:
                     continue
                 request = prefilling[slot]
                 request.committed += count
+                if request.traced:
+                    chunk.ready[chunk.slots == slot] = False
+                request.state = State.PREFILLING if request.to_prefill else State.DECODING
                 place = self._allocator.snapshot_to_keep(request)
                 if place is not None:
                     copies.append(SlotCopy(number, slot, place, restores=False))
@@ -322,7 +326,6 @@ class Scheduler:
         kind: Kind,
         waiting: int,
         forwards: Sequence[Shape],
-        most_rounds: int | None,
     ) -> tuple[int, int, tuple[int, ...]]:
         """The bucket and the rounds of a batch, and its live slots.
 
@@ -331,10 +334,11 @@ class Scheduler:
         """
         if not decoding:
             return 1, 0, ()
+        if bucket := decoding[0].traced:
+            return bucket, 1, (decoding[0].slot,)
         slots = [_live_slot(request) for request in decoding]
-        shape_of = functools.partial(self._compiler.shape, str(kind))
+        shape_of = functools.partial(self._shape, str(kind))
         (live, bucket), rounds = self.policy.choose(slots, waiting, forwards, shape_of)
-        rounds = rounds if most_rounds is None else min(rounds, most_rounds)
         if kind.masked:
             rounds = min(rounds, MASKED_ROUNDS)
         rounds = 1 if self._overlapped else rounds
@@ -342,13 +346,21 @@ class Scheduler:
         idle = [slot for slot in range(self.size.slots) if slot not in busy]
         return bucket, rounds, tuple(sorted([*busy, *idle[: live - len(busy)]]))
 
+    def _shape(self, kind: str, live: int, bucket: int) -> Shape:
+        """See `Compiler.shape`; a program that is compiled at once is one for all present requests."""
+        if self._compiler is None:
+            return live, bucket
+        coming = self.size.live_for(min(len(self._requests), self.size.slots))
+        coming = coming if self.size.allows(coming, bucket) else live
+        return self._compiler.shape(kind, live, bucket, coming)
+
     def _admission(self, request: Request, length: int) -> Admission:
         return Admission(
             request.slot,
             self._allocator.table(request),
             length=length,
             anchor=int(request.span(request.length - 1, request.length)[0]),
-            active=length == request.length - 1,
+            active=length == request.length - 1 and not request.traced,
             params=replace(request.params, stop=(), bad_words=()),
             remaining=request.remaining,
             stop_ids=tuple(sorted(request.stop_ids)),
@@ -356,7 +368,6 @@ class Scheduler:
             depth=request.depth,
             routing=request.routing,
             adjusting=request.adjusting,
-            scored=request.scored,
             output=() if request.matcher is None else tuple(request.tokens),
         )
 

@@ -1,7 +1,6 @@
 """Sizes of engines: slots, pages, and the shapes of programs."""
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -102,10 +101,6 @@ class EngineSize:
         """Rows of the largest prefill forward."""
         return max(prompts * rows for prompts, rows in self.chunks)
 
-    def pages_of(self, count: int) -> int:
-        """Pages for ``count`` full slots, at most all."""
-        return min(count * self.pages_per_slot, self.num_pages)
-
     def with_slots(self, slots: int) -> "EngineSize":
         """The same size with fewer slots, and their share of the pages and snapshots."""
         pages, snapshots = (count * slots // self.slots for count in (self.num_pages, self.snapshots))
@@ -115,7 +110,7 @@ class EngineSize:
         return replace(self, slots=slots, num_pages=pages, snapshots=snapshots, chunks=chunks, live=live)
 
     def holding(self, count: int, capacity: int) -> "EngineSize":
-        """The same size, with pages for ``count`` requests of a longer capacity."""
+        """The same size with another capacity, and pages for ``count`` requests of it."""
         pages = max(self.num_pages, min(count, self.slots) * pages_for(capacity))
         return replace(self, capacity=capacity, num_pages=pages)
 
@@ -129,15 +124,14 @@ class EngineSize:
         """Live slots of the program that runs ``count`` decoding slots."""
         return next((live for live in self.live if live >= count), self.slots)
 
+    def allows(self, live: int, bucket: int) -> bool:
+        """Whether rounds may have so many nodes; plain rounds always may."""
+        return bucket == 1 or self.most_rows is None or live * bucket <= self.most_rows
+
     def rounds(self, buckets: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Shapes of rounds, live slots and nodes, for buckets in rising order; the first has no row limit."""
-        most = math.inf if self.most_rows is None else self.most_rows
-        return tuple(
-            (live, bucket)
-            for live in sorted({*self.live, self.slots})
-            for bucket in buckets
-            if bucket == buckets[0] or live * bucket <= most
-        )
+        """Shapes of rounds, live slots and nodes, for buckets in rising order."""
+        lives = sorted({*self.live, self.slots})
+        return tuple((live, bucket) for live in lives for bucket in buckets if self.allows(live, bucket))
 
 
 def powers(slots: int, base: int = 2) -> tuple[int, ...]:

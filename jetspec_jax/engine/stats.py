@@ -73,9 +73,9 @@ class Tally:
         """Counts a request that has ended."""
         self._counted += _of_request(request)
 
-    def add_dispatch(self, record: DispatchRecord) -> None:
-        """Counts a dispatch."""
-        self._counted += EngineStats(idle_rounds=record.idle_rounds)
+    def add_dispatch(self, record: DispatchRecord, idle_rounds: int) -> None:
+        """Counts a dispatch, of which some rounds were idle."""
+        self._counted += EngineStats(idle_rounds=idle_rounds)
         if not len(record.tokens):
             return
         ran = record.tree_sizes > 0
@@ -106,8 +106,8 @@ class Tally:
 def _of_request(request: Request) -> EngineStats:
     state, begun = request.state, request.started is not None
     return EngineStats(
-        running=int(state in (State.PREFILLING, State.DECODING)),
-        waiting=int(state is State.WAITING),
+        running=int(request.open and state is not State.WAITING),
+        waiting=int(request.open and state is State.WAITING),
         prefix_queries=len(request.prompt) if begun else 0,
         prefix_hits=request.prefix_tokens,
         preemptions=request.preemptions,

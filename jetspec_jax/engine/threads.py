@@ -8,12 +8,13 @@ PROGRAM_ENDED = threading.Event()
 
 
 class EngineThread(threading.Thread):
-    """A thread that `join_threads` waits for until it has freed all its objects, which may be arrays."""
+    """A thread that `end_all` ends, and waits for until it has freed all its objects, which may be arrays."""
 
-    def __init__(self, work: Callable[[], None], name: str):
-        """A thread that has not started."""
+    def __init__(self, work: Callable[[], None], name: str, end: Callable[[], object]):
+        """A thread that has not started; ``end`` makes it end soon."""
         # A daemon: Python would wait for other threads before exit functions can end them.
         super().__init__(target=work, name=name, daemon=True)
+        self.end = end
 
 
 def in_engine_thread() -> bool:
@@ -21,8 +22,12 @@ def in_engine_thread() -> bool:
     return isinstance(threading.current_thread(), EngineThread)
 
 
-def join_threads() -> None:
-    """Waits until all threads have ended; a fork has none."""
-    for thread in threading.enumerate():
-        if isinstance(thread, EngineThread) and thread.is_alive():
+def end_all() -> None:
+    """Ends all threads of engines: waits for the programs that they compile, and for rounds in flight."""
+    PROGRAM_ENDED.set()
+    threads = [thread for thread in threading.enumerate() if isinstance(thread, EngineThread)]
+    for thread in threads:
+        thread.end()
+    for thread in threads:
+        if thread.is_alive():  # a fork has none of them
             thread.join()

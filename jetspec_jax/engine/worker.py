@@ -1,117 +1,109 @@
-"""Calls of several processes that share a model: process 0 schedules, and all run its batches."""
+"""Processes that share devices: process 0 has the engine, and the others run all that its runner does."""
 
 import contextlib
-import itertools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
 from jax.sharding import Mesh
 
+from jetspec_jax.checkpoint.loading import Target
+from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.device.memory import DeviceMemoryError
-from jetspec_jax.device.processes import OutOfStep, is_first, shared_cancel, spans
-from jetspec_jax.engine.broadcast import CALL, receive, result_of, send_end
-from jetspec_jax.engine.call import Call
+from jetspec_jax.device.mesh import describe_mesh
+from jetspec_jax.device.processes import ProgramEnded, agreed, compare, spans
+from jetspec_jax.engine.broadcast import pack, unpack
 from jetspec_jax.engine.grammars import WorkerMatchers
+from jetspec_jax.engine.memory import checked
+from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.records import Batch
-from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.runner import Decode, Runner
+from jetspec_jax.engine.runner import Runner
 
-T = TypeVar("T")
-# Numbers of `SharedRequest`s, equal in all processes.
-_REQUEST_NUMBERS = itertools.count(1)
+_ABOUT = "the engine of process 0"
 
 
-def in_all_processes(call: Call, about: str, work: Callable[[], T], decode: Decode | None = None) -> T:
-    """Runs a function in process 0, and the batches that it launches in all processes.
+class Workers:
+    """The other processes that share a mesh, as process 0 sees them."""
 
-    All processes that share the models make this call. If one process has them alone, it runs the function.
+    def __init__(self, mesh: Mesh | None):
+        #: Whether there are any.
+        self.there = spans(mesh)
 
-    Args:
-        call: A call of the function, with the plan of any engine that it makes.
-        about: A description of the call, the same in all processes.
-        work: The function; its result, which all processes get, has a type that `broadcast.pack` encodes.
-        decode: Runs the rounds of the batches; None is the decoder that process 0 chooses.
-
-    Raises:
-        OutOfStep: Another process makes another call.
-        Exception: The function's error, in all processes.
-    """
-    if not spans(call.loop.mesh):
-        return work()
-    token = CALL.set(about)
-    try:
-        if not is_first():
-            return run_worker(call, decode)
-        result = work()
-        send_end(result)
-        return result
-    except OutOfStep:
-        raise
-    except Exception as error:
-        if is_first():
-            send_end(error=error)
-        raise
-    finally:
-        CALL.reset(token)
+    def send(self, action: str, *values: Any) -> None:
+        """Sends an action, which `follow` runs, to all of them, if there are any."""
+        if self.there:
+            agreed([action, pack(values)], _ABOUT)
 
 
-class SharedRequest:
-    """A request with several calls, all of which all processes make, until process 0 cancels it."""
-
-    def __init__(self, mesh: Mesh | None, request: Request):
-        """All processes make it, in the same order."""
-        #: Whether several processes share the models.
-        self.shared, self._request, self._about = spans(mesh), request, ""
-        if self.shared:
-            self._about = f"a step of request {next(_REQUEST_NUMBERS)}"
-            request.on_cancel = shared_cancel(request)
-
-    def run(self, call: Call, work: Callable[[], T], decode: Decode | None = None) -> T | None:
-        """As `in_all_processes`; None if process 0 has cancelled the request."""
-        try:
-            return in_all_processes(call, self._about, work, decode)
-        except OutOfStep:
-            if not self._request.cancelled:
-                raise
-            return None
-
-
-def run_worker(call: Call, decode: Decode | None = None) -> Any:
-    """Runs the broadcasts of process 0 to the end of its call.
+def follow(target: Target, plan: EnginePlan, weights: DecodeWeights) -> None:
+    """Runs the actions of process 0 until it closes its engine for good, or its program ends.
 
     A worker does not wait for its devices, except for batches with grammars: process 0 waits before it
     schedules again.
 
-    Returns the call's result; see `in_all_processes`.
-
     Raises:
         OutOfStep: Process 0 does something else.
-        Exception: The call's error in process 0.
     """
-    loop = call.loop
-    while True:
-        action, values = receive()
-        if action == "end":
-            return result_of(*values)
-        # Process 0 gets the same error, and sends what follows from it.
-        with contextlib.suppress(DeviceMemoryError):
-            engine: Any = loop.engine
-            if action == "engine":
-                loop.make_engine(call)
-            elif action == "free":
-                loop.drop_idle()
-            elif action == "batch":
-                [batch] = values
-                _run_batch(engine.runner, batch, loop.grammars, decode)
-            elif action == "compile":
-                engine.compiler.compile(*values)
-            else:
-                engine.extend(*values)
+    runner, matchers = None, WorkerMatchers(target)
+    with contextlib.suppress(ProgramEnded):
+        while True:
+            message: Any = agreed(None, _ABOUT)
+            action, values = message[0], unpack(message[1])
+            if action == "end":
+                return
+            # Process 0 gets the same error of a lack of memory, and sends what follows from it.
+            with contextlib.suppress(DeviceMemoryError):
+                runner = _act(runner, matchers, plan, weights, action, values)
 
 
-def _run_batch(runner: Runner, batch: Batch, grammars: WorkerMatchers | None, decode: Decode | None) -> None:
-    assert grammars is not None or not batch.masked, "workers of given engines support no grammars"
-    runner.launch(batch, decode, matchers=None if grammars is None else grammars.begin(batch))
-    if grammars is not None and batch.masked:
-        grammars.end(batch, runner.collect().tokens)
+def _act(
+    runner: Runner | None,
+    matchers: WorkerMatchers,
+    plan: EnginePlan,
+    weights: DecodeWeights,
+    action: str,
+    values: tuple[Any, ...],
+) -> Runner | None:
+    """Runs an action; returns the runner after it."""
+    if action == "open":
+        size, fewer_slots = values
+        return Runner(checked(replace(plan, size=size), fewer_slots=fewer_slots), weights)
+    if runner is None:  # process 0 has none either: the devices could not hold it
+        return None
+    if action == "free":
+        runner.free()
+        return None
+    if action == "batch":
+        _run_batch(runner, matchers, *values)
+    elif action == "compile":
+        runner.compiler.compile(*values)
+    elif action == "score":
+        runner.score(*values)
+    return runner
+
+
+def _run_batch(runner: Runner, matchers: WorkerMatchers, batch: Batch) -> None:
+    runner.launch(batch, matchers=matchers.begin(batch))
+    if batch.masked:
+        matchers.end(batch, runner.collect().tokens)
     runner.in_flight.clear()
+
+
+def check_alike(plan: EnginePlan) -> None:
+    """Checks that all processes that share a mesh make the same engine.
+
+    Raises:
+        ValueError: They differ, raised in every process; the message lists all differences.
+    """
+    decoder = plan.decoder
+    if spans(decoder.mesh):
+        parts = {
+            "the mesh": describe_mesh(decoder.mesh),
+            "the target's config": decoder.target,
+            "the draft head's config": decoder.proposer,
+            "the size": plan.size,
+            "the dtype": str(plan.dtype),
+            "the budget": str(decoder.bucket),
+            "the trees": (decoder.breadth, decoder.depth, decoder.algorithm, plan.least_nodes),
+            "the implementation": str(decoder.implementation),
+        }
+        compare(parts, "a new engine", "an engine")

@@ -13,7 +13,8 @@ import numpy as np
 from jetspec_jax.decode.state import DecodeWeights, split
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.planning import EnginePlan
-from jetspec_jax.engine.runner import Decode, Runner
+from jetspec_jax.engine.records import Batch
+from jetspec_jax.engine.runner import Runner
 
 
 def steering(runner: Runner) -> Any:
@@ -45,15 +46,15 @@ FEW_ROUNDS = 8
 class WatchedEngine(Engine):
     """An engine with few rounds per launch, which passes on what must be equal on all devices."""
 
-    def __init__(self, plan: EnginePlan, weights: DecodeWeights, look: Callable[[Any], None]):
+    def __init__(
+        self, plan: EnginePlan, weights: DecodeWeights, look: Callable[[Any], None], **settings: Any
+    ):
         """See `Engine`; ``look`` is called with `steering` after every launch."""
         self.look = look
-        super().__init__(plan, weights)
+        super().__init__(plan, weights, **settings)
 
-    def launch(self, most_rounds: int | None = None, decode: Decode | None = None) -> bool:
+    def _launch(self, batch: Batch) -> None:
         """See `Engine`; never timed, because ``look`` waits for the devices."""
-        launched = super().launch(min(most_rounds or FEW_ROUNDS, FEW_ROUNDS), decode)
-        if launched:
-            self.runner.in_flight[-1] = self.runner.in_flight[-1]._replace(started=None)
+        super()._launch(batch._replace(rounds=min(batch.rounds, FEW_ROUNDS)))
+        self.runner.in_flight[-1] = self.runner.in_flight[-1]._replace(started=None)
         self.look(steering(self.runner))
-        return launched

@@ -21,7 +21,7 @@ from jetspec_jax.engine.bad_words import encode_bad_words, endings_of
 from jetspec_jax.engine.grammars import matcher_for
 from jetspec_jax.inspect.forward import next_token_logits
 from jetspec_jax.models import Weights
-from jetspec_jax.sampling.adjust import Adjustments, adjust, room_for
+from jetspec_jax.sampling.adjust import Adjustments, adjust
 from jetspec_jax.sampling.allowed import only_allowed
 from jetspec_jax.sampling.choice import perturb
 from jetspec_jax.sampling.params import SamplingParams
@@ -178,15 +178,13 @@ def perturbed_logits(
     """
     if params.temperature > 0 and params.seed is None:
         raise ValueError("the gap of a sampled choice needs the request's seed")
-    words = encode_bad_words(target, params.bad_words)
     adjustments = Adjustments.of(
         params,
         vocab_size=target.config.vocab_size,
         prompt=prompt,
         output=output,
         endings=endings_of(target, params),
-        bad_words=words,
-        words=room_for(words),
+        bad_words=encode_bad_words(target, params.bad_words),
     )
     sampling, batched = jax.tree.map(lambda x: np.asarray(x)[None], (Sampling.of(params), adjustments))
     position = np.array([len(prompt) + len(output)], np.int32)

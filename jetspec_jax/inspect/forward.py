@@ -21,7 +21,7 @@ from jetspec_jax.cache.stores import chain_path, commit, empty_stores
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.config import ModelConfig, check_head_fits
 from jetspec_jax.decode.proposer import DraftHeadProposer
-from jetspec_jax.device.mesh import WHOLE, everywhere
+from jetspec_jax.device.mesh import WHOLE, everywhere, without_mesh
 from jetspec_jax.device.partition import is_split, own_part, parameter_specs
 from jetspec_jax.device.processes import compare, spans
 from jetspec_jax.engine.admission import check_models
@@ -35,6 +35,7 @@ from pallas_kernels import shards
 TokenIds = ArrayLike | Sequence[Sequence[int]]
 
 
+@without_mesh
 def logits(target: Target, token_ids: TokenIds) -> Float[Array, "B T V"]:
     """float32 logits of whole sequences: row t is the distribution of token t + 1.
 
@@ -50,6 +51,7 @@ def logits(target: Target, token_ids: TokenIds) -> Float[Array, "B T V"]:
     return _logits(target.config, target.mesh, target.weights, _ids(target, token_ids, "token_ids", least=1))
 
 
+@without_mesh
 def next_token_logits(target: Target, token_ids: Sequence[int]) -> Float[Array, "1 1 V"]:
     """float32 logits of the token after a sequence; one program serves all lengths up to a power of two.
 
@@ -63,6 +65,7 @@ def next_token_logits(target: Target, token_ids: Sequence[int]) -> Float[Array, 
     return _last_logits(target.config, target.mesh, target.weights, ids, np.int32(count))
 
 
+@without_mesh
 def tree_logits(target: Target, prefix_ids: TokenIds, tree: TokenTree) -> Float[Array, "B N V"]:
     """float32 logits of every node of a token tree after a committed prefix.
 
@@ -87,6 +90,7 @@ def tree_logits(target: Target, prefix_ids: TokenIds, tree: TokenTree) -> Float[
     return _tree_logits(target.config, target.mesh, target.weights, prefix, tree)
 
 
+@without_mesh
 def draft_logits(target: Target, draft_head: Head, token_ids: TokenIds) -> Float[Array, "B D V"]:
     """float32 draft logits below the last token of each sequence: row d drafts the token at depth d + 1.
 

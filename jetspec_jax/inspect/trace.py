@@ -1,7 +1,7 @@
 """Decodes one request and returns each round's candidates, tree, choices and accepted path.
 
-For people who want to see a tree, and for measurements. The admission and the parts of a round are those of
-`Engine`, in a program that also returns the values between the parts.
+For people who want to see a tree, and for measurements. The parts of a round are those of `TreeDecoder`, in a
+program that also returns the values between the parts.
 """
 
 import functools
@@ -21,17 +21,18 @@ from jetspec_jax.decode.loop import jit_rounds
 from jetspec_jax.decode.proposer import Proposer
 from jetspec_jax.decode.round import Accepted
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
-from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord
-from jetspec_jax.engine.admission import check_single, plan_requests
-from jetspec_jax.engine.call import Call
+from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, pick, put
+from jetspec_jax.device.mesh import without_mesh
+from jetspec_jax.device.processes import spans
+from jetspec_jax.engine.admission import check_models, check_single, make_requests
 from jetspec_jax.engine.engine import Engine
-from jetspec_jax.engine.loop import EngineLoop, loop_for
+from jetspec_jax.engine.engines import Engines
+from jetspec_jax.engine.lowering import decoder_for
 from jetspec_jax.engine.output import Completion, Output
+from jetspec_jax.engine.planning import plan_engine
 from jetspec_jax.engine.programs import Kind
 from jetspec_jax.engine.prompts import Prompt
-from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.round_kinds import decoder_for
-from jetspec_jax.engine.worker import SharedRequest, in_all_processes
+from jetspec_jax.engine.request import Request, State
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import NO_PARENT, ROOT_INDEX, Auto, Candidates, Hints, TokenTree, algorithm_of
 from pallas_kernels import shards
@@ -80,68 +81,101 @@ class RoundTrace(NamedTuple):
 
 
 class Trace(Iterator[RoundTrace]):
-    """The rounds of one request, decoded on demand; its engine is freed when it is closed or dropped.
+    """The rounds of one request, decoded on demand; its slot is freed when it is closed or dropped.
 
     Attributes:
         text: The final text of the rounds so far; empty without a tokenizer.
         completion: The whole completion once the request has ended, None before.
     """
 
-    def __init__(self, loop: EngineLoop, engine: Engine, request: Request, tokenizer: Any):
-        """Admits the only request of ``engine``; each round runs between two dispatches of the loop."""
+    def __init__(self, engines: Engines, request: Request, tokenizer: Any, *, owns: bool = False):
+        """Submits a request; its rounds run between those of other requests.
+
+        Args:
+            owns: Whether the engines are closed with the trace.
+        """
         self.text = ""
         self.completion: Completion | None = None
-        self._output, self._loop = Output(request, tokenizer), loop
-        self._engine: Engine | None = engine
-        self._seen: deque[_Seen] = deque()
-        self._decoder = decoder_for(engine.plan.decoder, Kind.of(request.params))
-        self._shared = SharedRequest(loop.mesh, request)
-        engine.admit(request)
+        self._output, self._seen = Output(request, tokenizer), deque[_Seen]()
+        buckets = sorted(decoder.bucket for decoder in engines.plan.decoders)
+        request.traced = next(bucket for bucket in buckets if bucket >= min(request.budget, buckets[-1]))
+        self._owned = engines if owns else None
+        [self._engine] = engines.submit([request])
 
     def __next__(self) -> RoundTrace:
         """Decodes the next round."""
-        found, engine = None, self._engine
-        if engine is not None:
-            # Workers run the rounds of this engine, and not of the loop's.
-            call = Call(EngineLoop(self._loop.mesh, engine))
-            found = self._shared.run(call, functools.partial(self._round, engine), self._decode)
-            self._seen.clear()
-        if found is None:
-            self.close()
-            raise StopIteration
-        values, self.text, self.completion = found
-        return RoundTrace(*values)
-
-    def _round(self, engine: Engine) -> tuple[tuple[Any, ...], str, Completion | None] | None:
-        """The values of the next round, text and completion, for all processes; None after the last round."""
-        output, request = self._output, self._output.request
-        while self._seen or output.finish_reason is None:
-            if not self._seen:
-                self._loop.run(functools.partial(engine.step, 1, self._decode))
+        output, request, engine = self._output, self._output.request, self._engine
+        while self.completion is None and not request.cancelled:
+            engine.run(functools.partial(self._turn, engine), functools.partial(_is_placed, request))
             output.update()
+            if not self._seen:
+                continue
             passed = jax.device_get(self._seen.popleft())
-            if passed.accepted.counts[request.slot]:  # 0 while it waits for a page
-                completion = None if output.finish_reason is None else output.completion()
-                return tuple(_of_slot(passed, request.slot)), output.settled_text, completion
-        return None
+            if passed.accepted.counts[0]:  # 0 while it waits for a page
+                self.text = output.settled_text
+                if output.finish_reason is not None:
+                    self.completion = output.completion()
+                return _of_one(passed)
+        self.close()
+        raise StopIteration
 
     def close(self) -> None:
-        """Ends the request and frees its engine."""
-        engine, self._engine = self._engine, None
+        """Ends the request; frees its engine if the trace owns it."""
         self._output.request.cancel()
-        self._seen.clear()
-        if engine is not None:
-            engine.close()
+        if self._owned is not None:
+            self._owned.close()
+        else:
+            self._engine.wake()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _turn(self, engine: Engine) -> None:
+        request = self._output.request
+        if request.open:
+            engine.trace(request, functools.partial(self._decode, engine))
 
     def _decode(
-        self, weights: DecodeWeights, state: DecodeState, _: np.int32
+        self, engine: Engine, weights: DecodeWeights, state: DecodeState, _: np.int32, *live: Any
     ) -> tuple[DecodeState, RoundRecord]:
-        traced_round = jit_rounds(_traced_round, self._decoder.bucket)
-        state, (record, passed) = traced_round(self._decoder, weights, state)
+        request = self._output.request
+        decoder = decoder_for(engine.runner.decoders[request.traced], Kind.of(request.params))
+        kept = state.adjust
+        if not decoder.adjusts:
+            state = replace(state, adjust=None)
+        traced_round = jit_rounds(_traced_round, decoder.bucket)
+        state, (record, passed) = traced_round(decoder, weights, state, *live)
         self._seen.append(passed)
+        state = state if decoder.adjusts else replace(state, adjust=kept)
         return state, jax.tree.map(lambda one: one[None], record)
 
 
+def _is_placed(request: Request) -> bool:
+    """Whether a request decodes, or needs no slot any more."""
+    return not request.open or request.state is State.DECODING
+
+
+def trace_request(
+    engines: Engines, settings: TreeSettings, prompt: Prompt, params: SamplingParams | None = None
+) -> Trace:
+    """As `trace_rounds`, in a slot of existing engines; other requests are served between the rounds.
+
+    Args:
+        engines: The engines, whose trees have at least the budget.
+        settings: Settings of the trees.
+        prompt: The prompt, in any form that `jetspec_jax.generate` takes.
+        params: Sampling parameters and stop conditions.
+
+    Raises:
+        ValueError: The request cannot be served.
+    """
+    target = engines.target
+    _check_traced(target, params)
+    [request] = make_requests(target, engines.plan, settings, [prompt], params)
+    return Trace(engines, request, target.tokenizer)
+
+
+@without_mesh
 def trace_rounds(
     target: Target,
     head: Head | None,
@@ -175,33 +209,32 @@ def trace_rounds(
             raised by the call, before any round.
         DeviceMemoryError: The device cannot hold the stores and a round's workspace.
     """
-    if params is not None and params.structured_outputs is not None:
-        raise ValueError("structured_outputs cannot be traced: a traced round is one program")
+    check_models(target, head)
+    _check_traced(target, params)
     algorithm = algorithm_of(settings.algorithm)
     if isinstance(algorithm, Auto):  # a trace chooses no budgets
         settings = replace(settings, algorithm=algorithm.shape)
-    check_single(params)
-    plan, [request] = plan_requests(
-        target,
-        head,
+    plan = plan_engine(
+        target.config,
+        None if head is None else head.config,
         settings,
-        [prompt],
-        params,
-        routing,
-        max_slots=1,
+        target.dtype,
+        slots=1,
         proposer=proposer,
         implementation=implementation,
+        mesh=target.mesh,
     )
-    weights = DecodeWeights(target.weights, proposer_weights if head is None else head.weights)
-    loop = loop_for(target)
+    [request] = make_requests(target, plan, settings, [prompt], params, routing)
+    engines = Engines(target, head, plan, longer_slots=True, proposer_weights=proposer_weights)
+    return Trace(engines, request, target.tokenizer, owns=True)
 
-    def make_room() -> None:
-        if loop.engine is not None and not loop.engine.plan.persistent:
-            loop.free()  # so that two sets of stores do not coexist
 
-    in_all_processes(Call(loop), "room for a trace", make_room)
-    engine = loop.run(functools.partial(Engine, plan, weights, overlapped=False))
-    return Trace(loop, engine, request, target.tokenizer)
+def _check_traced(target: Target, params: SamplingParams | None) -> None:
+    if params is not None and params.structured_outputs is not None:
+        raise ValueError("structured_outputs cannot be traced: a traced round is one program")
+    if spans(target.mesh):
+        raise ValueError("several processes share the target: trace in one process, on its own devices")
+    check_single(params)
 
 
 class _Seen(NamedTuple):
@@ -215,10 +248,23 @@ class _Seen(NamedTuple):
 
 
 def _traced_round(
-    decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState
+    decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState, live: Int[Array, "L"] | None = None
 ) -> tuple[DecodeState, tuple[RoundRecord, _Seen]]:
-    """`TreeDecoder.round`, which also returns the values between its parts."""
-    return decoder.on_mesh(functools.partial(_pieces, decoder))(weights, state)
+    """`TreeDecoder.round` of one slot, which also returns the values between its parts.
+
+    The slot is active in this round alone, so that no other round decodes it.
+    """
+
+    def run(
+        weights: DecodeWeights, state: DecodeState, *live: Int[Array, "L"]
+    ) -> tuple[DecodeState, tuple[RoundRecord, _Seen]]:
+        picked = pick(state, live[0]) if live else state
+        picked = replace(picked, active=jnp.ones_like(picked.active))
+        picked, seen = _pieces(decoder, weights, picked)
+        picked = replace(picked, active=jnp.zeros_like(picked.active))
+        return put(state, live[0], picked) if live else picked, seen
+
+    return decoder.on_mesh(run)(weights, state, *(() if live is None else (live,)))
 
 
 def _pieces(
@@ -259,9 +305,9 @@ def _target_log_probs(tree: TokenTree, logits: Float[Array, "B N V"]) -> Float32
     return jnp.where(tree.parents == NO_PARENT, 0.0, log_probs)
 
 
-def _of_slot(seen: Any, slot: int) -> RoundTrace:
-    """One slot's part of a round that is on the host, without padding."""
-    tree: Any = seen.tree
+def _of_one(seen: Any) -> RoundTrace:
+    """A round of one slot that is on the host, without padding."""
+    tree, slot = seen.tree, 0
     nodes, accepted = int(tree.num_nodes[slot]), int(seen.accepted.counts[slot])
 
     def cut(values: ArrayLike, count: int) -> np.ndarray:

@@ -25,15 +25,9 @@ from jetspec_jax.sampling.token_sets import packed
 from pallas_kernels import shards
 
 #: Most bad words of a request, as token sequences, and most tokens of a bad word.
-MOST_BAD_WORDS, MOST_WORD_TOKENS = 1024, 64
+MOST_BAD_WORDS, MOST_WORD_TOKENS = 128, 16
 # No token: padding of bad words, and of the output's last tokens.
 _NONE = -1
-
-
-def room_for(bad_words: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """W and L for some bad words, rounded up to powers of two to limit the number of programs."""
-    longer = [len(word) for word in bad_words if len(word) > 1]
-    return (1 << (len(longer) - 1).bit_length(), 1 << (max(longer) - 1).bit_length()) if longer else (0, 0)
 
 
 class History(NamedTuple):
@@ -91,7 +85,9 @@ class Adjustments(NamedTuple):
     history: History
 
     @classmethod
-    def empty(cls, slots: int, vocab_size: int, words: tuple[int, int]) -> "Adjustments":
+    def empty(
+        cls, slots: int, vocab_size: int, words: tuple[int, int] = (MOST_BAD_WORDS, MOST_WORD_TOKENS)
+    ) -> "Adjustments":
         """Slots without adjustments; ``words`` is W and L."""
         of_slots = jnp.zeros(slots, jnp.float32)
         numbers = jnp.zeros(slots, jnp.int32)
@@ -113,17 +109,6 @@ class Adjustments(NamedTuple):
             ),
         )
 
-    def with_room_for(self, words: tuple[int, int]) -> "Adjustments":
-        """The same adjustments padded to larger W and L; existing bad words do not change."""
-        _, count, longest = self.words.shape
-        more = (0, 0), (0, words[0] - count), (0, words[1] - longest)
-        later = (0, 0), (0, max(words[1] - 1, 0) - self.history.recent.shape[1])
-        recent = jnp.pad(self.history.recent, later, constant_values=_NONE)
-        return self._replace(
-            words=jnp.pad(self.words, more, constant_values=_NONE),
-            history=self.history._replace(recent=recent),
-        )
-
     @classmethod
     def of(
         cls,
@@ -134,7 +119,7 @@ class Adjustments(NamedTuple):
         output: Sequence[int] = (),
         endings: Collection[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
-        words: tuple[int, int] = (0, 0),
+        words: tuple[int, int] = (MOST_BAD_WORDS, MOST_WORD_TOKENS),
     ) -> "Adjustments":
         """One request's adjustments, as NumPy values without the slot axis.
 

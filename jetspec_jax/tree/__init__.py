@@ -28,7 +28,7 @@ from jetspec_jax.tree.paths import path_tokens
 from jetspec_jax.tree.planning import Breadth, breadth_of, check_breadth, check_traceable, plan_of
 from jetspec_jax.tree.profiles import Profile
 from jetspec_jax.tree.published import DEFAULT_ALGORITHM, AccumLogp
-from jetspec_jax.tree.reach import USUAL_LEAST, Reach, reach_of, tree_buckets
+from jetspec_jax.tree.reach import Reach, reach_of, tree_buckets
 from jetspec_jax.tree.routing import Hints, Routing
 from jetspec_jax.tree.token_tree import (
     BUCKETS,
@@ -45,7 +45,6 @@ __all__ = [
     "DEFAULT_ALGORITHM",
     "NO_PARENT",
     "ROOT_INDEX",
-    "USUAL_LEAST",
     "Acceptance",
     "AccumLogp",
     "Algorithm",

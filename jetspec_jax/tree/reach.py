@@ -12,9 +12,6 @@ from jaxtyping import Array, Float32, Int
 
 from jetspec_jax.tree.token_tree import BUCKETS, ROOT_INDEX
 
-#: With few sequences, smaller trees than this cost hardly less.
-USUAL_LEAST = 16
-
 
 class Reach(NamedTuple):
     """Accepted drafted tokens for K budgets, expected and actual, without the bonus token.
@@ -28,7 +25,7 @@ class Reach(NamedTuple):
     accepted: Float32[Array, "*rounds K"]
 
 
-def tree_buckets(most: int, least: int = USUAL_LEAST) -> tuple[int, ...]:
+def tree_buckets(most: int, least: int) -> tuple[int, ...]:
     """The buckets from ``least`` nodes to the bucket ``most``; only ``most`` if it is smaller."""
     return tuple(bucket for bucket in BUCKETS[1:] if min(least, most) <= bucket <= most)
 

@@ -1,6 +1,5 @@
 """Routing hints of requests, for algorithms that route by them, as arrays of a batch."""
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +27,11 @@ _REASONING_TEXT = ("<think>", "step 1", "let me think", "let's think", "first,",
 KEYS = ("task", "mode", "text")
 _MEANT = f"a mapping with any of {', '.join(KEYS)}, as {{'task': 'math'}}"
 
+#: What replaces the argument ``routing`` of calls.
+ROUTING_INSTEAD = (
+    'give the hints to the tree algorithm, as algorithm=get_algorithm("task_router", '
+    '{"routing": {"task": "math"}})'
+)
 #: The hints of one request, with any of `KEYS`.
 Hints = Mapping[str, str]
 
@@ -121,17 +125,6 @@ def hashable_hints(hints: Any) -> tuple[tuple[str, str], ...] | None:
     if hints is None:
         return None
     return tuple(sorted(_checked(dict(hints) if isinstance(hints, tuple) else hints).items()))
-
-
-def deprecate_hints(routing: object) -> None:
-    """Warns a caller of the argument ``routing``, which the next release removes, if it is given."""
-    if routing is not None:
-        warnings.warn(
-            "routing is deprecated, and will be removed: give the hints to the tree algorithm, as "
-            'algorithm=get_algorithm("task_router", {"routing": {"task": "math"}})',
-            DeprecationWarning,
-            stacklevel=3,
-        )
 
 
 def check_classes(names: Iterable[Any], where: str) -> None:

@@ -217,13 +217,14 @@ def test_a_failed_check_names_the_first_difference(capsys, monkeypatch):
 
 
 def test_one_difference_among_several_completions_is_exit_code_1(capsys, monkeypatch):
-    class Altered(LLM):
-        def generate(self, *arguments):
-            completions = super().generate(*arguments)
-            completions[0].token_ids[2] ^= 1
-            return completions
+    generate = LLM.generate
 
-    monkeypatch.setattr(generating, "LLM", Altered)  # of plain decoding
+    def altered(llm, *arguments, budget):
+        completions = generate(llm, *arguments, budget=budget)
+        completions[0].token_ids[2] ^= budget == 1
+        return completions
+
+    monkeypatch.setattr(LLM, "generate", altered)
     code, _, err = run(capsys, "generate", "--check", "--max-tokens", "4", "-n", "2", PROMPT)
     assert code == 1
     assert err.count("check failed: token 2 is") == 1

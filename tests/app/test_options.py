@@ -132,7 +132,7 @@ class TestTable:
 
     def test_options_of_chats_are_those_of_the_call(self):
         asked = set(inspect.signature(LLM.chat).parameters)
-        others = {"self", "messages", "sampling_params", "routing", "use_tqdm", "unknown"}
+        others = {"self", "messages", "sampling_params", "budget", "use_tqdm", "unknown"}
         assert {option.field for option in CHAT.options} == asked - others
         given = CHAT.given(parse("--chat-template-kwargs", '{"a": [1]}', "--no-add-generation-prompt"))
         assert given == {"chat_template_kwargs": {"a": [1]}, "add_generation_prompt": False}

@@ -18,7 +18,8 @@ from bench.acceptance.counts import (
 )
 from bench.acceptance.profile import classes_of, tables
 from bench.common.workload import Workload
-from jetspec_jax import SamplingParams, generate, generate_tree
+from bench.exactness.decoding import Agreement, decode
+from jetspec_jax import SamplingParams, generate
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.inspect.trace import RoundTrace
 from jetspec_jax.tree import Candidates, Profile, Routing, get_algorithm
@@ -139,7 +140,6 @@ def test_counts_equal_a_plain_loop_over_plain_decoding(texts, rounds):
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", ["depth_rank_histogram", "class_histogram"])
-@pytest.mark.filterwarnings("ignore:routing is deprecated")
 def test_a_profile_is_what_the_algorithms_read(pair, work, texts, rounds, name):
     made = json.loads(json.dumps(tables(rounds, least_share=0.3)))
     classes = classes_of(rounds)
@@ -153,8 +153,9 @@ def test_a_profile_is_what_the_algorithms_read(pair, work, texts, rounds, name):
     for row in made["per_class_histograms"]["uncertain_task"]:
         assert all(share == 0 or share >= 0.3 for share in row)
     algorithm = get_algorithm(name, profile=made)
-    shape = {"budget": 16, "width": 3, "routing": work.routing}
-    trees = generate_tree(pair.target, pair.head, work.ids, PARAMS, algorithm=algorithm, **shape)
+    settings = TreeSettings(16, width=3, algorithm=algorithm)
+    served = {"max_slots": 2, "implementation": "xla", "agreement": Agreement()}
+    trees = decode(pair.target, pair.head, work, settings, **served)
     assert [[*ids, *own.token_ids] for ids, own in zip(work.ids, trees, strict=True)] == texts
     first = rounds[0].trace
     candidates = Candidates(

@@ -8,7 +8,9 @@ from bench.acceptance import command, replay
 from bench.acceptance.rejections import anchors_of, rejections
 from bench.acceptance.replay import accepted_along, rounds_along
 from bench.common.workload import Workload
-from jetspec_jax import SamplingParams, generate_tree
+from bench.exactness.decoding import Agreement, decode
+from jetspec_jax import SamplingParams
+from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.tree import Candidates, algorithm_of
 from tests.bench.conftest import random_workloads, text_prompt
 from tests.decode.tiny import TINY
@@ -40,20 +42,12 @@ def drafts(pair, work):
 @pytest.mark.parametrize(
     ("name", "candidates", "budget"), [("top_nodes", 3, 16), ("top_nodes", 3, 9), ("task_router", 5, 12)]
 )
-@pytest.mark.filterwarnings("ignore:routing is deprecated")
 def test_the_rounds_are_those_of_decoding(pair, work, drafts, monkeypatch, name, candidates, budget):
     monkeypatch.setattr(replay, "GROWN", 16)  # less than all anchors, and no divisor of their number
     accepted = accepted_along(drafts, algorithm_of(name), candidates, (budget, 16))
-    trees = generate_tree(
-        pair.target,
-        pair.head,
-        work.ids,
-        work.params,
-        budget=budget,
-        candidates=candidates,
-        algorithm=name,
-        routing=work.routing,
-    )
+    settings = TreeSettings(budget, algorithm=name, candidates=candidates)
+    served = {"max_slots": 3, "implementation": "xla", "agreement": Agreement()}
+    trees = decode(pair.target, pair.head, work, settings, **served)
     assert rounds_along(accepted[:, 0], drafts.counts) == [own.accept_lengths for own in trees]
     assert drafts.counts == [len(own.token_ids) for own in trees]
     assert accepted.max() > 0

@@ -7,10 +7,11 @@ import pytest
 
 from jetspec_jax import SamplingParams, generate, generate_tree
 from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.engine.admission import make_requests
 from jetspec_jax.engine.runner import Runner
 from jetspec_jax.tree import Algorithm, Plan, algorithm_names, get_algorithm
 from tests.decode.oracle import OracleProposer, plant
-from tests.decode.tiny import SLIDING, TinyEngine, random_head, random_target, serve
+from tests.decode.tiny import SLIDING, TinyEngine, random_head, random_target, serve, served
 from tests.marks import wide
 
 ORACLE = OracleProposer(SLIDING.vocab_size)
@@ -69,10 +70,9 @@ def test_routing_is_each_request_s_own(target):
     head = random_head(SLIDING, 1)
     hints = [{"task": "math"}, {"task": "chat"}]
     params, shape = SamplingParams(max_tokens=8, ignore_eos=True), {"budget": 64, "width": 3}
-    with pytest.warns(DeprecationWarning, match="routing is deprecated"):
-        completions = generate_tree(
-            target, head, PROMPTS, params, **shape, algorithm="task_router", routing=hints
-        )
+    settings = TreeSettings(**shape, algorithm="task_router")
+    engine = TinyEngine(target, head, settings, slots=2)
+    completions = served(engine, make_requests(target, engine.plan, settings, PROMPTS, params, hints))
     chain, tree = (set(completion.tree_sizes) for completion in completions)
     assert chain == {1 + head.config.depth}
     assert set(completions[0].tree_depths) == {head.config.depth}
@@ -100,13 +100,7 @@ def test_what_a_plan_lacks_is_said_before_anything_is_decoded(target):
         )
 
 
-def test_routing_for_another_number_of_prompts_is_refused(target):
-    head = random_head(SLIDING, 1)
-    warned = pytest.warns(DeprecationWarning, match="routing is deprecated")
-    with warned, pytest.raises(ValueError, match="1 routing hints for 2 prompts"):
-        generate_tree(target, head, PROMPTS, PARAMS, routing=[{"task": "math"}])
-    with warned, pytest.raises(ValueError, match=r"not valid: \['topic'\]"):
-        generate_tree(target, head, PROMPTS, PARAMS, routing={"topic": "math"})
+def test_hints_that_are_not_valid_are_refused():
     with pytest.raises(ValueError, match=r"not valid: \['topic'\]"):
         get_algorithm("task_router", {"routing": {"topic": "math"}})
     with pytest.raises(TypeError, match="routing is a mapping"):

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from jetspec_jax import LLM, SamplingParams, generate, generate_tree
-from jetspec_jax.engine.loop import loop_for
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
 from tests.marks import wide
@@ -63,7 +62,7 @@ def test_after_one_warm_up_nothing_compiles(target, head, budget):
 def test_streams_and_texts_share_their_programs(target, head):
     llm = LLM(target, head, budget=16, width=3)
     prompts, params = mixed_requests(12)
-    llm.generate([[1, 1]], SamplingParams(max_tokens=2))
+    llm.warm_up()
     with compilations() as after:
         for prompt, own in zip(prompts, params, strict=True):
             text = "".join(llm.stream(prompt, own))
@@ -94,10 +93,10 @@ def test_after_warm_up_the_first_call_compiles_nothing(target, head):
 
 @pytest.mark.parametrize("budget", [wide(1), 16])
 def test_after_a_warm_up_no_number_of_prompts_compiles_anything(target, head, budget):
-    """All share an engine, whose programs are those of 1, 2, 4 and 5 live slots."""
+    """All share an engine, whose programs are those of 1, 4 and 5 live slots."""
     llm = LLM(target, head, budget=budget, width=4, max_slots=5)
     llm.warm_up()
-    engine = loop_for(target).engine
+    [engine] = llm.engines.engines()
     prompts, params = mixed_requests(7)
     with compilations() as after:
         alone = [llm.generate(prompt, own)[0] for prompt, own in zip(prompts, params, strict=True)]
@@ -106,7 +105,7 @@ def test_after_a_warm_up_no_number_of_prompts_compiles_anything(target, head, bu
             for one, other, own in zip(together, alone, params, strict=False):
                 assert (own.temperature and own.seed is None) or one.token_ids == other.token_ids
     assert after == []
-    assert loop_for(target).engine is engine
+    assert llm.engines.engines() == [engine]
 
 
 @pytest.mark.wide

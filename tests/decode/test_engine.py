@@ -13,11 +13,11 @@ from jetspec_jax import LLM, SamplingParams, draft_logits, generate, generate_tr
 from jetspec_jax.cache.pages import NO_PAGE, PAGE_SIZE
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.engine.engine import log_attention_fallback
-from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.models import bind
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, gaps
 from tests.decode.tiny import TINY, TinyEngine, finish, random_head, random_target, serve, word_tokenizer
+from tests.engine.halting import begun, halted
 from tests.marks import wide
 
 LIMIT = 512
@@ -166,7 +166,7 @@ def test_the_head_knows_every_token(target, head):
         return proposer.propose(weights.proposer, state.proposer, model, state.anchors, state.slots)
 
     expected = draft_logits(target, head, [tokens])
-    np.testing.assert_allclose(propose(engine.weights, state), expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(propose(engine.runner.weights, state), expected, rtol=0, atol=1e-4)
 
 
 # Batches
@@ -388,8 +388,8 @@ def test_a_stream_is_the_text_in_pieces(llm):
     assert len(pieces) > 1
     assert all(pieces)
     assert next(stream, None) is None
-    # It no longer keeps the engine from calls that need another.
-    assert not loop_for(llm.target).engine.busy
+    [engine] = llm.engines.engines()
+    assert engine.open_requests == 0
 
 
 @pytest.mark.parametrize("cut", [1, 3, 6, 10])
@@ -409,16 +409,17 @@ def test_a_stop_string_never_leaks(llm, cut):
 def test_leaving_a_stream_frees_its_pages(llm):
     prompt, params = prompt_of(17), sampled(2, max_tokens=200)
     [expected] = llm.generate([prompt], params)
-    engine = loop_for(llm.target).engine
+    [engine] = llm.engines.engines()
 
     def is_free():
-        return not engine.busy and engine.scheduler.free_pages == engine.plan.size.num_pages
+        return not engine.open_requests and engine.scheduler.free_pages == engine.plan.size.num_pages
 
-    stream = llm.stream(prompt, params)
-    next(stream)
-    assert not is_free()
-    stream.close()
-    assert is_free()
+    with halted(begun(1)):
+        stream = llm.stream(prompt, params)
+        next(stream)
+        assert not is_free()
+        stream.close()
+        assert is_free()
     assert next(stream, "end") == "end"
 
     with llm.stream(prompt, params) as stream:
@@ -430,9 +431,9 @@ def test_leaving_a_stream_frees_its_pages(llm):
     del stream
     gc.collect()
     # No device work in a finaliser: the next batch takes back the slot of a dropped stream.
-    assert not engine.busy
+    assert not engine.open_requests
     assert llm.generate([prompt], params) == [expected]
-    assert loop_for(llm.target).engine is engine
+    assert llm.engines.engines() == [engine]
     assert is_free()
 
 

@@ -14,7 +14,7 @@ from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.decode.logprobs import logprobs_of
 from jetspec_jax.decode.models import Models
 from jetspec_jax.decode.scoring import SCORED_CHUNK, score_prompt
-from jetspec_jax.engine import round_kinds
+from jetspec_jax.engine import runner
 from tests.decode.in_float64 import reference_logprobs
 from tests.decode.tiny import (
     SLIDING,
@@ -224,7 +224,7 @@ def test_completions_tell_of_prompts(target, outputs):
 
 def test_a_prompt_of_one_token_and_several_completions(target, monkeypatch):
     scored = []
-    monkeypatch.setattr(round_kinds, "score_prompt", lambda *own: scored.append(own) or score_prompt(*own))
+    monkeypatch.setattr(runner, "score_prompt", lambda *own: scored.append(own) or score_prompt(*own))
     params = SamplingParams(max_tokens=2, temperature=1.0, seed=1, n=3, prompt_logprobs=1)
     alone, *others = generate(target, [[5, 9, 2, 7], [5]], params)
     assert len(scored) == 1  # all completions of a prompt share it

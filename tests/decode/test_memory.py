@@ -21,15 +21,12 @@ from jetspec_jax.checkpoint import loading as checkpoint
 from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.decode.prefill import prefill
-from jetspec_jax.decode.settings import PLAIN, TreeSettings, make_decoder
+from jetspec_jax.decode.settings import TreeSettings, make_decoder
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.device import memory, partition
 from jetspec_jax.device.memory import array_bytes, weight_bytes
 from jetspec_jax.engine import runner
-from jetspec_jax.engine.admission import plan_requests
-from jetspec_jax.engine.extras import NO_EXTRAS, Extras
-from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.memory import check_engine_memory, empty_state, extra_bytes, workspace_bytes
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.size import EngineSize
@@ -53,7 +50,8 @@ pytestmark = pytest.mark.usefixtures("optimised")
 CONFIG = with_windows(TINY, None)
 FLOAT32 = jnp.dtype(jnp.float32)
 SHORT = SamplingParams(max_tokens=4)
-PARTS = ("stores of", "workspace for", "margin")
+EXTRAS = ("adjustments of", "log-probabilities of", "log-probabilities of a prompt")
+PARTS = ("stores of", "workspace for", *EXTRAS, "margin")
 
 
 @pytest.fixture
@@ -74,14 +72,14 @@ def nothing_is_read(monkeypatch):
     monkeypatch.setattr(checkpoint, "read_weights", fail)
 
 
-def needs(decoder, size, extras=NO_EXTRAS, **settings):
+def needs(decoder, size, **settings):
     """Bytes of every part of an engine, as an error lists them."""
     seen = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "free_bytes", lambda mesh=None: -(2**60))
         patch.setattr(memory, "_gib", lambda count: f"{count} GiB")
         with pytest.raises(DeviceMemoryError) as info:
-            check_engine_memory(EnginePlan(decoder, size, FLOAT32, extras=extras), **settings)
+            check_engine_memory(EnginePlan(decoder, size, FLOAT32), **settings)
     for name, count in re.findall(r"^  (.*\S)\s+(\d+) GiB$", str(info.value), re.MULTILINE):
         seen[name] = int(count)
     return seen
@@ -110,10 +108,11 @@ def test_stores_are_counted_as_they_are_allocated():
     row = TINY.layers[0].kv_size * 4
     assert array_bytes((state.stores, state.proposer)) == tokens * row * (TINY.num_layers + 1)
     assert sum(store.num_bytes for store in state.stores) == tokens * row * TINY.num_layers
-    assert list(parts) == [stores, "workspace for 3 x 16 nodes", "margin"]
+    assert list(parts)[:2] == [stores, "workspace for 3 x 16 nodes"]
+    assert_lists([f"  {name} GiB" for name in parts], PARTS)
     # Plain decoding has no head's context.
     plain = needs(decoder_for(TINY, 1), size)
-    assert list(plain) == [stores, "workspace for 3 x 1 nodes", "margin"]
+    assert list(plain)[:2] == [stores, "workspace for 3 x 1 nodes"]
     assert parts[stores] - plain[stores] == tokens * row
 
 
@@ -215,43 +214,24 @@ def test_the_workspace_of_prompts_is_at_least_what_xla_reserves(chunk, config):
     )
 
 
-WANTS = {
-    "adjustments of": SamplingParams(max_tokens=2, bad_words=["ab", "abc"]),
-    "log-probabilities of 1 x 1 nodes": SamplingParams(max_tokens=2, logprobs=1, bad_words=["ab", "abc"]),
-    "log-probabilities of a prompt": SamplingParams(max_tokens=2, prompt_logprobs=1),
-}
-
-
 @pytest.mark.wide
-@pytest.mark.parametrize("part", WANTS)
-def test_what_requests_want_beside_is_counted_where_they_do(device, part):
-    """When an engine is made for them, and when one that there is gets them."""
-    target, prompts = random_target(CONFIG, 0, tokenizer=word_tokenizer(64)), [[1, 2, 3]] * 2
-    plans = [plan_requests(target, None, PLAIN, prompts, own, max_slots=1)[0] for own in (SHORT, WANTS[part])]
-    decoder, size = plans[0].decoder, plans[0].size
-    assert plans[1].decoder == decoder
-    parts = needs(decoder, size, extras=plans[1].extras)
-    assert [name for name in parts if name.startswith(part)] != []
-    more = sum(parts.values()) - total(decoder, size)
-    device(sum(parts.values()) - 1)
-    with pytest.raises(DeviceMemoryError, match=part):
-        generate(target, prompts, WANTS[part], max_slots=1)
-    assert len(generate(target, prompts, SHORT, max_slots=1)) == 2
-    # The stores are there; what is wanted beside them, and the workspace, must be free.
-    device(more)
-    with pytest.raises(DeviceMemoryError, match=part):
-        generate(target, prompts, WANTS[part], max_slots=1)
-    # The engine was freed, in case a smaller one had fitted: the next call makes one.
-    device(total(decoder, size))
-    assert len(generate(target, prompts, SHORT, max_slots=1)) == 2
-    device(more + workspace_bytes(EnginePlan(decoder, size, FLOAT32)))
-    kept = loop_for(target).engine
-    assert len(generate(target, prompts, WANTS[part], max_slots=1)) == 2
-    assert loop_for(target).engine is kept
-    adjust = kept.runner.state.adjust
-    assert (adjust is None) == ("adjustments" not in "".join(parts))
-    if adjust is not None:
-        assert parts["adjustments of 1 x 64 tokens"] == 2 * array_bytes(adjust)
+def test_what_any_request_may_want_is_counted_from_the_start(device):
+    """Its arrays are allocated when a first request wants them, in what was counted."""
+    target = random_target(CONFIG, 0, tokenizer=word_tokenizer(64))
+    wants = SamplingParams(max_tokens=2, logprobs=1, prompt_logprobs=1, bad_words=["ab", "abc"])
+    with LLM(target, max_slots=1) as llm:
+        plan = llm.engines.plan
+        parts = needs(plan.decoder, plan.size)
+        device(sum(parts.values()) - 1)
+        with pytest.raises(DeviceMemoryError, match="adjustments of 1 x 64 tokens"):
+            llm.generate([[1, 2, 3]], SHORT)
+        device(sum(parts.values()))
+        llm.generate([[1, 2, 3]], SHORT)
+        [engine] = llm.engines.engines()
+        assert engine.runner.state.adjust is None
+        device(0)
+        llm.generate([[1, 2, 3]], wants)
+        assert parts["adjustments of 1 x 64 tokens"] == 2 * array_bytes(engine.runner.state.adjust)
 
 
 @pytest.mark.wide
@@ -259,17 +239,16 @@ def test_what_requests_want_beside_is_counted_where_they_do(device, part):
 def test_the_workspace_of_what_requests_want(wants):
     config = dataclasses.replace(TINY, vocab_size=8192)
     decoder, size = decoder_for(config, 64), EngineSize.of(config, 1, 128)
-    extras = Extras(adjusts=wants[0], bad_words=(16, 4), logprobs=wants[1])
     decoder = dataclasses.replace(decoder, adjusts=wants[0], logprobs=wants[1], max_rounds=8)
     weights = jax.eval_shape(
         lambda: DecodeWeights(random_target(config, 0).weights, random_head(config, 0).weights)
     )
     sizes = {"num_pages": 2, "pages_per_slot": 2, "page_size": PAGE_SIZE, "dtype": FLOAT32}
-    state = jax.eval_shape(lambda: decoder.empty_state(1, **sizes, bad_words=extras.bad_words))
+    state = jax.eval_shape(lambda: decoder.empty_state(1, **sizes))
     rounds = jax.ShapeDtypeStruct((), jnp.int32)
     plan = decoder.program.lower(decoder, weights, state, rounds).compile().memory_analysis()
-    parts = extra_bytes(EnginePlan(decoder, size, FLOAT32, extras=extras))
-    told = sum(count for name, count in parts.items() if name.startswith("log-probabilities"))
+    parts = extra_bytes(EnginePlan(decoder, size, FLOAT32))
+    told = sum(count for name, count in parts.items() if name.startswith("log-probabilities of 1 x"))
     estimate = workspace_bytes(EnginePlan(decoder, size, FLOAT32)) + told
     assert plan.temp_size_in_bytes <= estimate <= 3 * plan.temp_size_in_bytes
 
@@ -285,7 +264,7 @@ def test_an_engine_that_does_not_fit_is_refused(device):
 
     with pytest.raises(DeviceMemoryError, match=r"too little memory on .* needed, .* free") as info:
         make()
-    assert_lists(str(info.value).splitlines()[1:4], PARTS)
+    assert_lists(str(info.value).splitlines()[1:7], PARTS)
     for free in (enough, None):
         device(free)
         make()
@@ -373,7 +352,7 @@ def test_an_llm_counts_all_before_it_reads_anything(device):
     device(enough - 1)
     with pytest.raises(DeviceMemoryError) as info:
         LLM(budget=64, dtype="float32")
-    listed = str(info.value).splitlines()[1:6]
+    listed = str(info.value).splitlines()[1:9]
     assert_lists(listed, ("weights of the target", "weights of the draft head", *PARTS))
     assert re.search("would fit: budget 32, capacity 512, dtype bfloat16", str(info.value))
     device(enough)
@@ -387,26 +366,23 @@ def llm():
 
 
 @pytest.mark.parametrize("slots", [1, 2, 8])
-def test_an_engine_has_the_slots_that_fit(device, llm, slots):
-    prompts = [[number, 1] for number in range(10)]
-    expected = llm.generate(prompts, SHORT)
-    loop, decoder = loop_for(llm.target), loop_for(llm.target).engine.plan.decoder
-    assert loop.engine.plan.size.slots == 8
-    loop.free()
-    device(total(decoder, EngineSize.of(TINY, slots, 256)))
-    assert llm.generate(prompts, SHORT) == expected
-    engine = loop.engine
-    assert (engine.plan.size.slots, engine.plan.size.num_pages) == (slots, 4 * slots)
-    device(0)  # nothing has to be allocated, for any number of prompts
-    assert llm.generate(prompts[:1], SHORT) == expected[:1]
-    assert llm.generate(prompts, SHORT) == expected
-    assert loop.engine is engine
-    # A failed need leaves no engine, and the next call makes one.
-    with pytest.raises(DeviceMemoryError, match="stores of 1 x 256 tokens"):
-        generate(llm.target, prompts, SHORT, max_slots=9)
-    assert loop.engine is None
-    device(None)
-    assert llm.generate(prompts, SHORT) == expected
+def test_an_engine_has_the_slots_that_fit(device, slots):
+    target, prompts = random_target(TINY, 0), [[number, 1] for number in range(10)]
+    with LLM(target) as llm:
+        expected = llm.generate(prompts, SHORT)
+        decoder = llm.engines.plan.decoder
+        assert llm.engines.engines()[0].plan.size.slots == 8
+    with LLM(target) as llm:
+        device(total(decoder, EngineSize.of(TINY, slots, 256)))
+        assert llm.generate(prompts, SHORT) == expected
+        [engine] = llm.engines.engines()
+        assert (engine.plan.size.slots, engine.plan.size.num_pages) == (slots, 4 * slots)
+        device(0)  # nothing has to be allocated, for any number of prompts
+        assert llm.generate(prompts[:1], SHORT) == expected[:1]
+        assert llm.generate(prompts, SHORT) == expected
+        assert llm.engines.engines() == [engine]
+        with pytest.raises(DeviceMemoryError, match="stores of 1 x 256 tokens"):
+            generate(llm.target, prompts, SHORT, max_slots=9)
 
 
 def test_after_an_allocation_that_fails_smaller_ones_work(llm, monkeypatch):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+import time
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +18,9 @@ from jetspec_jax.decode.settings import PLAIN
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.engine.admission import check_request
 from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.output import Output
 from jetspec_jax.engine.planning import plan_engine
 from jetspec_jax.engine.policy import FixedBudget
-from jetspec_jax.engine.serving import complete
 from jetspec_jax.models import abstract, weights_of
 
 # Head size times heads is not the hidden size, and theta is not the usual one: neither may be assumed.
@@ -148,8 +150,22 @@ def at_once(policy, shapes):
     return policy
 
 
+class Limited:
+    """A policy whose dispatches have at most so many rounds."""
+
+    def __init__(self, policy, most=math.inf):
+        self.policy, self.most = policy, most
+
+    def choose(self, *arguments):
+        shape, rounds = self.policy.choose(*arguments)
+        return shape, min(rounds, self.most)
+
+    def observe(self, record):
+        self.policy.observe(record)
+
+
 class TinyEngine(Engine):
-    """An engine that also makes its requests: as the front door does, but with a size of the test's own."""
+    """An engine without a thread, which a test steps, and which makes its requests."""
 
     def __init__(
         self,
@@ -158,20 +174,28 @@ class TinyEngine(Engine):
         settings=PLAIN,
         *,
         proposer_weights=None,
-        many=None,
-        snapshots=0,
         overlapped=None,
+        prefill_tokens=None,
+        live=(),
+        least_nodes=16,
+        snapshots=0,
         **plan,
     ):
         config, weights = (None, proposer_weights) if head is None else (head.config, head.weights)
         self.target, self.settings = target, settings
-        made = plan_engine(target.config, config, settings, target.dtype, **plan)
-        made = dataclasses.replace(made, size=made.size.with_snapshots(snapshots))
-        super().__init__(
-            made if many is None else made.for_many(**many),
-            DecodeWeights(target.weights, weights),
-            overlapped,
+        plan = plan_engine(
+            target.config,
+            config,
+            settings,
+            target.dtype,
+            live=live,
+            least_nodes=least_nodes,
+            snapshots=snapshots,
+            **plan,
         )
+        plan = dataclasses.replace(plan, size=dataclasses.replace(plan.size, prefill_tokens=prefill_tokens))
+        super().__init__(plan, DecodeWeights(target.weights, weights), overlapped=overlapped)
+        self._open()
         if isinstance(self.scheduler.policy, FixedBudget):
             at_once(self.scheduler.policy, self.plan.size.rounds(tuple(self.runner.decoders)))
 
@@ -180,20 +204,62 @@ class TinyEngine(Engine):
         [request] = asked.requests(self.settings, self.plan.decoder)
         return request
 
+    def admit(self, request):
+        request.arrival = time.monotonic()
+        self._requests.append(request)
+        self._add(request)
+        return request
+
     def submit(self, prompt, params):
         return self.admit(self.request(prompt, params))
+
+    @property
+    def busy(self):
+        return self.scheduler.busy
+
+    def launch(self, most_rounds=math.inf, decode=None):
+        """Launches a batch, if there is room and something to do; whether it did."""
+        if not self.scheduler.has_room:
+            return False
+        policy = self.scheduler.policy
+        self.scheduler.policy = Limited(policy, most_rounds)
+        batch = self.scheduler.next_batch()
+        self.scheduler.policy = policy
+        if batch is None:
+            return False
+        self.runner.launch(batch, decode, matchers=self.scheduler.matchers)
+        return True
+
+    def collect(self):
+        return self._collect()
+
+    def step(self, most_rounds=math.inf, decode=None):
+        while self.launch(most_rounds, decode):
+            pass
+        return self._collect() if self.runner.in_flight else []
 
 
 def serve(engine, prompts, params):
     """Completions of requests that go through an engine together."""
-    requests = [engine.request(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-    return complete([engine], requests, engine.target.tokenizer)
+    return served(engine, [engine.request(prompt, own) for prompt, own in zip(prompts, params, strict=True)])
+
+
+def served(engine, requests):
+    """Completions of requests that go through an engine together."""
+    outputs = [Output(engine.admit(request), engine.target.tokenizer) for request in requests]
+    while any(output.finish_reason is None for output in outputs):
+        engine.step()
+        for output in outputs:
+            output.update()
+            if output.finish_reason is not None:
+                output.request.cancel()
+    return [output.completion() for output in outputs]
 
 
 def finish(engine):
     """Serves until the engine is idle, but not for ever: a lost page would keep a request waiting."""
     for _ in range(1000):
-        if not engine.busy:
+        if not (engine.busy or engine.runner.in_flight):
             return
         engine.step()
     raise AssertionError("the engine makes no progress")

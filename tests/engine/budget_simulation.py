@@ -17,7 +17,7 @@ from jetspec_jax.tree import tree_buckets
 from jetspec_jax.tree.auto import Auto
 
 ACCEPTANCE = Path(__file__).with_name("acceptance.npz")
-BUCKETS = (1, *tree_buckets(256))
+BUCKETS = (1, *tree_buckets(256, 16))
 ROUNDS = Path(__file__).with_name("qwen3_8b_rounds.json")
 KINDS = ("easy", "hard", "noise", "mixed", "changing")
 SEEDS, PROMPT_TOKENS, UNCOUNTED = 10, 64, 64

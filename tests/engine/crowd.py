@@ -8,14 +8,13 @@ import numpy as np
 from jetspec_jax import SamplingParams, StructuredOutputsParams
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.engine.admission import check_request
-from jetspec_jax.engine.extras import Extras
 from jetspec_jax.engine.output import Output
+from jetspec_jax.engine.programs import Kind
 from jetspec_jax.engine.runner import Runner
-from jetspec_jax.engine.serving import complete
 from jetspec_jax.inspect.exactness import first_divergence
 from tests.decode.compilations import compilations
 from tests.decode.oracle import OracleProposer, plant
-from tests.decode.tiny import TinyEngine, finish
+from tests.decode.tiny import TinyEngine, finish, served
 
 #: How far log-probabilities may differ.
 TOLERANCE = 1e-4
@@ -164,7 +163,7 @@ class Alone:
     def __call__(self, asked):
         """The completions of a prompt."""
         requests = requests_of(self.engine, asked)
-        completions = complete([self.engine], requests, self.engine.target.tokenizer, None)
+        completions = served(self.engine, requests)
         assert all(request.prefix_tokens == 0 for request in requests)
         return completions
 
@@ -181,7 +180,7 @@ def requests_of(engine, asked):
 def engine_for_many(
     monkeypatch, target, head, crowd, rng, *, most_rounds=6, live=(2,), truth=None, overlapped=None, **size
 ):
-    """An engine of an `EnginePlan.for_many` that has room for all that a crowd wants; all is compiled.
+    """An engine that has all programs that a crowd needs.
 
     Args:
         monkeypatch: Pytest's.
@@ -204,15 +203,15 @@ def engine_for_many(
         target,
         head,
         TreeSettings(16, 3, algorithm="auto"),
-        many={"live": live, "prefill_tokens": 128, "least_nodes": 16},
+        live=live,
+        prefill_tokens=128,
+        least_nodes=16,
         overlapped=overlapped,
         **own,
         **size,
     )
     policy = AtRandom(engine.plan.size, tuple(engine.runner.decoders), rng, most_rounds)
     engine.scheduler.policy = policy
-    requests = [request for asked in crowd for request in requests_of(engine, asked)]
-    engine.extend(Extras.of(requests))
     _compile_all(engine, policy, crowd)
     return engine
 
@@ -233,7 +232,7 @@ def _plant_at_launch(monkeypatch, truth, slots, length):
 
 def _compile_all(engine, policy, crowd):
     """Runs every program that a crowd can need."""
-    engine.compiler.compile(engine.runner.programs([]))
+    engine.runner.compiler.compile(engine.runner.programs([Kind()]))
     adjusts = {"presence_penalty": 0.1} if any(own.params.adjusts for own in crowd) else {}
     tells = {"logprobs": 1} if any(own.params.logprobs is not None for own in crowd) else {}
     form = {"structured_outputs": StructuredOutputsParams(choice=["ab"]), "ignore_eos": False}
@@ -251,10 +250,6 @@ def _compile_all(engine, policy, crowd):
     for asked in scored[:1]:
         engine.submit([1, 2], dataclasses.replace(asked.params, max_tokens=1, min_tokens=0, n=1))
         finish(engine)
-    while engine.runner.in_flight:
-        engine.collect()
-    engine.launch()  # frees the last slots
-    engine.collect()
     policy.fixed = None
 
 
@@ -303,18 +298,18 @@ def serve_crowd(engine, crowd, rng, *, arrivals=2.0, check_every=7):
             for _ in range(min(int(rng.poisson(arrivals)), len(line))):
                 own = [engine.admit(request) for request in requests_of(engine, line.pop(0))]
                 outputs.append([Output(request, engine.target.tokenizer) for request in own])
-            if engine.has_room and engine.launch():
+            if engine.launch():
                 _read(outputs, crowd)
             # With room for another batch, chance decides whether it is launched before this one is fetched.
-            if not engine.has_room or rng.random() < 0.5:
+            full = not engine.scheduler.has_room
+            if engine.runner.in_flight and (full or rng.random() < 0.5):
                 engine.collect()
                 _read(outputs, crowd)
             if steps % check_every == 0:
                 pool.check([own.request.pages for each in outputs for own in each if own.request.pages])
         while engine.runner.in_flight:
             engine.collect()
-        engine.launch()  # frees the last slots
-        engine.collect()
+        engine.scheduler.drop_closed()
         del engine.scheduler.next_batch
     pool.check([])
     assert pool.num_free == engine.plan.size.num_pages

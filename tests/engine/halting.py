@@ -3,8 +3,7 @@
 import contextlib
 import threading
 
-from jetspec_jax.engine.engine import Engine
-from jetspec_jax.engine.loop import loop_for
+from jetspec_jax.engine.scheduler import Scheduler
 from tests.events import PATIENCE, join, until
 
 
@@ -19,31 +18,31 @@ def halted(when, over=lambda: False):
 
     That ends with the block, or when the event that this gives is set, or when ``over()`` holds.
     """
-    launch, left = Engine.launch, threading.Event()
+    next_batch, left = Scheduler.next_batch, threading.Event()
 
-    def held(engine, *arguments, **settings):
-        if when(engine.scheduler.requests):
+    def held(scheduler, *arguments, **settings):
+        if when(scheduler.requests):
             until(lambda: over() or left.is_set())
-        return launch(engine, *arguments, **settings)
+        return next_batch(scheduler, *arguments, **settings)
 
-    Engine.launch = held
+    Scheduler.next_batch = held
     try:
         yield left
     finally:
-        Engine.launch = launch
+        Scheduler.next_batch = next_batch
         left.set()
 
 
 @contextlib.contextmanager
-def paused(target):
-    """The loop of a target serves nobody until the block ends."""
+def paused(engines):
+    """The first of some engines serves nobody until the block ends."""
     begins, left = threading.Event(), threading.Event()
 
     def work():
         begins.set()
         assert left.wait(PATIENCE)
 
-    thread = threading.Thread(target=loop_for(target).run, args=(work,))
+    thread = threading.Thread(target=engines.engines()[0].run, args=(work,))
     thread.start()
     assert begins.wait(PATIENCE)
     try:

@@ -75,7 +75,7 @@ def reach_everywhere(target, head, text):
         np.pad(following, ((0, 0), (0, 1)), constant_values=-1), np.asarray(tree.depths), axis=1
     )
     path = accept(tree, choices, max_depth=proposer.depth).path
-    return jax.tree.map(np.asarray, reach_of(tree.scores, path, tree_buckets(BUCKETS[-1])))
+    return jax.tree.map(np.asarray, reach_of(tree.scores, path, tree_buckets(BUCKETS[-1], 16)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -104,7 +104,7 @@ def check(target, head, text, of_text):
             draft_logits(target, head, [text[:end]]), text[end - 1 : end], width=WIDTH, budget=BUCKETS[-1]
         )
         drafted = np.exp(np.asarray(tree.scores)[0, 1:])
-        expected = [drafted[: bucket - 1].sum() for bucket in tree_buckets(BUCKETS[-1])]
+        expected = [drafted[: bucket - 1].sum() for bucket in tree_buckets(BUCKETS[-1], 16)]
         np.testing.assert_allclose(of_text.expected[position], expected, rtol=1e-3)
 
 

@@ -7,6 +7,7 @@ the order in which they run, and "out", a folder for their results: ``CASE-INDEX
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -23,7 +24,6 @@ import tests.processes  # noqa: F401  (programs are compiled as in the tests)
 from jetspec_jax import (
     LLM,
     AsyncLLM,
-    EngineFailed,
     Head,
     SamplingParams,
     StructuredOutputsParams,
@@ -40,7 +40,8 @@ from jetspec_jax.demo import DEMO_TARGET
 from jetspec_jax.device import memory
 from jetspec_jax.device.mesh import make_mesh
 from jetspec_jax.device.processes import is_first
-from jetspec_jax.engine import admission, runner
+from jetspec_jax.engine import runner
+from jetspec_jax.engine.runner import Runner
 from jetspec_jax.engine.scheduler import Scheduler
 from jetspec_jax.inspect.forward import next_token_logits
 from jetspec_jax.inspect.trace import trace_rounds
@@ -48,10 +49,9 @@ from tests.decode.tiny import TINY, random_head, random_target, with_windows, wo
 from tests.sampling.byte_tokenizer import byte_tokenizer
 
 PROMPT = [3, 1, 4]
-#: The seed that process 0 draws, and the others do not.
-DRAWN = 1000
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
-SAMPLED = dataclasses.replace(GREEDY, temperature=1.0)
+SAMPLED = dataclasses.replace(GREEDY, temperature=1.0, seed=1000)
+SCORED = dataclasses.replace(GREEDY, max_tokens=1, prompt_logprobs=1)
 TREES = {"budget": 16, "width": 3}
 
 
@@ -69,8 +69,21 @@ def placed(target, head, mesh):
     return target, Head(head.config, weights[1], mesh)
 
 
-def decoded(target, head, params, **trees):
-    [completion] = generate_tree(target, head, [PROMPT], params, **{**TREES, **trees})
+def led(llm, run):
+    """Process 0 runs a function of the LLM; the others follow it, and find nothing."""
+    with llm:
+        if is_first():
+            return run(llm)
+        llm.follow()
+        return {}
+
+
+def tree_llm(mesh, config=TINY, **settings):
+    return LLM(*pair(mesh, config), **{**TREES, **settings})
+
+
+def decoded(llm, params, prompt=PROMPT):
+    [completion] = llm.generate([prompt], params)
     return completion.token_ids, completion.tree_sizes
 
 
@@ -80,38 +93,24 @@ def stopping(text):
 
 
 def together(mesh):
-    """All that should be the same in all processes."""
+    """Tokens, budgets that clocks choose, stop strings, and streams that are closed or left open."""
     still = types.SimpleNamespace(perf_counter=lambda: 0.0)  # a clock whose use would be noticed
-    with (
-        mock.patch.object(admission, "draw_seed", return_value=DRAWN + jax.process_index()),
-        contextlib.nullcontext() if is_first() else mock.patch.object(runner, "time", still),
-    ):
-        return _together(*pair(mesh))
+    with contextlib.nullcontext() if is_first() else mock.patch.object(runner, "time", still):
+        found = led(tree_llm(mesh), _together)
+        auto = led(tree_llm(mesh, algorithm="auto"), lambda llm: {"auto": decoded(llm, GREEDY)})
+        return found | auto
 
 
-def _together(target, head):
-    found = {
-        "greedy": decoded(target, head, GREEDY),
-        "drawn": decoded(target, head, SAMPLED),
-        "auto": decoded(target, head, GREEDY, algorithm="auto"),
-    }
-    text = target.tokenizer.decode(found["greedy"][0])
-    found["stop"] = decoded(target, head, stopping(text))
-    pieces = []
-    with LLM(target, head, **TREES).stream(PROMPT, GREEDY) as stream:
-        for piece in stream:
-            pieces.append(piece)
-            if is_first():
-                break
-        else:
-            found["completion"] = stream.completion
-    found["pieces"] = pieces
-    try:
-        generate_tree(target, head, [PROMPT, [5] * (2 + jax.process_index())], GREEDY, **TREES)
-    except ValueError as error:
-        found["refused"] = str(error)
-    found["again"] = decoded(target, head, SAMPLED)
-    return found
+def _together(llm):
+    found = {"greedy": decoded(llm, GREEDY), "sampled": decoded(llm, SAMPLED)}
+    text = llm.target.tokenizer.decode(found["greedy"][0])
+    found["stop"] = decoded(llm, stopping(text))
+    with llm.stream(PROMPT, GREEDY) as stream:
+        next(stream)
+    one, two = llm.stream(PROMPT, GREEDY), llm.stream([*PROMPT, 1], GREEDY)
+    found["pieces"] = [next(one), *two, *one]
+    found["scored"] = len(llm.generate([PROMPT], SCORED)[0].prompt_logprobs)
+    return found | {"again": decoded(llm, SAMPLED)}
 
 
 def killed(mesh):
@@ -130,53 +129,69 @@ def interrupted(mesh):
 
 
 def _ending(mesh, end):
-    """Process 1 ends in its own way while it decodes; the other would go on for ever."""
-    llm = LLM(*pair(mesh), **TREES)
-    for turn in range(10**6):
-        llm.generate([PROMPT], GREEDY)
-        if turn == 2 and not is_first():
+    """Process 1 ends in its own way while it follows; the other would go on for ever."""
+    llm, launch, count = tree_llm(mesh), Runner.launch, itertools.count()
+
+    def launched(runner, *arguments, **settings):
+        if next(count) == 20:
             end()
+        return launch(runner, *arguments, **settings)
+
+    if not is_first():
+        Runner.launch = launched
+        llm.follow()
+    while True:
+        llm.generate([PROMPT], GREEDY)
 
 
 def waiting(mesh):
-    """Process 1 dies while no program runs, and the other waits for what it says."""
+    """Process 1 dies while no program runs, and the other waits for its devices."""
+    llm = tree_llm(mesh)
     if not is_first():
         time.sleep(3)
         os.kill(os.getpid(), signal.SIGKILL)
-    return decoded(*pair(mesh), GREEDY)
+    return decoded(llm, GREEDY)
+
+
+def leaving(mesh):
+    """Process 0 ends without closing anything."""
+    llm = tree_llm(mesh)
+    if not is_first():
+        llm.follow()
+        return "the end"
+    next(llm.stream(PROMPT, GREEDY))
+    return decoded(llm, GREEDY)
+
+
+def first_killed(mesh):
+    """Process 0 is killed while the other follows."""
+    llm = tree_llm(mesh)
+    if not is_first():
+        llm.follow()
+    llm.generate([PROMPT], GREEDY)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def unlike(mesh):
-    """Configs and settings that differ, and a request that one process refuses."""
+    """Configs and settings that differ, calls of a process that does not follow, and functions."""
     index, errors = jax.process_index(), {}
     target, head = pair(mesh)
 
     def attempt(name, call):
         try:
             call()
-        except (ValueError, RuntimeError) as error:
+        except ValueError as error:
             errors[name] = str(error)
 
     theta = dataclasses.replace(TINY.layers[0].rope, theta=5e5 + index)
     layers = tuple(dataclasses.replace(layer, rope=theta) for layer in TINY.layers)
-    other = pair(mesh, dataclasses.replace(TINY, layers=layers))
-    attempt("config", lambda: decoded(*other, GREEDY))
-    attempt("settings", lambda: decoded(target, head, GREEDY, width=2 + index))
-    attempt("params", lambda: decoded(target, head, dataclasses.replace(GREEDY, seed=index)))
-    attempt("one", lambda: generate_tree(target, head, [[3, 1] if is_first() else []], GREEDY, **TREES))
+    attempt("config", lambda: tree_llm(mesh, dataclasses.replace(TINY, layers=layers)))
+    attempt("settings", lambda: tree_llm(mesh, width=2 + index))
+    attempt("function", lambda: generate_tree(target, head, [PROMPT], GREEDY, **TREES))
+    attempt("trace", lambda: trace_rounds(target, head, PROMPT, GREEDY, TreeSettings(16, 3)))
+    llm = tree_llm(mesh)
+    attempt("follow" if is_first() else "call", llm.follow if is_first() else lambda: decoded(llm, GREEDY))
     return errors
-
-
-def out_of_step(mesh):
-    """The same request with engines of one size, in different ways."""
-    models = pair(mesh)
-    return decoded(*models, GREEDY, max_slots=1) if is_first() else traced(*models, GREEDY)
-
-
-def traced(target, head, params):
-    trace = trace_rounds(target, head, PROMPT, params, TreeSettings(16, 3))
-    rounds = [one.committed.tolist() for one in trace]
-    return rounds, trace.completion.token_ids
 
 
 def no_device(mesh):
@@ -186,98 +201,39 @@ def no_device(mesh):
 
 def memory_verdict(mesh):
     """Process 1 has less room than it needs, process 0 has much."""
-    target, head = pair(mesh)
+    models = pair(mesh)
     free = 10**12 if is_first() else 1000
     try:
         with mock.patch.object(memory, "free_bytes", return_value=free):
-            decoded(target, head, GREEDY)
+            LLM(*models, **TREES)
     except memory.DeviceMemoryError as error:
         return str(error)
 
 
-class FailingBar:
-    """A progress bar of process 0 with a mistake."""
-
-    def __init__(self, **_):
-        self.close = lambda: None
-
-    def update(self, count):
-        raise ZeroDivisionError("a mistake in a bar")
-
-
 def recovering(mesh):
-    """Calls of all processes that fail in process 0, and after each one that works."""
-    target, head = pair(mesh)
-    llm, found = LLM(target, head, **TREES), []
-    more = {**TREES, "max_slots": 4}
-    failing = [
-        (lambda: llm.generate([PROMPT], GREEDY, use_tqdm=FailingBar), contextlib.nullcontext()),
-        (
-            lambda: generate_tree(target, head, [PROMPT] * 4, GREEDY, **{**more, "width": 2}),
-            mock.patch.object(memory, "free_bytes", return_value=1000),
-        ),
-        (
-            lambda: llm.generate([PROMPT], GREEDY),
+    """Calls that fail in process 0, and after each one that works."""
+
+    def run(llm):
+        found = []
+        for patched in (
             mock.patch.object(Scheduler, "update", side_effect=ZeroDivisionError("a mistake")),
-        ),
-    ]
-    for call, patched in failing:
-        try:
-            with patched:
-                call()
-        except Exception as error:
-            found.append([f"{type(error).__name__}: {error}", llm.generate([PROMPT], GREEDY)[0].token_ids])
-    return found
+            mock.patch.object(Runner, "collect", side_effect=OSError("a device")),
+        ):
+            try:
+                with patched:
+                    llm.generate([PROMPT], GREEDY)
+            except Exception as error:
+                found.append([f"{type(error).__name__}: {error}", decoded(llm, GREEDY)[0]])
+        return found
 
-
-def turns(mesh):
-    """Streams that are read in turns, beside other calls; one is dropped in process 0, one in both."""
-    target, head = pair(mesh)
-    llm, pieces = LLM(target, head, **TREES), []
-    one, two, three = (llm.stream([*PROMPT, number], GREEDY) for number in range(3))
-    for turn in range(3):
-        pieces += [next(one), next(two)]
-        if turn == 1:
-            found = np.asarray(logits(target, [PROMPT]))[0, -1].argmax()
-            pieces.append(next(three))
-            _, seen = traced(target, head, GREEDY)  # beside the streams' engine, which it must leave alone
-            other = generate_tree(target, head, [PROMPT], GREEDY, budget=8, width=2)[0].token_ids
-    three.close()
-    if is_first():
-        one = None
-    pieces += list(two)
-    assert one is None or list(one) == []
-    completion = two.completion.token_ids
-    again = llm.generate([PROMPT], GREEDY)[0].token_ids
-    return {
-        "seen": seen,
-        "pieces": pieces,
-        "found": int(found),
-        "other": other,
-        "two": completion,
-        "again": again,
-    }
+    return led(tree_llm(mesh), run)
 
 
 def looking(mesh):
-    """Forwards and traces."""
-    target, head = pair(mesh)
+    """Forwards, which all processes call alike."""
+    target, _ = pair(mesh)
     whole = np.asarray(logits(target, [PROMPT]))
-    last = np.asarray(next_token_logits(target, PROMPT))
-    rounds, ids = traced(target, head, GREEDY)
-    trace = trace_rounds(target, head, PROMPT, GREEDY, TreeSettings(16, 3))
-    next(trace)
-    if is_first():
-        trace.close()
-    left = len(list(trace))
-    return {
-        "logits": whole.tolist(),
-        "last": last.tolist(),
-        "rounds": rounds,
-        "ids": ids,
-        "left": left,
-        "again": decoded(target, head, GREEDY)[0],
-    }
+    return {"logits": whole.tolist(), "last": np.asarray(next_token_logits(target, PROMPT)).tolist()}
 
 
 def cache(mesh, out):
@@ -311,10 +267,9 @@ def asked(count=20):
     ]
 
 
-def led(mesh):
-    """Process 0 serves what comes, the other follows; before and after both make calls together."""
+def served(mesh):
+    """Process 0 serves what comes, the other follows."""
     target, head = pair(mesh, with_windows(TINY, None))
-    before = decoded(target, head, GREEDY)
     llm = AsyncLLM(target, head, max_slots=4, algorithm="top_nodes", **TREES)
     if not is_first():
         try:
@@ -322,7 +277,7 @@ def led(mesh):
         except ValueError as error:
             refused = str(error)
         llm.follow()
-        return {"refused": refused, "before": before, "again": decoded(target, head, GREEDY)}
+        return {"refused": refused}
 
     async def one(number, prompt, params, leaves):
         await asyncio.sleep(0.02 * number)
@@ -342,8 +297,7 @@ def led(mesh):
         return got, figures.prefix_hits
 
     got, hits = asyncio.run(run())
-    again = decoded(target, head, GREEDY)
-    return {"got": got, "hits": hits, "before": before, "again": again}
+    return {"got": got, "hits": hits}
 
 
 def of_forms(mesh=None):
@@ -366,48 +320,9 @@ def of_forms(mesh=None):
 
 
 def forms(mesh):
-    """Calls of both processes, and then the first serves."""
     (target, head), prompts, params = of_forms(mesh)
-    made = generate_tree(target, head, prompts, params, **TREES)
-    together = [completion.token_ids for completion in made]
-    llm = AsyncLLM(target, head, max_slots=4, algorithm="top_nodes", **TREES)
-    if not is_first():
-        llm.follow()
-        return {"together": together}
-
-    async def one(prompt, own):
-        async for delta in llm.generate(prompt, own):
-            last = delta
-        return last.completion.token_ids
-
-    async def run():
-        got = await asyncio.gather(*[one(*own) for own in zip(prompts, params, strict=True)])
-        await llm.close()
-        return got
-
-    return {"together": together, "got": asyncio.run(run())}
-
-
-def led_astray(mesh):
-    """Process 0 fails while it serves."""
-    llm = AsyncLLM(*pair(mesh), max_slots=1, algorithm="top_nodes", **TREES)
-    if not is_first():
-        llm.follow()
-
-    def fail(*_):
-        raise ZeroDivisionError("a mistake of process 0")
-
-    async def run():
-        stream = llm.generate(PROMPT, GREEDY)
-        await anext(stream)
-        Scheduler.update = fail
-        try:
-            async for _ in stream:
-                pass
-        except EngineFailed:
-            await asyncio.sleep(600)
-
-    asyncio.run(run())
+    llm = LLM(target, head, max_slots=4, algorithm="top_nodes", **TREES)
+    return led(llm, lambda llm: {"got": [each.token_ids for each in llm.generate(prompts, params)]})
 
 
 def main(settings):

@@ -15,6 +15,7 @@ if __name__ == "__main__":
     llm = AsyncLLM(target, random_head(config, 0), budget=32, width=5, algorithm="auto", max_slots=16)
 
     async def first():
+        await llm.warm_up(background=True)
         async for _ in llm.generate([3, 1, 4], SamplingParams(max_tokens=1)):
             pass
 

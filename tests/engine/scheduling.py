@@ -1,5 +1,7 @@
 """Schedulers before a device that is made of NumPy, and requests for them."""
 
+import math
+
 import numpy as np
 
 from jetspec_jax import SamplingParams
@@ -7,7 +9,7 @@ from jetspec_jax.engine.policy import FixedBudget
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.scheduler import Scheduler
 from jetspec_jax.engine.size import EngineSize
-from tests.decode.tiny import at_once
+from tests.decode.tiny import Limited, at_once
 from tests.engine.fake_device import VOCAB, FakeDevice, expected_tokens
 
 BUCKET = 16
@@ -36,7 +38,7 @@ def make(slots=2, pages=8, capacity=256, policy=None, most=STEP, **size):
     policy = (
         at_once(FixedBudget(size.rounds((BUCKET,))), size.rounds((BUCKET,))) if policy is None else policy
     )
-    scheduler = Scheduler(size, policy, most)
+    scheduler = Scheduler(size, Limited(policy), most)
     return scheduler, Even(size, most, pool=scheduler.pool)
 
 
@@ -46,9 +48,15 @@ def add(scheduler, *requests):
     return requests
 
 
-def step(scheduler, device, rounds=None, now=None):
-    batch = scheduler.next_batch(rounds, now)
-    scheduler.update(device.run(batch), now)
+def next_batch(scheduler, rounds=math.inf, now=None):
+    scheduler.policy.most = rounds
+    return scheduler.next_batch(now)
+
+
+def step(scheduler, device, rounds=math.inf, now=None):
+    batch = next_batch(scheduler, rounds, now)
+    if batch is not None:
+        scheduler.update(device.run(batch), now)
     return batch
 
 

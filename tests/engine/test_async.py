@@ -11,8 +11,8 @@ import weakref
 import numpy as np
 import pytest
 
-from jetspec_jax import LLM, AsyncLLM, DeviceMemoryError, SamplingParams, TreeDecoder, generate
-from jetspec_jax.engine.loop import EngineLoop, loop_for
+from jetspec_jax import AsyncLLM, SamplingParams, TreeDecoder, generate
+from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.request import DeadlinePassed, EngineFailed
 from jetspec_jax.engine.waiting_queue import QueueFull
 from tests.decode.compilations import compilations
@@ -38,17 +38,23 @@ def llm(models):
     """One of four slots, which leaves neither requests nor threads."""
     made = AsyncLLM(*models, max_slots=4, **TREE)
     yield made
-    asyncio.run(made.close())
-    until(lambda: not threads(), threads)
-    engine = loop_for(models[0]).engine
-    if engine is not None and not engine.broken:
-        assert not engine.busy
+    if not made.llm.engines.closed:
+        engine = engine_of(made)
+        engine.run(lambda: None)
+        until(lambda: engine.open_requests == 0)
         assert engine.scheduler.free_pages == engine.plan.size.num_pages
+        asyncio.run(made.close())
+    until(lambda: not threads(), threads)
 
 
 def threads():
     """Those of engines, and of what they compile in the background."""
     return [one for one in threading.enumerate() if one.name in ("jetspec-engine", "jetspec-compiler")]
+
+
+def engine_of(llm):
+    [engine] = llm.llm.engines.engines()
+    return engine
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +118,7 @@ def test_many_at_once_get_what_each_gets_alone(llm, models):
             assert got == whole.token_ids[: len(got)]
         else:
             same(deltas, whole)
-    assert loop_for(models[0]).engine.plan.size.slots == 4
+    assert engine_of(llm).plan.size.slots == 4
 
 
 def test_deltas_make_the_completion(llm):
@@ -215,9 +221,8 @@ def test_a_loop_that_is_closed_takes_its_requests_along(llm, expected):
     del stream
 
 
-@pytest.mark.parametrize("settings", [TREE, {"budget": 1}], ids=["shares", "has its own"])
-def test_calls_of_other_threads_take_turns(llm, models, expected, settings):
-    got, beside = [], LLM(*models, **settings)
+def test_calls_of_other_threads_share_the_engine(llm, expected):
+    got, beside = [], llm.llm
 
     def call():
         for _ in range(3):
@@ -229,22 +234,16 @@ def test_calls_of_other_threads_take_turns(llm, models, expected, settings):
     async def run():
         other = threading.Thread(target=call)
         await read(llm, most=1)
+        engine = engine_of(llm)
         other.start()
         deltas = await asyncio.gather(*[read(llm) for _ in range(8)])
         await asyncio.to_thread(other.join)
+        assert engine_of(llm) is engine
         return deltas
 
     for deltas in asyncio.run(run()):
         same(deltas, expected)
     assert [one.token_ids for one in got] == [expected.token_ids] * 9
-
-
-def test_a_call_shares_the_engine_of_more_slots(llm, models, expected):
-    asyncio.run(read(llm))
-    engine = loop_for(models[0]).engine
-    assert LLM(*models, **TREE).generate([PROMPT], PARAMS)[0].token_ids == expected.token_ids
-    asyncio.run(read(llm))
-    assert loop_for(models[0]).engine is engine
 
 
 @pytest.mark.wide
@@ -267,21 +266,6 @@ def test_deltas_tell_of_their_tokens(llm, models):
         )
 
 
-def test_what_the_device_cannot_hold_ends_its_request_alone(llm, monkeypatch):
-    def too_little(*_):
-        raise DeviceMemoryError("too little memory for what it wants beside")
-
-    monkeypatch.setattr("jetspec_jax.engine.engine.check_extra_memory", too_little)
-
-    async def both():
-        wants = SamplingParams(max_tokens=4, bad_words=["abcdefgh"])
-        return await asyncio.gather(read(llm), read(llm, params=wants), return_exceptions=True)
-
-    plain, failed = asyncio.run(both())
-    assert plain[-1].finish_reason == "length"
-    assert isinstance(failed, DeviceMemoryError)
-
-
 def test_an_error_of_the_engine_ends_all_and_the_next_begins_anew(llm, expected, monkeypatch):
     def broken(*_):
         raise OSError("the device is gone")
@@ -301,46 +285,6 @@ def test_an_error_of_the_engine_ends_all_and_the_next_begins_anew(llm, expected,
     same(asyncio.run(run()), expected)
 
 
-def test_an_engine_that_others_broke(llm, expected, monkeypatch):
-    """Between two of its turns, while it had a request."""
-    launch, broken = EngineLoop.launch, []
-
-    def break_it(loop):
-        engine = loop.engine
-        if engine is not None and not broken and begun(1)(engine.scheduler.requests):
-            engine.broken = True
-            broken.append(engine)
-        return launch(loop)
-
-    monkeypatch.setattr(EngineLoop, "launch", break_it)
-
-    async def run():
-        with pytest.raises(RuntimeError, match="start anew"):
-            await read(llm, params=LONG)
-        return await read(llm)
-
-    same(asyncio.run(run()), expected)
-
-
-def test_a_request_that_no_engine_has_had_outlives_one_that_is_broken(llm, models, expected):
-    """Beside one that was cancelled, whose engine it was."""
-
-    async def run():
-        loop = loop_for(models[0])
-        stream = llm.generate(PROMPT, LONG)
-        await anext(stream)
-        with paused(models[0]):
-            loop.engine.close()
-            await stream.aclose()
-            waits = asyncio.create_task(read(llm))
-            while not loop._waiting:
-                await asyncio.sleep(0.001)
-        same(await waits, expected)
-        assert not llm.errored
-
-    asyncio.run(run())
-
-
 def test_a_deadline_passes(llm, expected):
     async def run():
         with pytest.raises(DeadlinePassed):
@@ -350,11 +294,11 @@ def test_a_deadline_passes(llm, expected):
     same(asyncio.run(run()), expected)
 
 
-def test_a_deadline_passes_while_another_call_has_the_engine(llm, models):
+def test_a_deadline_passes_while_a_function_has_the_engine(llm):
     async def run():
         message = r"of 0\.050 s passed: after \d+\.\d+ s the request still waits"
         late = pytest.raises(DeadlinePassed, match=message)
-        with paused(models[0]), late:
+        with paused(llm.llm.engines), late:
             await read(llm, timeout=0.05)
 
     asyncio.run(run())
@@ -363,7 +307,7 @@ def test_a_deadline_passes_while_another_call_has_the_engine(llm, models):
 def test_a_full_queue(models, expected):
     async def run():
         async with AsyncLLM(*models, max_slots=4, max_waiting=2, **TREE) as llm:
-            with paused(models[0]):  # nobody is served before all have come
+            with paused(llm.llm.engines):  # nobody is served before all have come
                 tasks = [asyncio.create_task(read(llm)) for _ in range(8)]
                 while sum(task.done() for task in tasks) < 2:
                     await asyncio.sleep(0.001)
@@ -387,7 +331,7 @@ def test_closed_with_running_requests(models):
     async def run():
         llm = AsyncLLM(*models, max_slots=2, **TREE)
         stream = llm.generate(PROMPT, LONG)
-        with halted(begun(1), over=lambda: llm._closed):
+        with halted(begun(1), over=lambda: llm.llm.engines.closed):
             await anext(stream)
             others = [asyncio.create_task(read(llm, params=LONG)) for _ in range(4)]
             while llm.stats().running + llm.stats().waiting < 5:
@@ -445,14 +389,14 @@ def test_abort(llm):
     ],
 )
 def test_bad_input_reaches_no_engine(llm, monkeypatch, prompt, settings, says):
-    monkeypatch.setattr(EngineLoop, "submit", lambda *_: pytest.fail("was submitted"))
+    monkeypatch.setattr(Engine, "submit", lambda *_: pytest.fail("was submitted"))
     with pytest.raises((TypeError, ValueError), match=says):
         asyncio.run(read(llm, prompt, **settings))
 
 
-def test_hints_are_checked_and_deprecated(llm):
-    with pytest.raises(TypeError, match="routing"), pytest.warns(DeprecationWarning, match="routing"):
-        asyncio.run(read(llm, PROMPT, routing=3))
+def test_hints_of_calls_are_refused_by_name(llm):
+    with pytest.raises(TypeError, match=r"no argument routing; give the hints to the tree algorithm"):
+        asyncio.run(read(llm, PROMPT, routing={"task": "math"}))
 
 
 def test_what_was_checked_is_not_checked_again(llm, expected, monkeypatch):
@@ -463,13 +407,13 @@ def test_what_was_checked_is_not_checked_again(llm, expected, monkeypatch):
         asyncio.run(read(llm, checked, PARAMS))
 
 
-def test_nothing_compiles_after_a_warm_up(llm, models):
+def test_nothing_compiles_after_a_warm_up(llm):
     asyncio.run(llm.warm_up())
-    engine = loop_for(models[0]).engine
+    engine = engine_of(llm)
     with compilations() as seen:
         asyncio.run(read(llm, [1] * 40))
     assert seen == []
-    assert loop_for(models[0]).engine is engine
+    assert engine_of(llm) is engine
 
 
 def test_one_that_is_dropped_leaves_no_thread_and_no_target():
@@ -481,11 +425,9 @@ def test_one_that_is_dropped_leaves_no_thread_and_no_target():
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()
-    until(lambda: not threads(), threads)
-    kept = weakref.ref(loop_for(target).engine), weakref.ref(target.weights["embed_tokens"])
+    kept = weakref.ref(engine_of(llm)), weakref.ref(target.weights["embed_tokens"])
     del llm, stream, target
-    gc.collect()
-    assert threads() == []
+    until(lambda: gc.collect() >= 0 and not threads(), threads)
     assert [one() for one in kept] == [None, None]
 
 

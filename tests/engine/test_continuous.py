@@ -9,6 +9,7 @@ import pytest
 
 from jetspec_jax import SamplingParams, draft_logits
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
+from jetspec_jax.engine.programs import Kind
 from jetspec_jax.engine.runner import Runner
 from jetspec_jax.models import bind
 from tests.decode.compilations import compilations
@@ -88,12 +89,12 @@ def serve_all(engine, asked, rng, most_rounds):
             if req.open and len(gone) < len(asked) // 5:
                 req.cancel()
                 gone.add(req)
-        engine.collect()
+        if engine.runner.in_flight:
+            engine.collect()
         scheduler = engine.scheduler
         scheduler.pool.check([req.pages for req in requests if req.pages])
     finish(engine)
-    engine.launch()
-    engine.collect()
+    engine.scheduler.drop_closed()
     assert engine.scheduler.pool.num_free == engine.plan.size.num_pages
     return requests, gone
 
@@ -158,7 +159,9 @@ def test_an_engine_for_many_compiles_nothing_while_it_serves(monkeypatch):
         target,
         None,
         TreeSettings(16, 2, algorithm="auto"),
-        many={"live": (1, 2), "prefill_tokens": 70, "least_nodes": 16},
+        live=(1, 2),
+        prefill_tokens=70,
+        least_nodes=16,
         slots=4,
         num_pages=8,
         capacity=384,
@@ -166,14 +169,15 @@ def test_an_engine_for_many_compiles_nothing_while_it_serves(monkeypatch):
         proposer=OracleProposer(config.vocab_size),
         proposer_weights=plant([[]] * 4, LIMIT + 16),
     )
-    engine.compiler.compile(engine.runner.programs([]))
+    engine.runner.compiler.compile(engine.runner.programs([Kind()]))
     engine.submit([1, 2], SamplingParams(max_tokens=1, seed=0))
     finish(engine)
     batches, next_batch = [], engine.scheduler.next_batch
 
     def noted(*arguments):
-        batches.append(next_batch(*arguments))
-        return batches[-1]
+        batch = next_batch(*arguments)
+        batches.extend([] if batch is None else [batch])
+        return batch
 
     monkeypatch.setattr(engine.scheduler, "next_batch", noted)
     with compilations() as seen:
@@ -209,4 +213,4 @@ def test_the_head_knows_the_tokens_of_shared_pages():
         return proposer.propose(weights.proposer, state.proposer, model, state.anchors, state.slots)
 
     expected = draft_logits(target, head, [tokens])
-    np.testing.assert_allclose(propose(engine.weights, state), expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(propose(engine.runner.weights, state), expected, rtol=0, atol=1e-4)

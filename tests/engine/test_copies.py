@@ -11,10 +11,8 @@ from jetspec_jax import LLM, AsyncLLM, Head, SamplingParams, Target
 from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.device.mesh import make_mesh
 from jetspec_jax.engine.engine import Engine
-from jetspec_jax.engine.loop import loop_for
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
-from tests.engine.halting import halted
 from tests.events import PATIENCE, until
 from tests.meshes import need_devices
 
@@ -52,7 +50,8 @@ def pair():
 
 @pytest.fixture(scope="module")
 def llm(pair):
-    return LLM(*pair, **TREE)
+    with LLM(*pair, **TREE) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="module")
@@ -64,30 +63,24 @@ def expected():
 @pytest.fixture
 def served(monkeypatch):
     """The requests that each engine was given, by its device."""
-    seen, admit = {0: [], 1: []}, Engine.admit
+    seen, submit = {0: [], 1: []}, Engine.submit
 
-    def watched(engine, request):
-        seen[engine.plan.decoder.mesh.devices.item().id].append(request.prompt.tolist())
-        return admit(engine, request)
+    def watched(engine, requests, *arguments):
+        seen[engine.plan.decoder.mesh.devices.item().id] += [each.prompt.tolist() for each in requests]
+        return submit(engine, requests, *arguments)
 
-    monkeypatch.setattr(Engine, "admit", watched)
+    monkeypatch.setattr(Engine, "submit", watched)
     return seen
 
 
-def test_requests_go_to_whichever_engine_has_room(llm, expected, served):
-    """First come, first served: while the long one keeps one engine, the other serves the rest."""
-
-    def is_long(requests):
-        return any(one.max_tokens == LENGTHS[0] for one in requests)
-
-    with halted(is_long, over=lambda: sum(map(len, served.values())) == len(PROMPTS)):
-        assert tokens(llm.generate(PROMPTS, params_of(LENGTHS))) == expected
-    assert sorted(served.values(), key=len) == [PROMPTS[:1], PROMPTS[1:]]
+def test_requests_are_dealt_evenly_when_they_are_submitted(llm, expected, served):
+    assert tokens(llm.generate(PROMPTS, params_of(LENGTHS))) == expected
+    assert served == {0: PROMPTS[::2], 1: PROMPTS[1::2]}
 
 
 def test_engines_work_at_the_same_time(llm, expected, monkeypatch):
     """Both are launched before one is waited for."""
-    collect, both = Engine.collect, threading.Barrier(2, timeout=PATIENCE)
+    collect, both = Engine._collect, threading.Barrier(2, timeout=PATIENCE)
     first = threading.Semaphore(2)
 
     def collected(engine):
@@ -95,7 +88,7 @@ def test_engines_work_at_the_same_time(llm, expected, monkeypatch):
             both.wait()
         return collect(engine)
 
-    monkeypatch.setattr(Engine, "collect", collected)
+    monkeypatch.setattr(Engine, "_collect", collected)
     assert tokens(llm.generate(PROMPTS[:2], params_of(LENGTHS)[:2])) == expected[:2]
     assert not first.acquire(blocking=False), "each was collected"
 
@@ -121,7 +114,8 @@ def test_streams_go_where_the_least_work_is(llm, expected, served):
 
 def test_a_broken_engine_is_replaced_and_the_others_go_on(llm, expected, monkeypatch):
     llm.generate(PROMPTS[:2], params_of([4, 4]))
-    first, second = (loop_for(copy).engine for copy in (llm.target, *llm.target.copies))
+    first, second = llm.engines.engines()
+    first.run(lambda: None)  # the slot of the last request is free
 
     def fail():
         raise RuntimeError("the device is gone")
@@ -130,11 +124,11 @@ def test_a_broken_engine_is_replaced_and_the_others_go_on(llm, expected, monkeyp
         patch.setattr(first.runner, "collect", fail)
         with pytest.raises(RuntimeError, match="the device is gone"):
             llm.generate(PROMPTS, params_of(LENGTHS))
-    loop_for(llm.target.copies[0]).settle()
-    assert (first.broken, second.broken, second.busy) == (True, False, False)
+    until(lambda: not second.open_requests)
+    assert (first.failed, second.failed) == (True, False)
     assert tokens(llm.generate(PROMPTS, params_of(LENGTHS))) == expected
-    assert loop_for(llm.target).engine is not first
-    assert loop_for(llm.target.copies[0]).engine is second
+    assert llm.engines.engines()[0] is not first
+    assert llm.engines.engines()[1] is second
 
 
 def test_a_call_from_inside_of_a_wait(llm, expected):
@@ -172,7 +166,7 @@ def test_after_the_warm_up_nothing_compiles_with_any_copy(pair):
 @pytest.mark.wide
 def test_callers_of_a_loop_are_served_by_all_copies(pair, expected, served):
     """Also those of a call, and one leaves; nothing compiles, and the figures are those of both."""
-    beside, params = LLM(*pair, **TREE), params_of(LENGTHS)
+    params = params_of(LENGTHS)
 
     async def run():
         async with AsyncLLM(*pair, **{**TREE, "max_slots": 2, "algorithm": "top_nodes"}) as llm:
@@ -189,7 +183,7 @@ def test_callers_of_a_loop_are_served_by_all_copies(pair, expected, served):
                             break
                 return tokens
 
-            call = asyncio.to_thread(beside.generate, PROMPTS, params)
+            call = asyncio.to_thread(llm.llm.generate, PROMPTS, params)
             *got, whole = await asyncio.gather(one(0, 20), *map(one, range(7)), call)
             return got, tokens(whole), llm.stats()
 

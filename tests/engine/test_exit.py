@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+import threading
 import time
 
-from jetspec_jax.engine.threads import EngineThread, in_engine_thread, join_threads
+from jetspec_jax.engine.threads import PROGRAM_ENDED, EngineThread, end_all, in_engine_thread
+from tests.events import PATIENCE
 
 
 def test_a_program_forks_and_ends_while_it_decodes():
@@ -16,13 +18,15 @@ def test_a_program_forks_and_ends_while_it_decodes():
 
 
 def test_threads_that_only_return_are_waited_for():
-    freed = []
+    freed, ended = [], threading.Event()
 
     def work():
+        assert ended.wait(PATIENCE)
         time.sleep(0.1)
         freed.append(in_engine_thread())
 
-    EngineThread(work, "jetspec-test").start()
-    join_threads()
+    EngineThread(work, "jetspec-test", ended.set).start()
+    end_all()
+    PROGRAM_ENDED.clear()
     assert freed == [True]
     assert not in_engine_thread()

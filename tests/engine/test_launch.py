@@ -1,12 +1,10 @@
-"""Launching, collecting, and what an interrupt leaves: on a device."""
+"""Launching and collecting, on a device."""
 
 import jax
 import pytest
 
-from jetspec_jax import SamplingParams, TreeDecoder, generate
+from jetspec_jax import SamplingParams, generate
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.runner import Runner
 from tests.decode.tiny import TINY, TinyEngine, finish, random_head, random_target, serve, with_windows
 
 CONFIG = with_windows(TINY, None)
@@ -47,14 +45,11 @@ def test_a_launch_waits_for_nothing(engine, expected, monkeypatch):
         engine.launch(2)
     assert engine.runner.in_flight
     assert request.tokens == []
-    with pytest.raises(RuntimeError, match="launched and not collected"):
-        engine.launch()
+    assert not engine.launch(), "a batch is in flight"
     assert engine.collect() == [request]
     assert not engine.runner.in_flight
     assert request.tokens == expected[: len(request.tokens)]
     assert len(request.accept_lengths) == 2
-    with pytest.raises(RuntimeError, match="no batch was launched"):
-        engine.collect()
     finish(engine)
     assert request.tokens == expected
 
@@ -67,39 +62,6 @@ def test_a_request_may_join_or_leave_while_a_batch_flies(engine, expected):
     assert engine.collect() == []
     finish(engine)
     assert second.tokens == third.tokens == expected
-
-
-@pytest.mark.parametrize("turn", [0, 1, 2])
-def test_an_interrupted_wait_loses_nothing(engine, expected, monkeypatch, turn):
-    request = engine.submit(PROMPT, PARAMS)
-    for _ in range(turn):
-        engine.step(2)
-    with monkeypatch.context() as patch:
-        patch.setattr(jax, "device_get", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            engine.step(2)
-    assert engine.runner.in_flight
-    # The next step does what this one did not.
-    assert engine.step(2) == [request]
-    assert len(request.accept_lengths) == 2 * (turn + 1)
-    finish(engine)
-    assert request.tokens == expected
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [(TreeDecoder, "prefill"), (TreeDecoder, "decode"), (Runner, "launch"), (Request, "append_tokens")],
-)
-def test_an_interrupted_decision_is_said(engine, expected, monkeypatch, owner, name):
-    """Host and device may be at odds then: no tokens come of it."""
-    request = engine.submit(PROMPT, PARAMS)
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-    with pytest.raises(RuntimeError, match="interrupted; its requests are lost"):
-        engine.step()
-    assert request.tokens == []
 
 
 class Turns:
@@ -135,6 +97,6 @@ def test_a_dispatch_is_timed_unless_it_compiles(target, head):
 
 def test_plain_decoding_holds_no_head(target, head, expected):
     engine = TinyEngine(target, head, TreeSettings(1))
-    assert engine.weights.proposer is engine.runner.weights.proposer is None
+    assert engine.runner.weights.proposer is None
     assert engine.runner.state.proposer is None
     assert serve(engine, [PROMPT], [PARAMS])[0].token_ids == expected

@@ -18,7 +18,6 @@ from jetspec_jax import LLM, SamplingParams, generate, logits
 from jetspec_jax.cli.command import main
 from tests.decode.tiny import TINY, with_windows
 from tests.engine.processes_worker import (
-    DRAWN,
     GREEDY,
     PROMPT,
     SAMPLED,
@@ -27,12 +26,12 @@ from tests.engine.processes_worker import (
     of_forms,
     pair,
     stopping,
-    traced,
+    tree_llm,
 )
 from tests.events import PATIENCE
 
 #: The worker's cases after which its processes can run another case.
-RETURNING = ["together", "led", "forms", "unlike", "memory_verdict", "recovering", "turns", "looking"]
+RETURNING = ["together", "served", "forms", "unlike", "memory_verdict", "recovering", "looking"]
 
 
 @pytest.fixture(scope="module")
@@ -159,32 +158,30 @@ def listed(found):
 
 @pytest.mark.wide
 def test_processes_decode_as_one_device_does(found):
-    """Tokens, seeds that are drawn, budgets that clocks choose, stop strings, streams that one closes."""
-    target, head = pair()
-    greedy, sizes = listed(decoded(target, head, GREEDY))
-    sampled, _ = decoded(target, head, type(SAMPLED)(**{**vars(SAMPLED), "seed": DRAWN}))
-    stop, _ = decoded(target, head, stopping(target.tokenizer.decode(greedy)))
+    """Tokens, budgets that clocks choose, stop strings, streams of which one is closed."""
+    with tree_llm(None) as llm:
+        greedy, sizes = listed(decoded(llm, GREEDY))
+        sampled, _ = decoded(llm, SAMPLED)
+        stop, _ = decoded(llm, stopping(llm.target.tokenizer.decode(greedy)))
+        texts = [llm.generate([prompt], GREEDY)[0].text for prompt in (PROMPT, [*PROMPT, 1])]
     first, other = found("together")
-    # The stream of the other process ended where the first closed its own.
-    assert "completion" not in first
-    assert other == {**first, "completion": None}
+    assert other == {}
     assert first["greedy"] == [greedy, sizes]
     assert first["auto"][0] == greedy
-    assert first["drawn"][0] == first["again"][0] == sampled != greedy
+    assert first["sampled"][0] == first["again"][0] == sampled != greedy
     assert first["stop"][0] == stop
     assert len(stop) < len(greedy)
-    assert len(first["pieces"]) == 1
-    assert "prompts[1] of process 0 and process 1 ([5, 5] and [5, 5, 5])" in first["refused"]
+    assert sorted("".join(first["pieces"])) == sorted("".join(texts))
+    assert first["scored"] == len(PROMPT)
 
 
 @pytest.mark.wide
 def test_the_first_process_serves_what_comes(found):
-    """Requests of all kinds, some cancelled; and calls of both processes before and after."""
+    """Requests of all kinds, some cancelled."""
     target, _ = pair(config=with_windows(TINY, None))
     alone = [generate(target, [prompt], params)[0].token_ids for prompt, params, _ in asked()]
-    first, other = found("led")
+    first, other = found("served")
     assert other["refused"].startswith("requests go to process 0")
-    assert first["before"] == first["again"] == other["before"] == other["again"]
     assert first["hits"] > 0
     for tokens, expected, (_, _, leaves) in zip(first["got"], alone, asked(), strict=True):
         assert tokens == (expected[: len(tokens)] if leaves else expected)
@@ -193,39 +190,24 @@ def test_the_first_process_serves_what_comes(found):
 
 @pytest.mark.wide
 def test_grammars_are_followed_by_all(found):
-    """In calls of both processes, and in requests that the first serves beside others."""
     (target, _), prompts, params = of_forms()
     alone = [
         generate(target, [prompt], own)[0].token_ids for prompt, own in zip(prompts, params, strict=True)
     ]
-    first, other = found("forms")
-    assert first["together"] == other["together"] == first["got"] == alone
+    assert found("forms") == [{"got": alone}, {}]
 
 
 @pytest.mark.wide
-def test_an_error_of_the_first_process_ends_those_that_follow(run):
-    codes, errors = endings(run("led_astray"))
-    assert codes == [1, 1]
-    assert "process 0 has stopped serving: ZeroDivisionError: a mistake of process 0" in errors[1]
-
-
-@pytest.mark.wide
-def test_what_differs_is_named_in_all_processes(found):
+def test_what_differs_or_cannot_be_called_is_named(found):
     first, other = found("unlike")
-    assert first | {"one": ""} == other | {"one": ""}
     assert "the target's config of process 0 and process 1" in first["config"]
-    assert "the settings of the trees" in first["settings"]
-    assert "sampling_params[0]" in first["params"]
-    assert "process 1 refused its requests: ValueError: the prompt is empty" in first["one"]
-    assert other["one"].startswith("the prompt is empty")
-
-
-@pytest.mark.wide
-def test_other_calls_are_an_error_and_no_hang(run):
-    codes, errors = endings(run("out_of_step"))
-    assert 0 not in codes
-    assert "all processes must make the same calls: process 0 is at completions of prompts" in errors[1]
-    assert "process 1 has ended: OutOfStep" in errors[0]
+    assert "the trees of process 0 and process 1" in first["settings"]
+    for name in ("config", "settings", "function", "trace"):
+        assert first[name] == other[name]
+    assert first["function"].startswith("several processes share the target: use LLM")
+    assert first["trace"].startswith("several processes share the target: trace in one process")
+    assert first["follow"].startswith("process 0 serves requests")
+    assert other["call"].startswith("requests go to process 0; this process is a worker: call follow()")
 
 
 @pytest.mark.wide
@@ -236,42 +218,36 @@ def test_the_fullest_process_decides(found):
 
 
 @pytest.mark.wide
-def test_an_error_of_a_call_reaches_all_and_the_next_call_works(found):
-    tokens, _ = listed(decoded(*pair(), GREEDY))
+def test_after_an_error_of_the_first_process_the_next_call_works(found):
+    with tree_llm(None) as llm:
+        tokens, _ = listed(decoded(llm, GREEDY))
     first, other = found("recovering")
-    (bar, _), (room, _), (division, _) = first
-    assert bar == "ZeroDivisionError: a mistake in a bar"
-    assert room.startswith("DeviceMemoryError: too little memory on each of 4 x cpu")
-    assert division.startswith("ZeroDivisionError: ")
-    errors = [f"RuntimeError: process 0 raised {bar}", room, f"RuntimeError: process 0 raised {division}"]
-    assert [error for error, _ in other] == errors
-    assert [ids for _, ids in first + other] == [tokens] * 6
+    assert first == [["ZeroDivisionError: a mistake", tokens], ["OSError: a device", tokens]]
+    assert other == {}
 
 
 @pytest.mark.wide
-def test_streams_are_read_in_turns(found):
-    target, head = pair()
-    tokens, _ = listed(decoded(target, head, GREEDY))
-    [second] = generate(target, [[*PROMPT, 1]], GREEDY)
-    first, other = found("turns")
-    assert first == other
-    assert first["again"] == first["other"] == first["seen"] == tokens
-    assert first["found"] == tokens[0]
-    assert first["two"] == second.token_ids
-    assert second.text.endswith(first["pieces"][-1])
-
-
-@pytest.mark.wide
-def test_what_looks_inside(found):
-    target, head = pair()
-    rounds, ids = listed(traced(target, head, GREEDY))
+def test_all_processes_look_inside(found):
+    target, _ = pair()
     whole = np.asarray(logits(target, [PROMPT]))
     for own in found("looking"):
         np.testing.assert_allclose(own["logits"], whole, atol=1e-4)
         np.testing.assert_allclose(own["last"], whole[:, -1:], atol=1e-4)
-        assert (own["rounds"], own["ids"]) == (rounds, ids)
-        assert own["again"] == ids
-        assert own["left"] == 0
+
+
+@pytest.mark.wide
+def test_those_that_follow_end_with_the_first_process(run, tmp_path):
+    """It closes nothing, and a stream is open."""
+    end_well(run("leaving"))
+    with tree_llm(None) as llm:
+        assert results(tmp_path, "leaving") == [listed(decoded(llm, GREEDY)), "the end"]
+
+
+@pytest.mark.wide
+def test_those_that_follow_end_when_the_first_process_is_killed(run):
+    codes, errors = endings(run("first_killed"))
+    assert codes[0] == -signal.SIGKILL
+    assert codes[1] not in (0, None), errors[1]
 
 
 @pytest.mark.wide
@@ -291,7 +267,6 @@ def test_a_process_without_a_device_is_refused(run):
             "process 1 has ended: ZeroDivisionError: a mistake of process 1; this process ends",
         ),
         ("interrupted", [130, 130], "process 1 has ended: it was interrupted; this process ends too"),
-        ("killed", [-signal.SIGABRT, -signal.SIGKILL], "process 1 has said nothing for"),
         ("waiting", [-signal.SIGABRT, -signal.SIGKILL], "process 1 has said nothing for"),
     ],
 )
@@ -301,6 +276,17 @@ def test_all_end_with_one(run, case, codes, sentence):
     found, errors = endings(processes)
     assert found == codes
     assert sentence in errors[0]
+
+
+@pytest.mark.wide
+def test_the_first_process_ends_with_one_that_is_killed(run):
+    """Its devices find out, or the coordinator does."""
+    processes = run("killed")
+    processes[1].wait(PATIENCE)
+    codes, errors = endings(processes)
+    assert codes[0] in (1, -signal.SIGABRT)
+    assert codes[1] == -signal.SIGKILL
+    assert re.search("process 1 has said nothing for|the devices of 2 processes stopped", errors[0])
 
 
 @pytest.mark.wide

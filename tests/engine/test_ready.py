@@ -13,14 +13,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jetspec_jax import LLM, AsyncLLM, SamplingParams, generate
 from jetspec_jax.engine import engine as engine_module
-from jetspec_jax.engine.compiler import Compiler
-from jetspec_jax.engine.loop import loop_for
+from jetspec_jax.engine.compiler import REPLACED, Compiler
 from jetspec_jax.engine.lowering import Lowering
 from jetspec_jax.engine.programs import Kind, Program, first_programs, in_order
 from jetspec_jax.engine.size import EngineSize
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
-from tests.engine.test_persistent import batches_of, whole
+from tests.engine.test_figures import batches_of, whole
 from tests.events import PATIENCE, until
 from tests.serve.servers import served
 
@@ -49,7 +48,6 @@ def llm(models, request):
     yield (made := AsyncLLM(*models, budget=BUDGET, width=3, algorithm=request.param, max_slots=SLOTS))
     made.shutdown()
     until(lambda: not compiling())
-    loop_for(models[0]).free()
 
 
 def compiling():
@@ -101,39 +99,24 @@ def test_a_larger_shape_serves_until_the_right_one_is_there(llm, models, expecte
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("by", ["close", "drop"])
-def test_closing_ends_what_is_compiled(models, by, monkeypatch):
-    compiled, waits = AsyncLLM._compiled, asyncio.Event()
-
-    async def noted(llm):
-        waits.set()
-        await compiled(llm)
-
+def test_closing_ends_what_is_compiled(models):
     async def run():
         llm = AsyncLLM(*models, budget=BUDGET, width=3, algorithm="top_nodes", max_slots=SLOTS)
         with held() as left:
             await llm.warm_up(background=True)
-            compiler = loop_for(models[0]).engine.compiler
+            [engine] = llm.llm.engines.engines()
+            compiler = engine.runner.compiler
             until(lambda: len(compiler._running) == len(compiling()))
-            monkeypatch.setattr(AsyncLLM, "_compiled", noted)
             waiting = asyncio.create_task(llm.warm_up())
-            await waits.wait()
-            if by == "close":
-                await llm.close()
-            else:
-                await asyncio.to_thread(loop_for(models[0]).free)
+            await asyncio.sleep(0)
+            await llm.close()
             left.set()
             until(lambda: not compiling())
             assert compiler.left == 0
-            if by == "close":
-                with pytest.raises(RuntimeError, match="is closed"):
-                    await waiting
-            else:
+            with pytest.raises(RuntimeError, match="closed"):
                 await waiting
-                assert loop_for(models[0]).engine.compiler is not compiler
 
     asyncio.run(run())
-    loop_for(models[0]).free()
 
 
 def test_what_cannot_be_compiled_ahead_is_replaced_by_a_larger_program(llm, expected, caplog, monkeypatch):
@@ -148,7 +131,7 @@ def test_what_cannot_be_compiled_ahead_is_replaced_by_a_larger_program(llm, expe
             batches.clear()
             assert (await whole(llm, PROMPT, PARAMS)).token_ids == expected
             assert {len(batch.live) for batch in batches if batch.rounds} == {SLOTS}
-            assert llm.warm, "the round times are not measured with a program that fails"
+            assert llm.warm
 
     asyncio.run(run())
     assert caplog.text.count("was not compiled ahead: no room for the compiler") >= 1
@@ -175,36 +158,39 @@ def test_a_server_says_whether_it_is_warm(llm):
 
 
 class TestCalls:
-    """Engines of calls, whose programs are compiled when calls need them."""
+    """Engines whose programs are compiled when calls need them."""
 
     @pytest.fixture
     def own(self, models):
         # A width of its own, so that no other test has compiled what is needed.
-        yield (made := LLM(*models, budget=BUDGET, width=6, max_slots=SLOTS))
-        loop_for(made.target).free()
+        with LLM(*models, budget=BUDGET, width=6, max_slots=SLOTS) as llm:
+            yield llm
 
     def rounds(self, llm):
-        compiler = loop_for(llm.target).engine.compiler
-        assert compiler.left == 0
+        [engine] = llm.engines.engines()
+        compiler = engine.runner.compiler
+        until(lambda: compiler.left == 0)
         return {program for program in compiler._compiled if program.kind != "prompts"}
 
     def test_a_call_compiles_its_programs_and_no_others(self, own):
         own.generate([PROMPT] * 3, PARAMS)
         assert self.rounds(own) == {("rounds", SLOTS, BUDGET)}
-        own.generate([PROMPT], PARAMS)
-        assert self.rounds(own) == {("rounds", 1, BUDGET), ("rounds", SLOTS, BUDGET)}
 
-    def test_the_rest_of_a_call_stays_in_its_program(self, own, monkeypatch):
+    def test_a_program_that_larger_ones_replace_for_long_is_compiled_beside(self, own, monkeypatch):
+        monkeypatch.setattr("jetspec_jax.engine.policy.SLICE_SECONDS", 0.0)  # a round a dispatch
         batches = batches_of(monkeypatch)
+        own.generate([PROMPT] * SLOTS, PARAMS)
         own.generate([PROMPT], PARAMS)
-        few, many = (SamplingParams(max_tokens=count, ignore_eos=True) for count in (2, 30))
-        own.generate([PROMPT] * SLOTS, [few] * (SLOTS - 2) + [many] * 2)
-        assert {len(batch.live) for batch in batches if batch.rounds} == {1, SLOTS}
+        assert {len(batch.live) for batch in batches if batch.rounds} >= {SLOTS}
+        assert self.rounds(own) == {("rounds", 1, BUDGET), ("rounds", SLOTS, BUDGET)}
+        batches.clear()
+        own.generate([PROMPT], PARAMS)
+        assert {len(batch.live) for batch in batches if batch.rounds} == {1}
 
     def test_programs_of_parts_are_those_of_the_number_of_prompts(self, own):
         wants = SamplingParams(max_tokens=4, logprobs=1)
-        own.generate([PROMPT] * SLOTS, wants)
         own.generate([PROMPT], wants)
+        own.generate([PROMPT] * SLOTS, wants)
         shapes = {("rounds logprobs", live, BUDGET) for live in (1, SLOTS)}
         assert self.rounds(own) == shapes
 
@@ -225,11 +211,11 @@ def test_programs_of_single_rounds_are_compiled_ahead(models, expected, monkeypa
             crowd = await asyncio.gather(*[whole(llm, PROMPT, PARAMS) for _ in range(SLOTS)])
         assert {tuple(each.token_ids) for each in crowd} == {tuple(expected)}
         assert seen == []
-        assert loop_for(models[0]).engine.runner.overlapped
+        [engine] = llm.llm.engines.engines()
+        assert engine.runner.overlapped
         await llm.close()
 
     asyncio.run(run())
-    loop_for(models[0]).free()
 
 
 def test_a_program_ends_while_others_are_compiled():
@@ -298,26 +284,38 @@ class TestCompiler:
         assert compiler.shape("rounds", 2, 4) == (2, 4)
         assert compiler.chunks(SIZE.chunks) == SIZE.chunks
 
-    def test_a_kind_without_any_program_begins_with_its_largest(self):
-        compiler = Compiler(lambda program: None, 0)
-        compiler.add(in_order(SIZE, BUCKETS, [Kind(adjusts=True)]))
-        assert compiler.shape("rounds adjusts", 1, 1) == (8, 1)
-        assert compiler.shape("rounds adjusts", 1, 4) == (8, 8)
-
-    def test_a_program_that_is_needed_is_not_compiled_twice(self):
+    def test_a_program_that_is_needed_is_compiled_first_and_once(self):
         compiler, gates = self.compiler(threads=1)
         first, *_, last = gates
         until(lambda: first in compiler._running)
+        gates[last].set()
         before = compiler.left
-        compiler.claim(last)
+        compiler.compile([last])
         assert compiler.left == before - 1
-        thread = threading.Thread(target=compiler.claim, args=(first,))
+        thread = threading.Thread(target=compiler.compile, args=([first],))
         thread.start()
         for gate in gates.values():
             gate.set()
         thread.join(PATIENCE)
         compiler.wait()
         assert compiler._compiled == {*gates}
+
+    def test_a_program_of_all_present_requests_is_compiled_at_once(self):
+        compiler = Compiler(lambda program: None, 0)
+        assert compiler.shape("rounds", 1, 4, 8) == (8, 4)
+        compiler.compile([Program("rounds", 8, 4)])
+        assert compiler.shape("rounds", 1, 4, 1) == (8, 4)
+        assert compiler.shape("rounds", 1, 1, 1) == (1, 1), "trees of another size replace nothing"
+
+    def test_a_program_is_queued_once_others_have_replaced_it_often(self):
+        compiler = Compiler(lambda program: None, 1)
+        compiler.compile([Program("rounds", 8, 4)])
+        for _ in range(REPLACED - 1):
+            assert compiler.shape("rounds", 1, 4) == (8, 4)
+        assert compiler._compiled == {("rounds", 8, 4)}
+        compiler.shape("rounds", 1, 4)
+        compiler.wait()
+        assert compiler.shape("rounds", 1, 4) == (1, 4)
 
     def test_without_threads_the_caller_compiles_in_order(self):
         seen = []
@@ -339,7 +337,7 @@ class TestCompiler:
         with pytest.raises(ValueError, match="too large"):
             compiler.wait()
         assert compiler.failed
-        assert compiler.shape("rounds", 1, 4) == (1, 4), "it is compiled when it is needed"
+        assert compiler.shape("rounds", 1, 4) == (1, 4), "it is tried again when it is needed"
         compiler.compile([Program("rounds", 4, 8)])
         assert compiler.shape("rounds", 1, 4) == compiler.shape("rounds", 2, 4) == (4, 8)
 
@@ -366,37 +364,20 @@ class TestCompiler:
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", full)
             with pytest.raises(RuntimeError, match="can't start"):
-                compiler.compile([first])
+                compiler.add([first])
         assert not compiler._threads
         compiler.compile([first, second])
         assert compiler.left == 0
 
     def test_a_program_is_left_from_its_addition_to_its_end(self):
         class Queue(deque):
-            def popleft(self):
-                program = super().popleft()
+            def remove(self, program):
+                super().remove(program)
                 seen.append(compiler.left)  # as another thread may read it now
-                return program
 
         compiler, seen = Compiler(lambda program: seen.append(compiler.left), 0), []
         compiler._queue = Queue()
-        compiler.compile([Program("rounds", 1, 4), Program("rounds", 2, 4)])
+        compiler.add([Program("rounds", 1, 4), Program("rounds", 2, 4)])
+        compiler.wait()
         assert seen == [2, 2, 1, 1]
         assert compiler.left == 0
-
-    def test_a_program_that_is_forgotten_while_it_is_compiled_is_compiled_again(self):
-        compiler, gates = self.compiler(threads=1)
-        first, second, *_ = gates
-        gates[first].set()
-        until(lambda: second in compiler._running)
-        compiler.forget([first.kind, second.kind])
-        assert compiler._compiled == set()
-        before = compiler.left
-        gates[second].set()
-        until(lambda: second not in compiler._running)
-        assert second in compiler._queue
-        assert compiler.left == before, "the first one is not compiled ahead"
-        for gate in gates.values():
-            gate.set()
-        compiler.wait()
-        assert compiler._compiled == {*gates} - {first}

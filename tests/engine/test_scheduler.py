@@ -23,6 +23,7 @@ from tests.engine.scheduling import (
     assert_served,
     finish,
     make,
+    next_batch,
     request,
     slots_of,
     step,
@@ -38,7 +39,7 @@ def test_a_token_that_is_no_choice_is_an_error(made):
     """Nothing of such a batch is handed out."""
     scheduler, device = made()
     [req] = add(scheduler, request(5, 9))
-    record = device.run(scheduler.next_batch(1))
+    record = device.run(next_batch(scheduler, 1))
     record.tokens[0, req.slot, 1] = NO_CHOICE
     with pytest.raises(ValueError, match="the target's logits are not numbers"):
         scheduler.update(record)
@@ -48,7 +49,7 @@ def test_a_token_that_is_no_choice_is_an_error(made):
 def test_what_an_idle_slot_holds_does_not_matter(made):
     scheduler, device = made()
     [req] = add(scheduler, request(5, 9))
-    record = device.run(scheduler.next_batch(1))
+    record = device.run(next_batch(scheduler, 1))
     record.tokens[0, 1 - req.slot] = NO_CHOICE
     scheduler.update(record)
     assert req.tokens == expected_tokens(req)[:STEP]
@@ -72,7 +73,7 @@ def test_a_slot_is_cleared_once(made):
     batch = scheduler.next_batch()
     assert len(batch.releases) == 1
     scheduler.update(device.run(batch))
-    assert scheduler.next_batch().releases == ()
+    assert scheduler.next_batch() is None
 
 
 @pytest.mark.parametrize(
@@ -260,10 +261,10 @@ class TestLeaving:
 
         scheduler, device = made(slots=2, pages=2, policy=Dropping([(2, BUCKET)]))
         runs, waits = add(scheduler, request(60, 30), request(50, 30, start=1))
-        batch = scheduler.next_batch(1)
+        batch = next_batch(scheduler, 1)
         assert slots_of(batch) == [0]
         scheduler.update(device.run(batch))
-        batch = scheduler.next_batch(1)
+        batch = next_batch(scheduler, 1)
         assert (batch.releases, slots_of(batch)) == ((), [0])
         scheduler.update(device.run(batch))
         finish(scheduler, device)
@@ -305,7 +306,7 @@ class TestLeaving:
         waits.cancel()
         runs.cancel()
         # While the device works on it, its prompt too: `late` has just come.
-        batch = scheduler.next_batch(1)
+        batch = next_batch(scheduler, 1)
         assert slots_of(batch) == [late.slot] == [runs.slot]
         flies.cancel()
         late.cancel()

@@ -12,6 +12,7 @@ from tests.engine.scheduling import (
     assert_served,
     finish,
     make,
+    next_batch,
     request,
     slots_of,
     step,
@@ -131,7 +132,7 @@ class TestPressure:
         # As if others had needed its pages.
         scheduler._allocator.free(req)
         req.preempt()
-        [admission] = scheduler.next_batch(1).admissions
+        [admission] = next_batch(scheduler, 1).admissions
         assert admission.anchor == got[-1]
         assert admission.remaining == 200 - len(got)
         # All its full pages are still there.

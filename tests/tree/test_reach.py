@@ -61,8 +61,8 @@ def test_a_tree_knows_what_every_smaller_one_would_have_had_accepted(name):
 
 
 def test_buckets_of_trees():
-    assert tree_buckets(64) == (16, 32, 64)
+    assert tree_buckets(64, 16) == (16, 32, 64)
     assert tree_buckets(64, 2) == (2, 4, 8, 16, 32, 64)
-    assert tree_buckets(8) == (8,)
+    assert tree_buckets(8, 16) == (8,)
     assert tree_buckets(8, 4) == (4, 8)
-    assert tree_buckets(1) == ()
+    assert tree_buckets(1, 16) == ()

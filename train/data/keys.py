@@ -48,6 +48,7 @@ _GENERATION = frozenset(
         *("stream", "stream_options", "skip_special_tokens", "spaces_between_special_tokens"),
         *("include_stop_str_in_output", "include_reasoning", "service_tier", "store", "priority"),
         *("cache_salt", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "prediction"),
+        "modalities",
     )
 )
 _ROW = _READ | _DESCRIPTION | _GENERATION

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import queue
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,13 +13,12 @@ import numpy as np
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.device.processes import spans
-from jetspec_jax.engine.admission import plan_requests
-from jetspec_jax.engine.call import Call, Flag
-from jetspec_jax.engine.loop import wait
+from jetspec_jax.engine.admission import check_models, make_requests
+from jetspec_jax.engine.engines import Engines
 from jetspec_jax.engine.pages import pages_for
+from jetspec_jax.engine.planning import plan_engine
 from jetspec_jax.engine.prompts import TokenIds
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.serving import Group
 from jetspec_jax.progress import Progress
 from jetspec_jax.sampling.params import SamplingParams
 from train.data.documents import Writer
@@ -147,43 +147,45 @@ def regenerate(
         return
     deadline.check(writer.progress)
     params = [replace(each, seed=document_seed(seed, index)) for index, each in enumerate(prompts.params)]
-    plan, requests = plan_requests(target, head, tree, prompts.tokens, params, max_slots=slots)
+    check_models(target, head)
+    models = target.config, None if head is None else head.config
+    plan = plan_engine(*models, tree, target.dtype, slots=slots, mesh=target.mesh)
+    requests = make_requests(target, plan, tree, prompts.tokens, params)
     # The longest of all documents, finished ones included: a resumed run has the same shapes.
     longest = max(request.most_tokens for request in requests)
     plan = replace(plan, size=replace(plan.size, capacity=longest, num_pages=slots * pages_for(longest)))
-    group, news, count = Group(target, head), Flag(), writer.settings.count
+    engines, news, count = Engines(target, head, plan), queue.SimpleQueue[None](), writer.settings.count
     for request in requests:
-        request.on_update = news.set
+        request.on_update = lambda: news.put(None)
 
-    begun: list[tuple[PlannedShard, Call, list[Request]]] = []
+    begun: list[tuple[PlannedShard, list[Request]]] = []
     done = count - sum(len(planned.indices) for planned in todo)
     bar = Progress(total=count, initial=done, desc="regenerate", unit=" documents", mininterval=1)
     try:
         while todo or begun:
             # The next shard begins before this one is finished, so that no slot is idle.
-            while todo and sum(map(_unfinished, begun)) < plan.size.slots and not deadline.passed():
+            while todo and sum(map(_unfinished, begun)) < slots and not deadline.passed():
                 planned = todo.popleft()
-                shard_requests = [requests[index] for index in planned.indices]
-                begun.append((planned, group.call(plan, shard_requests, news=news), shard_requests))
-                group.loop.submit(begun[-1][1])
+                begun.append((planned, [requests[index] for index in planned.indices]))
+                engines.submit(begun[-1][1])
             if not begun:
                 deadline.stop(writer.progress)
-            wait([call for _, call, _ in begun])
+            news.get()
+            while not news.empty():  # a dispatch brings news of many requests
+                news.get()
             finished = [shard for shard in begun if not _unfinished(shard)]
             begun = [shard for shard in begun if _unfinished(shard)]
-            for planned, _, served in finished:
+            for planned, served in finished:
                 writer.write(planned, [_document(request) for request in served], _count_stopped(served))
                 done += len(served)
-            bar.update(done + sum(len(shard[2]) - _unfinished(shard) for shard in begun) - bar.n)
+            bar.update(done + sum(len(shard[1]) - _unfinished(shard) for shard in begun) - bar.n)
     finally:
         bar.close()
-        for request in requests:
-            request.cancel()
-        group.loop.free()  # later steps need the memory
+        engines.close()  # later steps need the memory
 
 
-def _unfinished(shard: tuple[PlannedShard, Call, list[Request]]) -> int:
-    return sum(request.readable[1] is None for request in shard[2])
+def _unfinished(shard: tuple[PlannedShard, list[Request]]) -> int:
+    return sum(request.readable[1] is None for request in shard[1])
 
 
 def _count_stopped(requests: Sequence[Request]) -> int:

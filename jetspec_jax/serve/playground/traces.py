@@ -8,7 +8,7 @@ from typing import Any
 
 from jetspec_jax.engine.prompts import EncodedPrompt
 from jetspec_jax.engine.request import DeadlinePassed
-from jetspec_jax.inspect.trace import RoundTrace, Trace, trace_rounds
+from jetspec_jax.inspect.trace import RoundTrace, Trace, trace_request
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.view.data import labels_of, round_data
@@ -64,14 +64,14 @@ class Traces:
                 raise TooManyTraces(f"{self._most} requests are traced already; try again when one has ended")
             self.running += 1
         try:
-            llm, settings = self._llm, self._llm.settings
+            settings = self._llm.settings
             if budget is not None:
                 settings = replace(settings, budget=min(budget, settings.budget))
-            trace = trace_rounds(llm.target, llm.draft_head, prompt, params, settings)
+            trace = trace_request(self._llm.engines, settings, prompt, params)
         except BaseException:
             self._release()
             raise
-        return TracedRequest(trace, llm.target.tokenizer, deadline, self._release)
+        return TracedRequest(trace, self._llm.target.tokenizer, deadline, self._release)
 
     def _release(self) -> None:
         with self._mutex:
@@ -118,7 +118,7 @@ class TracedRequest:
             return None if self._ended else next(self._trace, None)
 
     def close(self) -> None:
-        """Closes the trace and frees its stores, after waiting for a round that another thread decodes."""
+        """Closes the trace and frees its slot, after waiting for a round that another thread decodes."""
         with self._decoding:
             if not self._ended:
                 self._ended = True

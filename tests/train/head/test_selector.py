@@ -158,7 +158,7 @@ class TestBeginning:
 
     def test_a_head_with_a_selector_is_not_trained_without_one(self, target, folders):
         with pytest.raises(
-            ValueError, match=r"set selector\.rank=4 and selector\.existing=continue, or begin"
+            ValueError, match=r"set selector\.rank=4,? .*selector\.existing=continue and selector\.joint=true"
         ):
             begun(target, folders / "selecting", None)
 

@@ -1,7 +1,6 @@
-"""The engine behind `AsyncLLM`: its size, its programs, its figures, and the calls that share it."""
+"""The engine behind `AsyncLLM`: its size, its programs, its figures, and the `LLM` that shares it."""
 
 import asyncio
-import collections
 import threading
 from dataclasses import replace
 
@@ -9,16 +8,16 @@ import jax
 import numpy as np
 import pytest
 
-from jetspec_jax import LLM, AsyncLLM, SamplingParams, generate
+from jetspec_jax import AsyncLLM, SamplingParams, generate
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.device import memory
-from jetspec_jax.engine import persistent
+from jetspec_jax.engine import planning
 from jetspec_jax.engine.engine import Engine
-from jetspec_jax.engine.extras import Extras
-from jetspec_jax.engine.loop import EngineLoop, loop_for
-from jetspec_jax.engine.memory import engine_bytes
-from jetspec_jax.engine.persistent import plan_persistent
+from jetspec_jax.engine.engines import Engines
+from jetspec_jax.engine.memory import engine_bytes, with_slots_that_fit
+from jetspec_jax.engine.planning import plan_engine
 from jetspec_jax.engine.records import DispatchRecord
+from jetspec_jax.engine.request import Request, State
 from jetspec_jax.engine.stats import EngineStats, Tally
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
@@ -54,14 +53,13 @@ async def running(llm):
 
 
 def batches_of(monkeypatch):
-    seen, launch = [], Engine.launch
+    seen, launch = [], Engine._launch
 
-    def noted(engine, *arguments, **settings):
-        launched = launch(engine, *arguments, **settings)
-        seen.extend([engine.runner.in_flight[-1].batch] if launched else [])
-        return launched
+    def noted(engine, batch):
+        seen.append(batch)
+        launch(engine, batch)
 
-    monkeypatch.setattr(Engine, "launch", noted)
+    monkeypatch.setattr(Engine, "_launch", noted)
     return seen
 
 
@@ -85,7 +83,8 @@ def test_a_warm_up_compiles_all_and_figures_add_up(models, monkeypatch):
             with compilations() as seen:
                 alone = await whole(llm, prompts[0], params[0])
                 got = await asyncio.gather(*[whole(llm, *own) for own in zip(prompts, params, strict=True)])
-            while loop_for(models[0])._thread is not None:  # the rounds after an end count too
+            [engine] = llm.llm.engines.engines()
+            while engine.open_requests:  # the rounds after an end count too
                 await asyncio.sleep(0.001)
             return seen, before, alone, got, llm.stats()
 
@@ -112,7 +111,7 @@ def test_a_tally_counts_rounds():
     tokens = np.full((2, 2, 4), -1, np.int32)
     tokens[0, 0, :3], tokens[0, 1, :1], tokens[1, 0, :2] = 1, 1, 1
     tally = Tally()
-    tally.add_dispatch(DispatchRecord(8, (0, 2), None, (), tokens, np.array([[8, 8], [5, 0]], np.int32)))
+    tally.add_dispatch(DispatchRecord(8, (0, 2), None, (), tokens, np.array([[8, 8], [5, 0]], np.int32)), 0)
     assert tally.stats([], 7, None) == EngineStats(
         pages=7,
         dispatches=1,
@@ -125,69 +124,73 @@ def test_a_tally_counts_rounds():
     )
 
 
+def test_a_cancelled_request_does_not_run():
+    """Counted before the engine has freed its slot, and so has changed its state."""
+    request = Request(np.arange(5, dtype=np.int32), SamplingParams(max_tokens=3))
+    request.state, request.started = State.DECODING, 1.0
+    tally = Tally()
+    assert tally.stats([request], 7, None).running == 1
+    request.cancel()
+    assert tally.stats([request], 7, None).running == 0
+    tally.add_request(request)
+    assert tally.stats([], 7, None) == EngineStats(pages=7, prefix_queries=5)
+
+
 def test_slots_by_memory(models, monkeypatch):
     target, head = models
-    monkeypatch.setattr(persistent, "gpu_problem", lambda: None)
+
+    def plan(settings, slots=256):
+        config = None if settings.budget == 1 else head.config
+        return plan_engine(target.config, config, settings, target.dtype, slots=slots)
+
+    assert plan(PLAIN, 8).size.live == (1, 4)
+    monkeypatch.setattr(planning, "gpu_problem", lambda: None)
     settings = TreeSettings(32, 3, algorithm="auto")
-    monkeypatch.setattr(memory, "free_bytes", lambda *_: None)
-    most = plan_persistent(target, head, settings)
+    most = plan(settings)
     assert (most.size.slots, most.size.live) == (256, (1, 2, 4, 8, 16, 32, 64, 128))
     assert [decoder.bucket for decoder in most.decoders] == [1, 2, 4, 8, 16, 32]
     assert most.size.prefill_tokens == 1024
-    fixed = plan_persistent(target, head, TreeSettings(32, 3), max_slots=256)
-    wanted = Extras(adjusts=True, logprobs=True)
     # Trees of all slots at once are never run where there is a choice.
-    needs = [engine_bytes(replace(own, extras=wanted)) for own in (most, fixed)]
+    needs = [engine_bytes(own) for own in (most, plan(TreeSettings(32, 3)))]
     assert 1.5 * sum(needs[0].values()) < sum(needs[1].values())
     for slots in (256, 64, 1):
-        plan = plan_persistent(target, head, settings, max_slots=slots)
-        free = sum(engine_bytes(replace(plan, extras=wanted)).values())
+        free = sum(
+            engine_bytes(most if slots == 256 else replace(most, size=most.size.with_slots(slots))).values()
+        )
         monkeypatch.setattr(memory, "free_bytes", lambda *_, free=free: free)
-        assert plan_persistent(target, head, settings).size.slots == slots
+        assert with_slots_that_fit(most, [None]).size.slots == slots
         if slots > 1:
             monkeypatch.setattr(memory, "free_bytes", lambda *_, free=free: free - 1)
-            assert plan_persistent(target, head, settings).size.slots == slots // 2
-    monkeypatch.undo()
-    assert plan_persistent(target, None, PLAIN).size.live == (1, 4)
-    assert plan_persistent(target, None, PLAIN).size.slots == 8
+            assert with_slots_that_fit(most, [None]).size.slots == slots // 2
 
 
 def test_a_call_and_other_callers_run_together(models, monkeypatch):
     """First tokens come before a long call ends, and a stream is one of them."""
-    trees = {"budget": 16, "width": 3}
-    beside = LLM(*models, **trees)
     long, short = SamplingParams(max_tokens=200, ignore_eos=True), SamplingParams(max_tokens=9)
     prompts = [[number, 5] for number in range(8)]
     expected, brief = generate(models[0], prompts, long), generate(models[0], prompts, short)
-    submit, requests, completions = EngineLoop.submit, collections.defaultdict(list), []
+    submit, requests, completions = Engines.submit, {9: [], 200: []}, []
 
-    def noted(loop, call, *arguments):
-        asked = list(call.queue)
-        submit(loop, call, *arguments)
+    def noted(engines, asked, *arguments):
         for request in asked:
-            requests[request.params.max_tokens].append(request)
-
-    monkeypatch.setattr(EngineLoop, "submit", noted)
-
-    def call():
-        completions.extend(beside.generate(prompts, long))
+            requests.get(request.max_tokens, []).append(request)
+        return submit(engines, asked, *arguments)
 
     async def run():
-        async with AsyncLLM(*models, max_slots=4, **trees) as llm:
+        async with AsyncLLM(*models, max_slots=4, budget=16, width=3) as llm:
             await llm.warm_up()
-            engine = loop_for(models[0]).engine
-            thread = threading.Thread(target=call)
+            monkeypatch.setattr(Engines, "submit", noted)
+            thread = threading.Thread(target=lambda: completions.extend(llm.llm.generate(prompts, long)))
             with halted(begun(1)):
                 thread.start()
                 await running(llm)
-                streamed = beside.stream(prompts[0], short)
+                streamed = llm.llm.stream(prompts[0], short)
                 others = [asyncio.create_task(whole(llm, prompt, short)) for prompt in prompts[:2]]
                 while len(requests[9]) < 3:
                     await asyncio.sleep(0.001)
             got = [one.token_ids for one in await asyncio.gather(*others)]
             pieces = await asyncio.to_thread(list, streamed)
             await asyncio.to_thread(join, thread)
-            assert loop_for(models[0]).engine is engine
             return got, pieces, streamed.completion
 
     got, pieces, streamed = asyncio.run(run())
@@ -196,34 +199,6 @@ def test_a_call_and_other_callers_run_together(models, monkeypatch):
     assert got == [one.token_ids for one in brief[:2]]
     assert (streamed.token_ids, "".join(pieces)) == (brief[0].token_ids, brief[0].text)
     assert max(streamed.tree_sizes) > 1, "trees were asked for"
-
-
-@pytest.mark.wide
-def test_calls_outlive_the_others(models):
-    """To close `AsyncLLM` ends no call, and later ones make do without it."""
-    beside, params = LLM(*models, budget=16, width=3), SamplingParams(max_tokens=200, ignore_eos=True)
-    [expected] = generate(models[0], [PROMPT], params)
-    got = []
-
-    async def run():
-        llm = AsyncLLM(*models, max_slots=2, budget=16, width=3)
-        thread = threading.Thread(target=lambda: got.extend(beside.generate([PROMPT] * 5, params)))
-        with halted(begun(1)) as first:
-            thread.start()
-            await running(llm)
-            closed = beside.stream([9], params)
-            with halted(lambda requests: any(len(one.prompt) == 1 < len(one.tokens) for one in requests)):
-                first.set()
-                next(closed)
-                closed.close()
-                assert list(closed) == []
-                await llm.close()
-                assert thread.is_alive()
-        await asyncio.to_thread(join, thread)
-
-    asyncio.run(run())
-    got += beside.generate([PROMPT], params)
-    assert [one.token_ids for one in got] == [expected.token_ids] * 6
 
 
 def test_one_name_for_two_loops_at_once(models):
