@@ -42,7 +42,11 @@ def empty_snapshots(
         page_size: As in that state.
         dtype: As in that state.
     """
+    return _program(models, count, pages_per_slot, page_size, jnp.dtype(dtype))()
 
+
+@functools.cache
+def _program(models: Models, count: int, pages_per_slot: int, page_size: int, dtype: jnp.dtype) -> Any:
     def make() -> Snapshots:
         whole = spread(models.target, models.mesh)
         snapshot_config = replace(whole, layers=tuple(whole.layers[i] for i in whole.layers_with_places))
@@ -50,8 +54,8 @@ def empty_snapshots(
         return empty_stores(snapshot_config, 0, page_size, dtype, free)
 
     if models.mesh is None:
-        return make()
-    return jax.jit(make, out_shardings=shardings(models.mesh, snapshot_specs(jax.eval_shape(make))))()
+        return make
+    return jax.jit(make, out_shardings=shardings(models.mesh, snapshot_specs(jax.eval_shape(make))))
 
 
 def snapshot_specs(stores: Any) -> Any:
