@@ -150,7 +150,7 @@ class LLM:
                 decodes. Loaded models stay on their devices.
             tensor_parallel_size: Shards of every expert; other weights have this number times the next.
             expert_parallel_size: Groups of whole experts.
-            data_parallel_size: Copies of the models, each on its own devices, that serve one queue.
+            data_parallel_size: Copies of the models, each on its own devices, among which requests are dealt.
             **unknown: Refused; for arguments of vLLM the error names the equivalent.
 
         Raises:

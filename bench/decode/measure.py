@@ -218,7 +218,7 @@ class Bench:
             news.get()
             yield time.perf_counter() - started
             request.cancel()
-            engine.run(news.empty)  # waits for what is in flight
+            engine.run(news.empty)  # waits for the batches in flight
             while not news.empty():
                 news.get()
             if request.error is not None:

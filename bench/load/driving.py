@@ -228,7 +228,7 @@ class Load:
         self.engine.most_rounds = None
 
     def clear(self) -> None:
-        """Cancels all requests, and waits for what is in flight."""
+        """Cancels all requests, and waits for the batches in flight."""
         for timed in self._running:
             timed.request.cancel()
         self.engine.run(self._running.clear)

@@ -75,7 +75,7 @@ def meshes_for(
     with complaints:
         if data > 1 and processes > 1:
             raise ValueError(
-                f"data_parallel_size {data} in {processes} processes: groups share one queue in one "
+                f"data_parallel_size {data} in {processes} processes: groups are served by one "
                 "process; start one job per host behind one balancer instead"
             )
     with complaints:
@@ -119,7 +119,7 @@ def _too_few(config: ModelConfig, tensor: int, expert: int, data: int, devices: 
         for e in range(1, there // d + 1)
         for t in range(1, there // (e * d) + 1)
         if data % d == 0 and expert % e == 0 and _splits(config, t, e)
-        # Copies share one queue in one process, and each process needs a device.
+        # One process serves all copies, and each process needs a device.
         if len(everybody) == 1
         or (d == 1 and {device.process_index for device in devices[: t * e]} == everybody)
     ]

@@ -26,7 +26,7 @@ T = TypeVar("T")
 def without_mesh(function: Callable[P, T]) -> Callable[P, T]:
     """The function, run as if its caller had set no mesh by `jax.set_mesh`.
 
-    Arrays and programs of this package have meshes of their own; with a caller's they would have other types.
+    Arrays and programs of this package name their meshes; under a caller's mesh their types would differ.
 
     Raises:
         TypeError: It is called while JAX traces a caller's function.

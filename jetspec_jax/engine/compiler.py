@@ -63,11 +63,6 @@ class Compiler:
         return len(self._queue) + len(self._running)
 
     @property
-    def failed(self) -> bool:
-        """Whether a program could not be compiled ahead."""
-        return bool(self._errors)
-
-    @property
     def seconds_left(self) -> float | None:
         """Estimated seconds until all programs are compiled; None before the first one is."""
         with self._changed:

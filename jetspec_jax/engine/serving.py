@@ -42,7 +42,7 @@ def complete(
     outputs, news = list(running.values()), queue.SimpleQueue[Request]()
     for request in requests:
         request.on_update = functools.partial(news.put, request)
-    progress = None if bar is None else bar(total=len(requests), unit=" completions")
+    progress, tokens = None if bar is None else bar(total=len(requests), unit=" completions"), 0
     try:
         for engine in set(engines.submit(requests)):
             engine.check_can_wait()
@@ -50,9 +50,10 @@ def complete(
             request = news.get()
             if (output := running.get(request)) is None:
                 continue
+            tokens -= len(output.token_ids)
             output.update()
+            tokens += len(output.token_ids)
             if isinstance(progress, Bar):  # shows progress of a single long completion
-                tokens = sum(len(each.token_ids) for each in outputs)
                 progress.set_postfix_str(f"{tokens} tokens", refresh=False)
             if output.finish_reason is not None:
                 request.cancel()  # engines do not know stop strings

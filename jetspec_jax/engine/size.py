@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # config imports kernels, and so JAX; the scheduler must not
     from jetspec_jax.config import ModelConfig
 
 MAX_SLOTS = 8
-#: Persistent engines on a GPU: most slots, if there is memory for them.
+#: Most slots of an `AsyncLLM` on a GPU, if there is memory for them.
 MOST_SLOTS = 256
 #: Likewise: prompt tokens between two dispatches, which delay running requests little; and nodes of all live
 #: slots together, beyond which larger trees no longer pay.

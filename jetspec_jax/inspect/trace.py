@@ -100,12 +100,13 @@ class Trace(Iterator[RoundTrace]):
         buckets = sorted(decoder.bucket for decoder in engines.plan.decoders)
         request.traced = next(bucket for bucket in buckets if bucket >= min(request.budget, buckets[-1]))
         self._owned = engines if owns else None
+        self._engine: Engine | None = None
         [self._engine] = engines.submit([request])
 
     def __next__(self) -> RoundTrace:
         """Decodes the next round."""
         output, request, engine = self._output, self._output.request, self._engine
-        while self.completion is None and not request.cancelled:
+        while engine is not None and self.completion is None and not request.cancelled:
             engine.run(functools.partial(self._turn, engine), functools.partial(_is_placed, request))
             output.update()
             if not self._seen:
@@ -121,14 +122,18 @@ class Trace(Iterator[RoundTrace]):
 
     def close(self) -> None:
         """Ends the request; frees its engine if the trace owns it."""
-        self._output.request.cancel()
+        self._leave()
         if self._owned is not None:
             self._owned.close()
-        else:
-            self._engine.wake()
 
     def __del__(self) -> None:
-        self.close()
+        self._leave()  # engines that it owned end by themselves
+
+    def _leave(self) -> None:
+        """Frees the slot; waits for nothing, so that a finaliser can call it in any thread."""
+        self._output.request.cancel()
+        if self._engine is not None:
+            self._engine.wake()
 
     def _turn(self, engine: Engine) -> None:
         request = self._output.request

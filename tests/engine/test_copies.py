@@ -1,4 +1,4 @@
-"""Copies of a target on devices of their own: one queue before all of them, and streams."""
+"""Copies of a target on devices of their own: requests are dealt among them."""
 
 import asyncio
 import contextlib

@@ -336,7 +336,6 @@ class TestCompiler:
         compiler.add([Program("rounds", 1, 4), Program("rounds", 2, 4)])
         with pytest.raises(ValueError, match="too large"):
             compiler.wait()
-        assert compiler.failed
         assert compiler.shape("rounds", 1, 4) == (1, 4), "it is tried again when it is needed"
         compiler.compile([Program("rounds", 4, 8)])
         assert compiler.shape("rounds", 1, 4) == compiler.shape("rounds", 2, 4) == (4, 8)

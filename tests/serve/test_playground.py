@@ -306,6 +306,9 @@ def test_a_trace_is_closed_behind_the_round_that_is_decoded():
         def close(self):
             closed.append(self.busy)
 
+        def _leave(self):
+            pass
+
     traced = TracedRequest(Slow(), None, None, lambda: released.append(True))
     reader = threading.Thread(target=lambda: list(traced.events()))
     closer = threading.Thread(target=lambda: (traced.close(), traced.close()))
