@@ -3,8 +3,10 @@
 import contextlib
 import json
 import logging
+import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -12,6 +14,7 @@ from sse_starlette import EventSourceResponse
 
 from jetspec_jax.async_llm import Delta
 from jetspec_jax.engine.admission import CheckedRequest
+from jetspec_jax.engine.detokenizer import detokenizer_of
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.serve.errors import CLIENT_LEFT, ApiError, internal
@@ -25,25 +28,43 @@ _IMPOSSIBLE = -9999.0
 DONE = b"data: [DONE]\n\n"
 
 
-@runtime_checkable
-class Writer(Protocol):
-    """Formats deltas and completions as response objects."""
+class Writer(ABC):
+    """Formats deltas and completions as response objects, whose ids begin with `KIND`."""
+
+    KIND: ClassVar[str]
+    CHUNK: ClassVar[str]
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        body: SamplingFields,
+        generation: GenerationRequest,
+        service: Service,
+    ):
+        self._head = {"id": f"{self.KIND}-{request_id}", "created": int(time.time()), "model": model}
+        self._body, self._generation, self._service = body, generation, service
+        self._detokenizer = detokenizer_of(service.llm.llm.target.tokenizer)
 
     def begin(self) -> Iterable[dict[str, Any]]:
         """The first chunks of a stream."""
-        ...
+        return ()
 
+    @abstractmethod
     def feed(self, choice: int, delta: Delta) -> Iterable[dict[str, Any]]:
-        """The chunks of a delta."""
-        ...
+        """A chunk of a delta, unless it would be empty."""
 
     def end(self, completions: dict[int, Completion]) -> Iterable[dict[str, Any]]:
-        """The last chunks of a stream."""
-        ...
+        """A chunk with the usage, if requested."""
+        if self._body.includes_usage:
+            yield self._chunk([]) | usage_fields(list(completions.values()), self._service)
 
+    @abstractmethod
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The response without streaming."""
-        ...
+        """The response with all choices and the usage."""
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._head | {"object": self.CHUNK, "choices": choices}
 
 
 async def answer(
@@ -52,9 +73,6 @@ async def answer(
     """Generates completions, and sends them as one response or as a stream of events.
 
     A stream begins with the first tokens, so earlier errors become an HTTP status.
-
-    Raises:
-        ApiError: The request cannot be served.
     """
     checked = await service.check(generation)
     record = request.state.record
@@ -66,7 +84,7 @@ async def answer(
             async with contextlib.aclosing(deltas):
                 await unless_left(request, _exhaust(deltas))
             return JSONResponse(writer.whole([completions[choice] for choice in sorted(completions)]))
-        first = await unless_left(request, _first(deltas))
+        first = await unless_left(request, anext(deltas))
     except ClientLeft:
         await deltas.aclose()
         return Response(status_code=CLIENT_LEFT)
@@ -91,10 +109,6 @@ async def _choices(
                 completions[choice] = delta.completion
                 record.setdefault("finish_reasons", []).append(delta.finish_reason)
             yield choice, delta
-
-
-async def _first(deltas: AsyncGenerator[tuple[int, Delta], None]) -> tuple[int, Delta]:
-    return await anext(deltas)
 
 
 async def _exhaust(deltas: AsyncGenerator[tuple[int, Delta], None]) -> None:
@@ -161,10 +175,8 @@ def _counts(prompt: int, generated: int) -> dict[str, Any]:
 
 def _usage(completions: Sequence[Completion]) -> dict[str, Any]:
     prompts = [completion for completion in completions if completion.index == 0]
-    prompt, generated = (
-        sum(len(completion.prompt_token_ids) for completion in prompts),
-        sum(len(c.token_ids) for c in completions),
-    )
+    prompt = sum(len(completion.prompt_token_ids) for completion in prompts)
+    generated = sum(len(c.token_ids) for c in completions)
     accepted = sum(sum(c.accept_lengths) - c.rounds for c in completions)
     drafted = sum(sum(c.tree_depths) for c in completions)
     cached = sum(completion.metrics.prefix_tokens for completion in prompts if completion.metrics is not None)

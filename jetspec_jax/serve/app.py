@@ -9,13 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.routing import Route
 
 from jetspec_jax.async_llm import AsyncLLM
+from jetspec_jax.engine.size import default_capacity
 from jetspec_jax.progress import LINE_SECONDS
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.structured import StructuredOutputsParams
@@ -27,7 +28,7 @@ from jetspec_jax.serve.logs import log
 from jetspec_jax.serve.metrics import Metrics
 from jetspec_jax.serve.middleware import Gate, Tracking
 from jetspec_jax.serve.playground.routes import playground_routes
-from jetspec_jax.serve.service import Service, capacity_of
+from jetspec_jax.serve.service import Service
 from jetspec_jax.serve.settings import ServeSettings
 from jetspec_jax.serve.tokens import token_routes
 from jetspec_jax.version import __version__
@@ -69,7 +70,9 @@ def make_app(
     model = (settings.served_model_name or (name,))[0]
     metrics = Metrics(model)
     metrics.registry.register(EngineFigures(llm, model))
-    service = Service(llm, settings, name, metrics, capacity_of(llm, capacity))
+    config = llm.llm.target.config
+    most = min(config.max_position_embeddings, capacity or default_capacity(config, 0))
+    service = Service(llm, settings, name, metrics, most)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -169,25 +172,19 @@ def _plain_routes(service: Service) -> APIRouter:
     @router.get("/ping")
     async def health() -> Response:
         if service.llm.errored:
-            error = ApiError(
-                503, "the last step of the engine failed; the next request restarts it", code="engine_error"
-            )
-            return error.response()
+            message = "the last step of the engine failed; the next request restarts it"
+            return ApiError(503, message, code="engine_error").response()
         if service.draining:
             return ApiError(503, "the server is shutting down", code="draining").response()
         left = service.llm.stats().programs_left
         return JSONResponse({"status": "ok", "warm": service.llm.warm, "programs_left": left})
 
     @router.get("/version")
-    async def version(_: Request) -> dict[str, str]:
-        return {
-            "version": __version__,
-            "jax": jax.__version__,
-            "python": platform.python_version(),
-        }
+    async def version() -> dict[str, str]:
+        return {"version": __version__, "jax": jax.__version__, "python": platform.python_version()}
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        return Response(service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return router

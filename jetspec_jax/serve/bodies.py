@@ -48,11 +48,7 @@ BodyType = TypeVar("BodyType", bound=Body)
 
 
 async def read_body(request: Request, kind: type[BodyType], settings: ServeSettings) -> BodyType:
-    """Reads and validates the body of a request.
-
-    Raises:
-        ApiError: The body is too large, too slow or invalid, or the client has disconnected.
-    """
+    """Reads and validates the body of a request."""
     body = await _read(request, settings)
     return await asyncio.to_thread(_checked, body, kind) if len(body) > _LARGE else _checked(body, kind)
 
@@ -131,14 +127,7 @@ def _json(body: bytes) -> Any:
 def read_json(text: str, *, strict: bool = True, unique: bool = False) -> Any:
     """Parses JSON whose numbers must all be finite.
 
-    Args:
-        text: The JSON text.
-        strict: Whether strings must escape control characters such as line feeds.
-        unique: Whether the names of an object must differ; otherwise the last one counts.
-
-    Raises:
-        ValueError: The text is not valid JSON, or has a number that is not finite, or a name twice.
-        RecursionError: The value is nested too deeply.
+    ``strict`` strings escape control characters, and the names of an object differ if ``unique``.
     """
     pairs = _unique if unique else None
     return json.loads(
@@ -170,21 +159,13 @@ def _kind(value: Any) -> str:
 
 
 def check_levels(value: Any) -> None:
-    """Checks the nesting of a JSON value that was a string in a body; the limit is that of bodies.
-
-    Raises:
-        ApiError: The value is nested too deeply.
-    """
+    """Refuses a JSON value that was a string in a body and is nested more deeply than bodies may be."""
     for _ in _texts(value):
         pass
 
 
 def _texts(value: Any) -> Iterable[str]:
-    """All strings in a JSON value, including keys.
-
-    Raises:
-        ApiError: The value is nested too deeply.
-    """
+    """All strings in a JSON value, including keys; refuses one that is nested too deeply."""
     left = [(value, 2)]  # the body itself is level 1
     while left:
         item, level = left.pop()

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import uuid
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,10 +36,7 @@ class Finder(Protocol):
     def feed(self, text: str, *, last: bool = False, cut: bool = False) -> tuple[str, list[Call]]:
         """Parses a piece of text; returns the text outside of calls and the complete calls so far known.
 
-        Args:
-            text: The piece.
-            last: Whether this is the last piece.
-            cut: Whether the text ends at its length limit, so that an open call is incomplete.
+        With ``cut`` the text ends at its length limit, so an open call is incomplete.
         """
         ...
 
@@ -91,7 +88,6 @@ class Spaced:
     """Removes the whitespace that chat templates write around calls from the text between calls."""
 
     def __init__(self) -> None:
-        """Starts without text."""
         self._spaces: list[str] = []
         self._after_call = False
 
@@ -118,12 +114,12 @@ class Spaced:
         return "".join(self._spaces)
 
 
-class WholeText(ABC):
-    """Base class of parsers that need the whole text."""
+class WholeText:
+    """A `Finder` that needs the whole text, and ``read`` to find its calls."""
 
-    def __init__(self) -> None:
-        """Starts without text."""
+    def __init__(self, read: Callable[[str], list[Call]]) -> None:
         self._pieces: list[str] = []
+        self._read = read
 
     def feed(self, text: str, *, last: bool = False, cut: bool = False) -> tuple[str, list[Call]]:
         """As `Finder.feed`; a text without calls is returned as text."""
@@ -131,22 +127,10 @@ class WholeText(ABC):
         if not last:
             return "", []
         whole = "".join(self._pieces)
-        calls = self.read(whole)
+        calls = self._read(whole)
         return ("", calls) if calls else (whole, [])
 
-    @abstractmethod
-    def read(self, whole: str) -> list[Call]:
-        """The complete calls of a text; empty if it has none, or one that is not valid."""
 
-
-class NamedCall(WholeText):
-    """A parser of texts that are the arguments of one function."""
-
-    def __init__(self, name: str):
-        """Starts without text; ``name`` is the function."""
-        super().__init__()
-        self._name = name
-
-    def read(self, whole: str) -> list[Call]:
-        """The call, with its arguments exactly as the model wrote them."""
-        return [] if call_with(self._name, read_value(whole)) is None else [Call(self._name, whole)]
+def named_call(name: str, whole: str) -> list[Call]:
+    """The call of a text that is the arguments of one function, exactly as the model wrote them."""
+    return [] if call_with(name, read_value(whole)) is None else [Call(name, whole)]

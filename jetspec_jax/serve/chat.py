@@ -1,8 +1,7 @@
 """``/v1/chat/completions``: answers to conversations."""
 
 import asyncio
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -11,15 +10,15 @@ from fastapi.responses import Response
 
 from jetspec_jax.async_llm import Delta
 from jetspec_jax.checkpoint.chat_template import Ending
-from jetspec_jax.engine.detokenizer import Detokenizer, detokenizer_of, whole_text
+from jetspec_jax.engine.detokenizer import Detokenizer, whole_text
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.sampling.params import SamplingParams
-from jetspec_jax.serve.answers import answer, ending, prompt_logprobs, rounds, usage_fields, value_of
+from jetspec_jax.serve.answers import Writer, answer, ending, prompt_logprobs, rounds, usage_fields, value_of
 from jetspec_jax.serve.bodies import Listed, read_body
 from jetspec_jax.serve.choice import ChoiceText
-from jetspec_jax.serve.errors import ApiError, refused
-from jetspec_jax.serve.messages import TEMPLATE_HINT, Message, check_template, encode_messages
+from jetspec_jax.serve.errors import ApiError, refused, wrong
+from jetspec_jax.serve.messages import Message, TemplateFields, check_template, encode_messages
 from jetspec_jax.serve.parsers import REASONING, TOOL_CALLS, Markers, special_tokens
 from jetspec_jax.serve.sampling import SamplingFields, check_grammar_size, sampling_params
 from jetspec_jax.serve.service import GenerationRequest, Service
@@ -27,7 +26,7 @@ from jetspec_jax.serve.settings import ServeSettings
 from jetspec_jax.serve.tools import Chosen, Function, Tool, arguments_form, calls_form
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(SamplingFields, TemplateFields):
     """The body of a request."""
 
     messages: Listed[Message]
@@ -35,18 +34,12 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: Listed[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Chosen | None = None
     parallel_tool_calls: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    reasoning_effort: str | None = None
-    verbosity: str | None = None
 
     hints: ClassVar[dict[str, str]] = {
         **SamplingFields.hints,
-        **TEMPLATE_HINT,
+        **TemplateFields.hints,
         "prompt": "it belongs to /v1/completions; give messages",
         "functions": "give them as tools",
         "function_call": "use tool_choice",
@@ -87,17 +80,7 @@ def chat_routes(service: Service) -> APIRouter:
         parser = settings.tool_call_parser if _shown_tools(body) and forced is None else None
         kept = frozenset() if markers is None else kept_of_reasoning
         kept |= frozenset() if parser is None else kept_of_calls
-        prompt = await asyncio.to_thread(
-            encode_messages,
-            service,
-            body.messages,
-            tools=_shown_tools(body),
-            template_arguments=body.chat_template_kwargs,
-            reasoning_effort=body.reasoning_effort,
-            verbosity=body.verbosity,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-        )
+        prompt = await asyncio.to_thread(encode_messages, service, body.messages, body, _shown_tools(body))
         generation = GenerationRequest(
             [replace(prompt, kept_special_tokens=kept)],
             params,
@@ -121,7 +104,7 @@ def chat_routes(service: Service) -> APIRouter:
                 several=body.parallel_tool_calls,
             )
 
-        writer = ChatWriter(request.state.record["request_id"], model, body, generation, choice_text, service)
+        writer = ChatWriter(choice_text, request.state.record["request_id"], model, body, generation, service)
         return await answer(service, request, generation, writer, body)
 
     return router
@@ -183,25 +166,21 @@ def _params(body: ChatRequest, settings: ServeSettings, called: Sequence[Functio
 def _check(body: ChatRequest, service: Service) -> None:
     check_template(service, _shown_tools(body))
     if body.top_logprobs is not None and not body.logprobs:
-        message = "top_logprobs needs logprobs=true"
-        raise ApiError(400, message, param="top_logprobs", code="invalid_value")
+        raise wrong("top_logprobs", "top_logprobs needs logprobs=true")
     if None not in (body.max_tokens, body.max_completion_tokens):
-        message = (
-            "max_tokens and max_completion_tokens are two names of one setting: give max_completion_tokens"
-        )
-        raise ApiError(400, message, param="max_tokens", code="invalid_value")
+        names = "max_tokens and max_completion_tokens"
+        raise wrong("max_tokens", f"{names} are two names of one setting: give max_completion_tokens")
     choice, tools = _choice(body), body.tools or []
     if choice == "none":
         return
     if not tools:
-        message = "tool_choice needs tools to choose from"
-        raise ApiError(400, message, param="tool_choice", code="invalid_value")
+        raise wrong("tool_choice", "tool_choice needs tools to choose from")
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
-        raise ApiError(400, "tools has two functions of one name", param="tools", code="invalid_value")
+        raise wrong("tools", "tools has two functions of one name")
     if isinstance(choice, Chosen) and choice.function.name not in names:
         message = f"tool_choice names {choice.function.name!r}, and tools has {', '.join(names)}"
-        raise ApiError(400, message, param="tool_choice", code="invalid_value")
+        raise wrong("tool_choice", message)
     if choice == "auto" and service.settings.tool_call_parser is None:
         raise ApiError(
             400,
@@ -211,29 +190,19 @@ def _check(body: ChatRequest, service: Service) -> None:
             code="unsupported",
         )
     if _forced(body) is not None and (body.response_format or body.structured_outputs):
-        message = (
-            "tool_choice determines the form of the text: leave response_format and structured_outputs out"
-        )
-        raise ApiError(400, message, param="tool_choice", code="invalid_value")
+        message = "determines the form of the text: leave response_format and structured_outputs out"
+        raise wrong("tool_choice", f"tool_choice {message}")
 
 
-class ChatWriter:
-    """Formats responses in OpenAI's form for chats; see `Writer`."""
+class ChatWriter(Writer):
+    """Formats responses in OpenAI's form for chats; has a factory of the choices' texts."""
 
-    def __init__(
-        self,
-        request_id: str,
-        model: str,
-        body: ChatRequest,
-        generation: GenerationRequest,
-        choice_text: Any,
-        service: Service,
-    ):
-        """Takes the common fields of all chunks, the request, and a factory of `ChoiceText`."""
-        self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
-        self._body, self._generation, self._service = body, generation, service
-        self._logprob_form = generation.params.logprobs, detokenizer_of(service.llm.llm.target.tokenizer)
-        self._texts: list[ChoiceText] = [choice_text() for _ in range(generation.params.n)]
+    KIND, CHUNK = "chatcmpl", "chat.completion.chunk"
+
+    def __init__(self, choice_text: Callable[[], ChoiceText], *request: Any):
+        super().__init__(*request)
+        self._logprob_form = self._generation.params.logprobs, self._detokenizer
+        self._texts = [choice_text() for _ in range(self._generation.params.n)]
 
     def begin(self) -> Iterable[dict[str, Any]]:
         """A chunk with the role for each choice, with the prompt's tokens if requested."""
@@ -243,7 +212,7 @@ class ChatWriter:
             yield chunk | prompt if self._body.return_token_ids else chunk
 
     def feed(self, choice: int, delta: Delta) -> Iterable[dict[str, Any]]:
-        """A chunk, unless it would be empty."""
+        """As in `Writer`."""
         text, last = self._texts[choice], delta.finish_reason is not None
         parts = text.feed(delta.text, last=last, cut=delta.finish_reason == "length")
         parts = {name: value for name, value in parts.items() if value}
@@ -264,13 +233,8 @@ class ChatWriter:
             made["rounds"] = rounds(delta)
         yield self._chunk([made | {"token_ids": list(delta.token_ids)} if ids else made])
 
-    def end(self, completions: dict[int, Completion]) -> Iterable[dict[str, Any]]:
-        """A chunk with the usage, if requested."""
-        if self._body.includes_usage:
-            yield self._chunk([]) | usage_fields(list(completions.values()), self._service)
-
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The response with all choices and the usage."""
+        """As in `Writer`."""
         choices = []
         for choice, completion in enumerate(completions):
             text = self._texts[choice]
@@ -296,9 +260,6 @@ class ChatWriter:
         if self._body.return_token_ids:
             made["prompt_token_ids"] = completions[0].prompt_token_ids
         return made
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._head | {"object": "chat.completion.chunk", "choices": choices}
 
     @staticmethod
     def _piece(choice: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:

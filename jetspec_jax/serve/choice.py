@@ -1,11 +1,12 @@
 """Splits the text of a choice incrementally into reasoning, content and tool calls."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from jetspec_jax.serve.calls import Call, Finder, NamedCall
+from jetspec_jax.serve.calls import Call, Finder, WholeText, named_call
 from jetspec_jax.serve.harmony import Harmony
-from jetspec_jax.serve.json_calls import JsonCalls, ListedCalls
+from jetspec_jax.serve.json_calls import JsonCalls, listed_calls
 from jetspec_jax.serve.parsers import MESSAGE_CALLS, Markers
 from jetspec_jax.serve.reasoning import Reasoning
 from jetspec_jax.serve.tagged_calls import TaggedCalls
@@ -13,11 +14,7 @@ from jetspec_jax.serve.tools import Tool
 
 
 class ChoiceText:
-    """An incremental parser of one choice's text.
-
-    Attributes:
-        calls: Number of tool calls so far.
-    """
+    """An incremental parser of one choice's text."""
 
     def __init__(
         self,
@@ -31,35 +28,24 @@ class ChoiceText:
     ):
         """Starts without text.
 
-        Args:
-            markers: The markers of reasoning; None if the model has none.
-            begun: Whether the prompt ends inside reasoning.
-            parser: The parser of tool calls in the text; None leaves the text unchanged.
-            tools: The available tools.
-            forced: The function that the whole text calls, "" for a list of any calls, or None.
-            several: Whether more than one call is allowed.
+        The prompt ends inside reasoning if it has ``begun``. ``parser`` is that of tool calls. ``forced`` is
+        the function that the whole text calls, "" for a list of any calls, or None.
         """
         self.calls = 0
         self._reasoning, self._several = Reasoning(markers, begun=begun), several
         self._finder: Finder | None = None
         self._messages: Harmony | None = None
+        if markers is not None and markers.messages:
+            self._messages = Harmony(begun=begun, reads_calls=forced is None and parser == MESSAGE_CALLS)
         if forced is not None:
-            self._finder = NamedCall(forced) if forced else ListedCalls()
-        elif parser == MESSAGE_CALLS and markers is not None and markers.messages:
-            self._messages = Harmony(begun=begun, reads_calls=True)
+            self._finder = WholeText(partial(named_call, forced) if forced else listed_calls)
         elif parser == "hermes":
             self._finder = JsonCalls()
         elif parser in ("qwen3_coder", "qwen3_xml"):
             self._finder = TaggedCalls(tools)
 
     def feed(self, text: str, *, last: bool, cut: bool = False) -> dict[str, Any]:
-        """Processes a piece; returns the new "content", "reasoning_content" and "tool_calls".
-
-        Args:
-            text: The piece.
-            last: Whether this is the last piece.
-            cut: Whether the text ends at its length limit.
-        """
+        """Processes a piece; returns the new "content", "reasoning_content" and "tool_calls"."""
         calls: list[Call] = []
         if self._messages is not None:
             reasoning, content, calls = self._messages.feed(text, last=last)

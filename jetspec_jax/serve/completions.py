@@ -1,7 +1,6 @@
 """``/v1/completions``: continuations of prompts."""
 
 import asyncio
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -9,14 +8,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from jetspec_jax.async_llm import Delta
-from jetspec_jax.engine.detokenizer import TextStream, detokenizer_of, whole_text
+from jetspec_jax.engine.detokenizer import TextStream, whole_text
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion, stream_of
 from jetspec_jax.engine.prompts import EncodedPrompt, naming, read_prompt
 from jetspec_jax.sampling.params import SamplingParams
-from jetspec_jax.serve.answers import answer, ending, prompt_logprobs, rounds, usage_fields, value_of
+from jetspec_jax.serve.answers import Writer, answer, ending, prompt_logprobs, rounds, usage_fields, value_of
 from jetspec_jax.serve.bodies import read_body
-from jetspec_jax.serve.errors import ApiError, refused
+from jetspec_jax.serve.errors import ApiError, refused, wrong
 from jetspec_jax.serve.sampling import SamplingFields, sampling_params
 from jetspec_jax.serve.service import GenerationRequest, Service
 from jetspec_jax.serve.settings import ServeSettings
@@ -92,7 +91,7 @@ def _check(body: CompletionRequest) -> None:
         raise ApiError(400, message, param="echo", code="unsupported")
     if body.prompt_logprobs not in (None, body.logprobs):
         message = f"echo gives the prompt's tokens logprobs={body.logprobs} too: leave prompt_logprobs out"
-        raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
+        raise wrong("prompt_logprobs", message)
 
 
 def _params(body: CompletionRequest, settings: ServeSettings) -> SamplingParams:
@@ -108,8 +107,8 @@ def _prompts(service: Service, body: CompletionRequest) -> list[EncodedPrompt]:
     several = isinstance(given, list) and bool(given) and all(isinstance(item, str | list) for item in given)
     each = given if several else [given]
     if len(each) > service.settings.max_completions:
-        message = f"prompt holds {len(each)} prompts; at most {service.settings.max_completions}"
-        raise ApiError(400, message, param="prompt", code="invalid_value")
+        most = service.settings.max_completions
+        raise wrong("prompt", f"prompt holds {len(each)} prompts; at most {most}")
     prompts = []
     for number, prompt in enumerate(each):
         try:
@@ -122,30 +121,19 @@ def _prompts(service: Service, body: CompletionRequest) -> list[EncodedPrompt]:
     return prompts
 
 
-class CompletionWriter:
-    """Formats responses in OpenAI's form for completions; see `Writer`."""
+class CompletionWriter(Writer):
+    """Formats responses in OpenAI's form for completions."""
 
-    def __init__(
-        self,
-        request_id: str,
-        model: str,
-        body: CompletionRequest,
-        generation: GenerationRequest,
-        service: Service,
-    ):
-        """Takes the common fields of all chunks, and the request."""
-        self._head = {"id": f"cmpl-{request_id}", "created": int(time.time()), "model": model}
-        self._body, self._generation, self._service = body, generation, service
-        self._detokenizer = detokenizer_of(service.llm.llm.target.tokenizer)
+    KIND, CHUNK = "cmpl", "text_completion"
+    _body: CompletionRequest
+
+    def __init__(self, *request: Any):
+        super().__init__(*request)
         self._offsets: dict[int, _Offsets] = {}
         self._begun: set[int] = set()
 
-    def begin(self) -> Iterable[dict[str, Any]]:
-        """No chunks."""
-        return ()
-
     def feed(self, choice: int, delta: Delta) -> Iterable[dict[str, Any]]:
-        """A chunk, unless it would be empty."""
+        """As in `Writer`."""
         text, first = delta.text, choice not in self._begun
         prompt = choice // self._generation.params.n
         if first:
@@ -162,13 +150,8 @@ class CompletionWriter:
             made["prompt_token_ids"] = self._generation.prompts[prompt].ids.tolist()
         yield self._chunk([made | {"rounds": rounds(delta)} if self._body.return_rounds else made])
 
-    def end(self, completions: dict[int, Completion]) -> Iterable[dict[str, Any]]:
-        """A chunk with the usage, if requested."""
-        if self._body.includes_usage:
-            yield self._chunk([]) | usage_fields(list(completions.values()), self._service)
-
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The response with all choices and the usage."""
+        """As in `Writer`."""
         choices = []
         for choice, completion in enumerate(completions):
             text = self._echo(choice // self._generation.params.n) + (completion.text or "")
@@ -184,9 +167,6 @@ class CompletionWriter:
                 made["prompt_token_ids"] = completion.prompt_token_ids
             choices.append(made)
         return self._chunk(choices) | usage_fields(completions, self._service)
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._head | {"object": "text_completion", "choices": choices}
 
     def _choice(
         self, choice: int, text: str, logprobs: dict[str, Any] | None, source: Delta | Completion

@@ -35,12 +35,8 @@ _KINDS = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_er
 class ApiError(Exception):
     """An error response.
 
-    Attributes:
-        status: The HTTP status.
-        message: What is wrong, and what would work.
-        param: The wrong parameter; None if there is no single one.
-        code: A machine-readable code.
-        headers: Additional headers of the response.
+    ``status`` is HTTP's, ``param`` the wrong parameter if there is a single one, and ``code``
+    machine-readable.
     """
 
     def __init__(
@@ -74,24 +70,21 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers=self.headers)
 
 
+def wrong(param: str, message: str) -> ApiError:
+    """The response to a wrong value of a parameter."""
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
 def add_handlers(app: FastAPI, paths: Collection[str]) -> None:
-    """Adds handlers that give errors OpenAI's form; `Tracking` handles unexpected errors.
+    """Adds handlers that give errors OpenAI's form; `Tracking` handles unexpected errors."""
 
-    Args:
-        app: The app.
-        paths: All paths that the app serves.
-    """
-
-    async def known(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, ApiError)
+    @app.exception_handler(ApiError)
+    async def known(_: Request, error: ApiError) -> JSONResponse:
         return error.response()
 
-    async def of_route(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
+    @app.exception_handler(HTTPException)
+    async def of_route(request: Request, error: HTTPException) -> JSONResponse:
         return _of_route(paths, request, error).response()
-
-    app.add_exception_handler(ApiError, known)
-    app.add_exception_handler(HTTPException, of_route)
 
 
 def _of_route(paths: Collection[str], request: Request, error: HTTPException) -> ApiError:
@@ -124,11 +117,8 @@ def refused(
 ) -> ApiError:
     """The response to an error of a check; the parameter is the first one in the message.
 
-    Args:
-        error: The error of the check.
-        names: Parameters of the request.
-        default: The parameter to report if the message has none.
-        renamed: The request's names of parameters, by the names that checks use.
+    ``default`` is reported if the message has none of the ``names``. ``renamed`` has the request's names of
+    parameters, by the names that checks use.
     """
     message = shortened(str(error), MOST_CHARACTERS)
     message = re.sub(r"\w+", lambda found: renamed.get(found[0], found[0]), message)
@@ -151,13 +141,7 @@ def of_generation(error: Exception, names: Collection[str], renamed: Mapping[str
 
 
 def invalid(error: ValidationError, kind: type[BaseModel], hints: Mapping[str, str]) -> ApiError:
-    """The response to an invalid body: the first few problems, and the first one's parameter.
-
-    Args:
-        error: The error of the validation.
-        kind: The body's model.
-        hints: Advice for some unsupported fields.
-    """
+    """The response to an invalid body: the first few problems, and the first one's parameter."""
     messages, param, code = [], None, None
     errors = error.errors(include_url=False, include_context=False)
     for detail in errors[:MOST_FIELDS]:

@@ -25,10 +25,8 @@ class Harmony:
     def __init__(self, *, begun: bool = False, reads_calls: bool = False):
         """Starts without text.
 
-        Args:
-            begun: Whether the prompt ends inside the text of a thought.
-            reads_calls: Whether messages to functions are calls. If the text of such a message is not a JSON
-                object, it is part of the answer.
+        ``begun``: the prompt ends inside the text of a thought. ``reads_calls``: messages to functions are
+        calls; if the text of one is not a JSON object, it is part of the answer.
         """
         self._pending, self._reads_calls = "", reads_calls
         # The pieces of the current header; None inside the text of a message.

@@ -2,7 +2,7 @@
 
 import re
 
-from jetspec_jax.serve.calls import Call, Spaced, WholeText, call_of, held, read_value
+from jetspec_jax.serve.calls import Call, Spaced, call_of, held, read_value
 from jetspec_jax.serve.pieces import Pieces
 from jetspec_jax.serve.tag_reader import CLOSE, OPEN
 
@@ -22,7 +22,6 @@ class JsonCalls:
     """
 
     def __init__(self) -> None:
-        """Starts without text."""
         self._pieces, self._spaced = Pieces(), Spaced()
         self._object: _Object | None = None
         self._opened, self._closing = "", False
@@ -110,21 +109,18 @@ class JsonCalls:
         return True
 
 
-class ListedCalls(WholeText):
-    """A parser of texts that are a JSON list of calls, whose end may be cut off."""
-
-    def read(self, whole: str) -> list[Call]:
-        """As `WholeText.read`."""
-        calls, place, before = [], 0, "["
-        while (begin := whole.find("{", place)) >= 0 and whole[place:begin].strip() == before:
-            item = _Object()
-            place, before = item.read(whole, begin), ","
-            if not item.whole:
-                break
-            if (call := call_of(read_value(whole[begin:place]))) is None:
-                return []
-            calls.append(call)
-        return calls
+def listed_calls(whole: str) -> list[Call]:
+    """The calls of a JSON list of calls, whose end may be cut off; none if one is not valid."""
+    calls, place, before = [], 0, "["
+    while (begin := whole.find("{", place)) >= 0 and whole[place:begin].strip() == before:
+        item = _Object()
+        place, before = item.read(whole, begin), ","
+        if not item.whole:
+            break
+        if (call := call_of(read_value(whole[begin:place]))) is None:
+            return []
+        calls.append(call)
+    return calls
 
 
 class _Object:
@@ -137,7 +133,6 @@ class _Object:
     """
 
     def __init__(self) -> None:
-        """Starts before the object."""
         self.depth, self.whole, self.broken = 0, False, False
         self._in_string = self._escaped = False
 

@@ -1,7 +1,7 @@
 """Messages of requests, and their encoding as a prompt."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
 from jetspec_jax.checkpoint.chat_template import (
     Ending,
@@ -16,9 +16,6 @@ from jetspec_jax.serve.bodies import Body, Listed, check_levels
 from jetspec_jax.serve.errors import ApiError, refused
 from jetspec_jax.serve.service import Service
 from jetspec_jax.serve.tools import Tool
-
-#: Advice for a chat template in a body.
-TEMPLATE_HINT = {"chat_template": "the server has one for all requests: start it with --chat-template FILE"}
 
 
 class CalledFunction(Body):
@@ -70,12 +67,23 @@ class Message(Body):
         return made
 
 
-def check_template(service: Service, tools: Sequence[Tool] = ()) -> None:
-    """Checks that the model has a chat template, and that the template supports tools if there are any.
+class TemplateFields(Body):
+    """Fields of requests for the model's chat template."""
 
-    Raises:
-        ApiError: There is no chat template, or it does not support tools.
-    """
+    tools: Listed[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+
+    hints: ClassVar[dict[str, str]] = {
+        "chat_template": "the server has one for all requests: start it with --chat-template FILE"
+    }
+
+
+def check_template(service: Service, tools: Sequence[Tool] = ()) -> None:
+    """Checks that the model has a chat template, and that the template supports tools if there are any."""
     tokenizer = service.llm.llm.target.tokenizer
     if not getattr(tokenizer, "chat_template", None):
         message = (
@@ -91,34 +99,14 @@ def check_template(service: Service, tools: Sequence[Tool] = ()) -> None:
 
 
 def encode_messages(
-    service: Service,
-    messages: Sequence[Message],
-    *,
-    tools: Sequence[Tool] = (),
-    template_arguments: Mapping[str, Any] | None = None,
-    reasoning_effort: str | None = None,
-    verbosity: str | None = None,
-    add_generation_prompt: bool | None = None,
-    continue_final_message: bool | None = None,
+    service: Service, messages: Sequence[Message], fields: TemplateFields, tools: Sequence[Tool] = ()
 ) -> EncodedPrompt:
     """Encodes messages with the model's chat template.
 
-    Args:
-        service: The service.
-        messages: A conversation.
-        tools: The tools for the template.
-        template_arguments: Further arguments of the template.
-        reasoning_effort: An argument of the template; None uses the template's default. If the template does
-            not use it, the server logs a warning once.
-        verbosity: Likewise.
-        add_generation_prompt: As for `LLM.chat`.
-        continue_final_message: As for `LLM.chat`.
-
-    Raises:
-        ApiError: The messages cannot be encoded.
+    If the template does not read ``reasoning_effort`` or ``verbosity``, the server logs a warning once.
     """
     check_template(service, tools)
-    arguments = dict(template_arguments or {})
+    arguments = dict(fields.chat_template_kwargs or {})
     try:
         if "tools" in arguments:
             raise ValueError("tools cannot be template arguments: give them as tools of the request")
@@ -127,11 +115,10 @@ def encode_messages(
         raise refused(error, (), "chat_template_kwargs") from error
     if tools:
         arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
-    styles = {"reasoning_effort": reasoning_effort, "verbosity": verbosity}
-    styles = {name: value for name, value in styles.items() if value is not None}
+    styles = fields.model_dump(include={"reasoning_effort", "verbosity"}, exclude_none=True)
     arguments |= styles
     try:
-        ending = Ending.of(add_generation_prompt, continue_final_message)
+        ending = Ending.of(fields.add_generation_prompt, fields.continue_final_message)
         [chat] = read_chats([message.rendered() for message in messages])
         target = service.llm.llm.target
         encoded = encode_chat(target, chat, arguments, ending)

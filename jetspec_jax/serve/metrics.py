@@ -3,10 +3,9 @@
 import time
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from jetspec_jax.async_llm import Delta
-from jetspec_jax.engine.output import Completion
 
 #: The prefix of all names.
 PREFIX = "jetspec:"
@@ -38,14 +37,9 @@ _WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 6
 
 
 class Metrics:
-    """The server's counters and histograms; the engine's metrics are read at each scrape.
-
-    Attributes:
-        registry: The registry of all metrics.
-    """
+    """The server's counters and histograms; the engine's metrics are read at each scrape."""
 
     def __init__(self, model: str):
-        """Creates the metrics; ``model`` is a label of all of them."""
         self.registry = CollectorRegistry()
 
         def counter(name: str, help: str, *labels: str) -> Counter:
@@ -57,76 +51,49 @@ class Metrics:
             )
             return metric.labels(model)
 
-        self._model = model
-        self._prompt = counter("prompt_tokens", "Tokens of prompts that were answered.").labels(model)
-        self._generated = counter("generation_tokens", "Tokens that were generated.").labels(model)
-        self._ended = counter("request_success", "Completions that ended, by reason.", "finished_reason")
+        self.model = model
+        self.prompt = counter("prompt_tokens", "Tokens of prompts that were answered.").labels(model)
+        self.generated = counter("generation_tokens", "Tokens that were generated.").labels(model)
+        self.ended = counter("request_success", "Completions that ended, by reason.", "finished_reason")
         self._http = counter("http_requests", "HTTP requests, by path and status.", "path", "status")
-        self._first = histogram("time_to_first_token_seconds", "From arrival to the first tokens.", _FIRST)
-        self._between = histogram("inter_token_latency_seconds", "From a token to the next.", _TOKEN)
-        self._queue = histogram("request_queue_time_seconds", "From arrival until there was a slot.", _WHOLE)
-        self._whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _WHOLE)
-
-    def exposition(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        self.first = histogram("time_to_first_token_seconds", "From arrival to the first tokens.", _FIRST)
+        self.between = histogram("inter_token_latency_seconds", "From a token to the next.", _TOKEN)
+        self.queue = histogram("request_queue_time_seconds", "From arrival until there was a slot.", _WHOLE)
+        self.whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _WHOLE)
 
     def gauge(self, name: str, help: str, value: Callable[[], float]) -> None:
         """Adds a gauge whose value is computed at each scrape."""
         metric = Gauge(PREFIX + name, help, ("model_name",), registry=self.registry)
-        metric.labels(self._model).set_function(value)
+        metric.labels(self.model).set_function(value)
 
     def answered(self, path: str, status: int) -> None:
         """Counts an HTTP request; ``path`` is the path of a route, so the label has few values."""
-        self._http.labels(self._model, path, str(status)).inc()
-
-    def prompt(self, tokens: int) -> None:
-        """Counts the tokens of a prompt when its answer begins."""
-        self._prompt.inc(tokens)
-
-    def generated(self, count: int, seconds: float, *, first: bool) -> None:
-        """Counts tokens of a completion that arrived together.
-
-        Args:
-            count: Number of tokens.
-            seconds: Time since the request's arrival if ``first``, else since the previous tokens; it is
-                divided evenly over the tokens.
-            first: Whether these are the first tokens of the completion.
-        """
-        self._generated.inc(count)
-        if first:
-            self._first.observe(seconds)
-            return
-        for _ in range(count):
-            self._between.observe(seconds / count)
-
-    def ended(self, completion: Completion, seconds: float) -> None:
-        """Counts a finished completion, with the seconds since the request's arrival."""
-        self._ended.labels(self._model, completion.finish_reason).inc()
-        self._whole.observe(seconds)
-        if completion.metrics is not None and completion.metrics.queue_time is not None:
-            self._queue.observe(completion.metrics.queue_time)
-
-    def timer(self) -> "CompletionTimer":
-        """A timer for the completions of one prompt, started now."""
-        return CompletionTimer(self)
+        self._http.labels(self.model, path, str(status)).inc()
 
 
 class CompletionTimer:
-    """Measures the times between deltas of a prompt's completions."""
+    """Counts and times the completions of one prompt, from now on."""
 
-    def __init__(self, metrics: Metrics):
-        """Starts the timer."""
-        self._metrics, self._start = metrics, time.monotonic()
+    def __init__(self, metrics: Metrics, prompt_tokens: int):
+        self._metrics, self._prompt_tokens, self._start = metrics, prompt_tokens, time.monotonic()
         self._last: dict[int, float] = {}
 
     def record(self, delta: Delta) -> None:
-        """Records a delta, whose tokens arrived together."""
-        now, count = time.monotonic(), len(delta.token_ids)
+        """Records a delta; its tokens arrived together, and share the time since those before them."""
+        metrics, now, count = self._metrics, time.monotonic(), len(delta.token_ids)
+        metrics.prompt.inc(self._prompt_tokens)
+        self._prompt_tokens = 0
         if count:
+            metrics.generated.inc(count)
             last = self._last.get(delta.index)
-            since = self._start if last is None else last
-            self._metrics.generated(count, now - since, first=last is None)
+            if last is None:
+                metrics.first.observe(now - self._start)
+            else:
+                for _ in range(count):
+                    metrics.between.observe((now - last) / count)
             self._last[delta.index] = now
-        if delta.completion is not None:
-            self._metrics.ended(delta.completion, now - self._start)
+        if (completion := delta.completion) is not None:
+            metrics.ended.labels(metrics.model, completion.finish_reason).inc()
+            metrics.whole.observe(now - self._start)
+            if completion.metrics is not None and completion.metrics.queue_time is not None:
+                metrics.queue.observe(completion.metrics.queue_time)

@@ -27,11 +27,10 @@ class Tracking:
     """Gives each request an id, counts and logs it, and handles unexpected errors."""
 
     def __init__(self, app: ASGIApp, service: Service):
-        """Wraps an app."""
         self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles a request."""
+        """As the protocol ASGI defines."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
@@ -85,14 +84,13 @@ class Gate:
     """Checks API keys and the number of requests per key, and refuses requests while the server drains."""
 
     def __init__(self, app: ASGIApp, service: Service):
-        """Wraps an app."""
         self._app, self._service = app, service
         keys = service.settings.api_key
         self._keys = [(number, digest) for number, key in enumerate(keys) for digest in _digests(key)]
         self._running: Counter[int] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles or refuses a request."""
+        """As the protocol ASGI defines."""
         if scope["type"] != "http" or scope["path"] in OPEN:
             return await self._app(scope, receive, send)
         try:

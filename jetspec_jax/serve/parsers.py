@@ -14,10 +14,7 @@ MARKS = tuple(f"<|{name}|>" for name in ("start", "end", "message", "channel", "
 class Markers:
     """The markers around the reasoning at the beginning of an answer.
 
-    Attributes:
-        start: The marker before the reasoning.
-        end: The marker after the reasoning.
-        messages: Whether answers are sequences of messages, with reasoning in several places; see `harmony`.
+    With ``messages``, answers are sequences of messages, with reasoning in several places; see `harmony`.
     """
 
     start: str

@@ -6,13 +6,10 @@ class Pieces:
 
     `feed` takes time proportional to the piece and the unread text, not to the text since the mark.
 
-    Attributes:
-        text: The unread text at the last `feed`, followed by its piece.
-        place: The read position in `text`.
+    `text` is the unread text at the last `feed`, followed by its piece.
     """
 
     def __init__(self) -> None:
-        """Starts without text."""
         self.text, self.place = "", 0
         # The position of the mark in `text`, or None; `_kept` has marked text from before `text`.
         self._mark: int | None = None

@@ -17,13 +17,12 @@ def protocol_for(settings: ServeSettings) -> type[H11Protocol]:
     class Protocol(H11Protocol):
         """Closes connections that send no headers, or do not read the response."""
 
-        _write_timer: asyncio.TimerHandle | None = None
-        _read_timer: asyncio.TimerHandle | None = None
+        _timers: dict[str, asyncio.TimerHandle]
 
         def connection_made(self, transport: Any) -> None:
-            """Starts the timeout for the headers."""
             super().connection_made(transport)
-            self._read_timer = self.loop.call_later(settings.body_timeout, self.transport.abort)
+            self._timers = {}
+            self._start("read", settings.body_timeout)
 
         def handle_events(self) -> None:
             """Starts the timeout again at the first bytes of a later request; stops it after headers."""
@@ -32,35 +31,29 @@ def protocol_for(settings: ServeSettings) -> type[H11Protocol]:
             # The app has a timeout for bodies, except for the rest of a body after its response.
             unread = theirs is h11.SEND_BODY and ours is h11.DONE
             if theirs is not h11.IDLE and not unread:
-                self._cancel_read_timer()
-            elif self._read_timer is None and (unread or self.conn.trailing_data[0]):
-                self._read_timer = self.loop.call_later(settings.body_timeout, self.transport.abort)
+                self._stop("read")
+            elif "read" not in self._timers and (unread or self.conn.trailing_data[0]):
+                self._start("read", settings.body_timeout)
 
         def pause_writing(self) -> None:
-            """Starts the timeout for the client to read."""
             super().pause_writing()
-            self._write_timer = self.loop.call_later(settings.send_timeout, self.transport.abort)
+            self._start("write", settings.send_timeout)
 
         def resume_writing(self) -> None:
-            """Stops the timeout for the client to read."""
             super().resume_writing()
-            self._cancel_write_timer()
+            self._stop("write")
 
         def connection_lost(self, exc: Exception | None) -> None:
-            """Stops all timeouts."""
-            self._cancel_write_timer()
-            self._cancel_read_timer()
+            self._stop("write")
+            self._stop("read")
             super().connection_lost(exc)
 
-        def _cancel_read_timer(self) -> None:
-            if self._read_timer is not None:
-                self._read_timer.cancel()
-                self._read_timer = None
+        def _start(self, name: str, seconds: float) -> None:
+            self._timers[name] = self.loop.call_later(seconds, self.transport.abort)
 
-        def _cancel_write_timer(self) -> None:
-            if self._write_timer is not None:
-                self._write_timer.cancel()
-                self._write_timer = None
+        def _stop(self, name: str) -> None:
+            if (timer := self._timers.pop(name, None)) is not None:
+                timer.cancel()
 
         def send_400_response(self, msg: str) -> None:
             """Sends an error in the API's form, unless a response has begun, and closes the connection."""

@@ -1,34 +1,24 @@
 """Separates the reasoning at the beginning of an answer from the answer, incrementally."""
 
 from jetspec_jax.serve.calls import held
-from jetspec_jax.serve.harmony import Harmony
 from jetspec_jax.serve.parsers import Markers
 
 
 class Reasoning:
     """An incremental parser of reasoning.
 
-    Reasoning occurs once, at the very beginning; later markers are text. Answers that are sequences of
-    messages are parsed by `Harmony`.
+    Reasoning occurs once, at the very beginning; later markers are text.
     """
 
     def __init__(self, markers: Markers | None, *, begun: bool = False):
-        """Starts without text.
-
-        Args:
-            markers: The markers of the reasoning; None: there is no reasoning.
-            begun: Whether the prompt ends inside the reasoning.
-        """
+        """``begun``: the prompt ends inside the reasoning."""
         self._markers, self._text = markers, ""
-        self._messages = Harmony(begun=begun) if markers is not None and markers.messages else None
         self._state = "answer" if markers is None else "reasoning" if begun else "start"
         # Whitespace before the first marker.
         self._spaces: list[str] = []
 
     def feed(self, text: str, *, last: bool = False) -> tuple[str, str]:
         """Processes a piece of text; returns the new reasoning and the new answer."""
-        if self._messages is not None:
-            return self._messages.feed(text, last=last)[:2]
         if self._state == "start" and not self._text:
             begun = text.lstrip()
             self._spaces.append(text[: len(text) - len(begun)])

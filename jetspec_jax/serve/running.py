@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import uvicorn
+from uvicorn.config import LOG_LEVELS
 
 from jetspec_jax.async_llm import AsyncLLM
 from jetspec_jax.llm import PLAIN_NOTICE
@@ -71,31 +72,18 @@ def run(
 ) -> None:
     """Serves until a signal.
 
-    Args:
-        make_llm: Loads the models; called after the port is bound.
-        settings: The server's settings.
-        name: The model's name.
-        capacity: The capacity of ``make_llm``'s engine.
-        stopping: Receives signals from the caller; None: the server never stops.
-
-    Raises:
-        OSError: The address is not available.
-        Exception: Any error of ``make_llm``.
+    ``make_llm`` is called after the port is bound. Without ``stopping`` the server never stops.
     """
     with contextlib.closing(bind(settings.host, settings.port)) as listener:
         llm = make_llm()
-        show_logs(settings.log_level)
+        show_logs(LOG_LEVELS[settings.uvicorn_log_level])
         asyncio.run(
             serve_at(llm, listener, settings, name, capacity, Stopping() if stopping is None else stopping)
         )
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound to an address but does not listen yet.
-
-    Raises:
-        OSError: The address is not available.
-    """
+    """A socket that is bound to an address but does not listen yet."""
     try:
         [family, kind, protocol, _, address] = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -125,12 +113,7 @@ async def serve_at(
     capacity: int | None,
     stopping: Stopping,
 ) -> None:
-    """Serves on a bound socket until a signal; the other arguments are those of `run`.
-
-    Raises:
-        OSError: Another process has started to listen at the address.
-        ValueError: As `make_app`.
-    """
+    """Serves on a bound socket until a signal; the other arguments are those of `run`."""
     app = make_app(llm, settings, name=name, capacity=capacity)
     service = app.state.service
     if llm.llm.draft_head is not None and llm.llm.settings.budget == 1:

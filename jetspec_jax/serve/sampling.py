@@ -10,7 +10,7 @@ from jetspec_jax.arguments import check_number, shown
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.structured import StructuredOutputsParams
 from jetspec_jax.serve.bodies import Body, Listed
-from jetspec_jax.serve.errors import ApiError, refused
+from jetspec_jax.serve.errors import ApiError, refused, wrong
 from jetspec_jax.serve.settings import ServeSettings
 
 #: Fields with the same name in `SamplingParams`.
@@ -142,16 +142,7 @@ def sampling_params(
 ) -> SamplingParams:
     """The sampling parameters of a request; as in OpenAI's API, the default temperature is 1.
 
-    Args:
-        request: The request.
-        settings: The server's settings.
-        max_tokens: Most tokens of each completion; None means up to the context's end.
-        logprobs: Number of alternatives to return with each token.
-        form: A structured output that replaces the request's fields, and whose size was checked.
-        **fixed: Parameters that the request cannot set.
-
-    Raises:
-        ApiError: A parameter is out of range, or parameters contradict each other.
+    ``form`` replaces the request's structured output. ``fixed`` are parameters that it cannot set.
     """
     _check(request, settings)
     given = {name: value for name in SAME if (value := getattr(request, name)) is not None}
@@ -167,17 +158,7 @@ def sampling_params(
 
 
 def check_grammar_size(param: str, kind: str, source: Any, settings: ServeSettings) -> None:
-    """Checks the size of a client's grammar before it is parsed.
-
-    Args:
-        param: The parameter of the request with the grammar.
-        kind: The kind of grammar: a schema, a regular expression, choices or a grammar.
-        source: The text or JSON value of the grammar.
-        settings: The server's settings.
-
-    Raises:
-        ApiError: The grammar is too large.
-    """
+    """Checks the size of a client's grammar before it is parsed."""
     text = source if isinstance(source, str) else json.dumps(source, ensure_ascii=False)
     if (size := len(text.encode())) > (most := settings.max_grammar_bytes):
         message = f"{param}: its {kind} has {size} bytes, and this server reads {most}"
@@ -196,23 +177,21 @@ def _check(request: SamplingFields, settings: ServeSettings) -> None:
         ("return_rounds", request.return_rounds),
     ):
         if given and not request.stream:
-            message = f"{name} needs a stream: set stream=true, or leave it out"
-            raise ApiError(400, message, param=name, code="invalid_value")
+            raise wrong(name, f"{name} needs a stream: set stream=true, or leave it out")
     if request.prompt_logprobs is not None and request.stream:
         message = "prompt_logprobs are not available in a stream: leave out stream or prompt_logprobs"
-        raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
+        raise wrong("prompt_logprobs", message)
     if request.priority and settings.scheduling_policy != "priority":
         message = "priority must be 0 here; other values need a server with --scheduling-policy priority"
-        raise ApiError(400, message, param="priority", code="invalid_value")
+        raise wrong("priority", message)
     if not -(2**31) <= request.priority <= 2**31:
-        message = f"priority must lie in {-(2**31)}..{2**31}"
-        raise ApiError(400, message, param="priority", code="invalid_value")
+        raise wrong("priority", f"priority must lie in {-(2**31)}..{2**31}")
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     longest = max(map(len, stops), default=0)
     if len(stops) > MOST_STOPS or longest > LONGEST_STOP:
         found = str(len(stops)) if len(stops) > MOST_STOPS else f"one of {longest} characters"
         message = f"stop may have {MOST_STOPS} texts of {LONGEST_STOP} characters at most, and it has {found}"
-        raise ApiError(400, message, param="stop", code="invalid_value")
+        raise wrong("stop", message)
 
 
 def _biases(given: Mapping[str, Any]) -> dict[int, float]:
@@ -225,18 +204,12 @@ def _biases(given: Mapping[str, Any]) -> dict[int, float]:
         else:
             biases[token] = check_number(f"logit_bias of token {name}", bias)
             continue
-        raise ApiError(400, message, param="logit_bias", code="invalid_value")
+        raise wrong("logit_bias", message)
     return biases
 
 
 def _form(request: SamplingFields, settings: ServeSettings) -> StructuredOutputsParams | None:
-    """The structured output of a request, or None.
-
-    Raises:
-        ApiError: The grammar is too large.
-        TypeError: As for `StructuredOutputsParams`.
-        ValueError: As for `StructuredOutputsParams`, or there are two.
-    """
+    """The structured output of a request, or None."""
     response_format, structured = request.response_format, request.structured_outputs
     if response_format is not None and response_format.type == "text":
         response_format = None

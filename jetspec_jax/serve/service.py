@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -14,12 +14,11 @@ from jetspec_jax.arguments import shown
 from jetspec_jax.async_llm import AsyncLLM, Delta
 from jetspec_jax.engine.admission import CheckedRequest, context_overflow
 from jetspec_jax.engine.prompts import EncodedPrompt, naming
-from jetspec_jax.engine.size import default_capacity
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.structured import StructuredOutputsParams
-from jetspec_jax.serve.errors import ApiError, of_generation, refused
+from jetspec_jax.serve.errors import ApiError, of_generation, refused, wrong
 from jetspec_jax.serve.logs import log
-from jetspec_jax.serve.metrics import Metrics
+from jetspec_jax.serve.metrics import CompletionTimer, Metrics
 from jetspec_jax.serve.settings import ServeSettings
 from jetspec_jax.serve.trials import GrammarTrials
 
@@ -34,18 +33,10 @@ class ClientLeft(Exception):
 class GenerationRequest:
     """The engine's part of one HTTP request.
 
-    Attributes:
-        prompts: The prompts.
-        params: The sampling parameters of all prompts.
-        names: Parameters of the HTTP request, for errors.
-        param: The parameter with the prompts.
-        renamed: The request's names of parameters that `SamplingParams` has under other names.
-        priority: As for `AsyncLLM.generate`.
-        cache_salt: As for `AsyncLLM.generate`.
-        budget: Most nodes of the trees; None means the engine's budget.
-        prompt_only: Whether to return no generated tokens. The engine generates one, which is dropped;
-            ``params`` must not ask for its log-probabilities.
-        parts: Grammars in the grammar of ``params``, by names for errors.
+    For errors it has the names of the HTTP request's parameters, that of the prompts, those by which it calls
+    `SamplingParams`' (``renamed``), and the grammars in the grammar of ``params`` (``parts``). For
+    ``prompt_only`` the engine generates one token, which is dropped; ``params`` must not ask for its
+    log-probabilities.
     """
 
     prompts: Sequence[EncodedPrompt]
@@ -64,16 +55,7 @@ class GenerationRequest:
 class Service:
     """A served model.
 
-    Attributes:
-        llm: The engine.
-        settings: The server's settings.
-        name: The model's name.
-        metrics: The server's metrics.
-        capacity: Most tokens of prompt and output together.
-        created: Time of creation, in seconds since 1970.
-        draining: Whether the server is shutting down and refuses requests.
-        running: Number of HTTP requests that are being served.
-        trials: Compiles grammars on trial.
+    ``capacity`` is the most tokens of prompt and output together, ``created`` in seconds since 1970.
     """
 
     llm: AsyncLLM
@@ -103,11 +85,7 @@ class Service:
             log(message, logging.WARNING)
 
     def check_model(self, name: str | None) -> str:
-        """The requested name of the model, or its first name.
-
-        Raises:
-            ApiError: The name is not one of this model's.
-        """
+        """The requested name of the model, or its first name."""
         if name is not None and name not in self.names:
             known = " or ".join(map(repr, self.names))
             message = f"the model {shown(name)} is not served here; use {known}"
@@ -115,44 +93,29 @@ class Service:
         return name or self.names[0]
 
     async def check(self, generation: GenerationRequest) -> list[CheckedRequest]:
-        """Checks a request before it is passed to the engine; returns one checked request per prompt.
-
-        Raises:
-            ApiError: The request is invalid.
-        """
+        """Checks a request before it is passed to the engine; returns one checked request per prompt."""
         count, most = len(generation.prompts) * generation.params.n, self.settings.max_completions
         if count > most:
             prompts = len(generation.prompts)
-            message = (
-                f"{prompts} prompts times n={generation.params.n} are {count} completions; at most {most}"
-            )
-            raise ApiError(400, message, param="n", code="invalid_value")
+            times = f"{prompts} prompts times n={generation.params.n}"
+            raise wrong("n", f"{times} are {count} completions; at most {most}")
         if generation.params.n > self.llm.slots:
             message = (
                 f"n={generation.params.n} completions of one prompt are more than the {self.llm.slots} that "
                 "decode together here: ask several times with other seeds, or start the server with a larger "
                 "--max-num-seqs"
             )
-            raise ApiError(400, message, param="n", code="invalid_value")
-        self.check_budget(generation.budget)
+            raise wrong("n", message)
+        budget, most = generation.budget, self.llm.llm.settings.budget
+        if budget is not None and not 1 <= budget <= most:
+            trees = "1, which is plain decoding" if most == 1 else f"at least 1 and at most {most}"
+            raise wrong("budget", f"budget={shown(budget)}: trees of this server can have budgets of {trees}")
         if generation.params.structured_outputs is not None:
             with _refusing(generation):
                 for name, part in generation.parts.items():
                     await self.trials.check(part, name)
                 await self.trials.check(generation.params.structured_outputs)
         return await asyncio.to_thread(self._check, generation)
-
-    def check_budget(self, budget: int | None) -> None:
-        """Checks the tree budget of a request.
-
-        Raises:
-            ApiError: The budget is out of range.
-        """
-        most = self.llm.llm.settings.budget
-        if budget is not None and not 1 <= budget <= most:
-            trees = "1, which is plain decoding" if most == 1 else f"at least 1 and at most {most}"
-            message = f"budget={shown(budget)}: trees of this server can have budgets of {trees}"
-            raise ApiError(400, message, param="budget", code="invalid_value")
 
     def _check(self, generation: GenerationRequest) -> list[CheckedRequest]:
         checked = []
@@ -179,11 +142,7 @@ class Service:
     async def generate(
         self, generation: GenerationRequest, checked: Sequence[CheckedRequest]
     ) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Generates for all prompts; yields deltas with the indices of their prompts.
-
-        Raises:
-            ApiError: A prompt could not be served.
-        """
+        """Generates for all prompts; yields deltas with the indices of their prompts."""
         queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
         if len(checked) == 1:
             async with contextlib.aclosing(self._generate(generation, checked[0])) as deltas:
@@ -219,7 +178,7 @@ class Service:
     async def _generate(
         self, generation: GenerationRequest, checked: CheckedRequest
     ) -> AsyncGenerator[Delta, None]:
-        timer = self.metrics.timer()
+        timer = CompletionTimer(self.metrics, len(checked.prompt.ids))
         deltas = self.llm.generate(
             checked,
             priority=generation.priority,
@@ -227,13 +186,9 @@ class Service:
             budget=generation.budget,
             timeout=self.settings.request_timeout,
         )
-        begun = False
         async with contextlib.aclosing(deltas):
             try:
                 async for delta in deltas:
-                    if not begun:
-                        self.metrics.prompt(len(checked.prompt.ids))
-                        begun = True
                     timer.record(delta)
                     yield _without_output(delta) if generation.prompt_only else delta
             except RuntimeError as error:
@@ -267,13 +222,9 @@ def _refusing(generation: GenerationRequest) -> Iterator[None]:
         raise ApiError(400, f"this server has no grammars: {error}", code="unsupported") from error
 
 
-async def unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of ``work``, which is cancelled if the client disconnects.
-
-    Raises:
-        ClientLeft: The client has disconnected.
-    """
-    task, gone = asyncio.create_task(work), asyncio.create_task(_left(request))
+async def unless_left(request: Request, work: Awaitable[Result]) -> Result:
+    """The result of ``work``, which is cancelled if the client disconnects."""
+    task, gone = asyncio.ensure_future(work), asyncio.create_task(_left(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -288,9 +239,3 @@ async def unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Re
 async def _left(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def capacity_of(llm: AsyncLLM, capacity: int | None) -> int:
-    """Most tokens of prompt and output together."""
-    config = llm.llm.target.config
-    return min(config.max_position_embeddings, capacity or default_capacity(config, 0))

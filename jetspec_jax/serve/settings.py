@@ -1,8 +1,7 @@
 """The server's settings, validated; needs none of the server's libraries."""
 
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from jetspec_jax.arguments import check_flag, check_integer, check_number, check_text, check_type, shown
@@ -100,7 +99,7 @@ class ServeSettings:
         for name in ("max_grammar_seconds", "request_timeout", "body_timeout", "send_timeout"):
             _check_seconds(name, getattr(self, name), above_zero=True)
         _check_seconds("drain_seconds", self.drain_seconds, above_zero=False)
-        for name in ("api_key", "served_model_name", *(f"allowed_{what}" for what in _LISTS)):
+        for name in ("api_key", "served_model_name", "allowed_origins", "allowed_methods", "allowed_headers"):
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
         for key in self.api_key:
             if any(ord(c) < 0x20 or ord(c) == 0x7F for c in key):
@@ -122,20 +121,6 @@ class ServeSettings:
             raise ValueError(f"tool_call_parser {MESSAGE_CALLS} needs reasoning_parser {MESSAGES}: give both")
         if self.max_requests_per_key is not None and not self.api_key:
             raise ValueError("max_requests_per_key needs keys to tell clients apart: give some as api_key")
-
-    @property
-    def log_level(self) -> int:
-        """The log level of uvicorn as a number of `logging`."""
-        return (
-            5
-            if self.uvicorn_log_level == "trace"
-            else logging.getLevelNamesMapping()[self.uvicorn_log_level.upper()]
-        )
-
-
-_LISTS = ("origins", "methods", "headers")
-#: Names of all settings.
-SETTINGS = tuple(field.name for field in fields(ServeSettings))
 
 
 def _check_seconds(name: str, value: Any, *, above_zero: bool) -> None:

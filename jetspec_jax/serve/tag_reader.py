@@ -22,14 +22,7 @@ PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """A tag.
-
-    Attributes:
-        kind: One of the constants above.
-        name: The name of a function or parameter.
-        begin: Offset of its beginning from the beginning of the call.
-        end: Offset of its end.
-    """
+    """A tag. Offsets count from the beginning of the call."""
 
     kind: str
     name: str
@@ -41,12 +34,7 @@ class Tag:
 class Value:
     """The position of a parameter's value.
 
-    Attributes:
-        key: The parameter.
-        begin: Offset of its beginning from the beginning of the call.
-        end: Offset of its end.
-        closed: Whether it ends with ``</parameter>``.
-        guessed: Whether the value before it was ended only by this parameter's tag.
+    A value is ``guessed`` if the one before it was ended only by this parameter's tag.
     """
 
     key: str
@@ -79,11 +67,7 @@ class TagReader:
     """
 
     def __init__(self, has_parameter: Callable[[str, str], bool]):
-        """Starts before the first tag.
-
-        Args:
-            has_parameter: Whether a function (first argument) has a parameter (second argument).
-        """
+        """Starts before the first tag."""
         self.name = ""
         self.values: list[Value] = []
         self.end: int | None = None

@@ -27,7 +27,6 @@ class TaggedCalls:
     """
 
     def __init__(self, tools: Sequence[Tool]):
-        """Starts without text."""
         self._schemas = {tool.function.name: ObjectSchema(tool.function.parameters) for tool in tools}
         self._pieces, self._spaced, self._lines = Pieces(), Spaced(), _Lines()
         self._reader: TagReader | None = None

@@ -1,34 +1,25 @@
 """``/tokenize`` and ``/detokenize``, as in vLLM."""
 
 import asyncio
-from typing import Any, ClassVar
+from typing import Any
 
 from fastapi import APIRouter, Request
 
 from jetspec_jax.engine.prompts import check_ids
 from jetspec_jax.serve.bodies import Body, Listed, read_body
-from jetspec_jax.serve.errors import ApiError, refused
-from jetspec_jax.serve.messages import TEMPLATE_HINT, Message, encode_messages
+from jetspec_jax.serve.errors import ApiError, refused, wrong
+from jetspec_jax.serve.messages import Message, TemplateFields, encode_messages
 from jetspec_jax.serve.service import Service
-from jetspec_jax.serve.tools import Tool
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(TemplateFields):
     """A text or a conversation to tokenize."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Listed[Message] | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     return_token_strs: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    verbosity: str | None = None
-    tools: Listed[Tool] | None = None
-
-    hints: ClassVar[dict[str, str]] = TEMPLATE_HINT
 
 
 class DetokenizeRequest(Body):
@@ -48,7 +39,7 @@ def token_routes(service: Service) -> APIRouter:
         service.check_model(body.model)
         tokenizer = _tokenizer(service)
         if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
+            raise wrong("prompt", "give either prompt or messages")
         ids = await asyncio.to_thread(_encode, service, body)
         made = {"count": len(ids), "max_model_len": service.capacity, "tokens": ids}
         if body.return_token_strs:
@@ -80,14 +71,4 @@ def _encode(service: Service, body: TokenizeRequest) -> list[int]:
     if body.messages is None:
         tokenizer = service.llm.llm.target.tokenizer
         return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
-    made = encode_messages(
-        service,
-        body.messages,
-        tools=body.tools or [],
-        template_arguments=body.chat_template_kwargs,
-        reasoning_effort=body.reasoning_effort,
-        verbosity=body.verbosity,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-    )
-    return made.ids.tolist()
+    return encode_messages(service, body.messages, body, body.tools or []).ids.tolist()

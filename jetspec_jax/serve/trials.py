@@ -28,12 +28,7 @@ class GrammarTrials:
     """
 
     def __init__(self, target: Target, seconds: float):
-        """Does not start the process yet.
-
-        Args:
-            target: The target, whose vocabulary is used.
-            seconds: Most processor time for each grammar.
-        """
+        """``seconds``: most processor time for each grammar."""
         self._target, self._seconds = target, seconds
         self._process: Process | None = None
         self._turn = asyncio.Lock()
@@ -41,13 +36,7 @@ class GrammarTrials:
         self._known: OrderedDict[StructuredOutputsParams, str | None] = OrderedDict()
 
     async def check(self, grammar: StructuredOutputsParams, name: str = "") -> None:
-        """Checks that a grammar compiles within the limits; errors have its ``name``.
-
-        Raises:
-            ApiError: Too many requests are waiting for a trial.
-            ImportError: llguidance is not installed.
-            ValueError: The grammar does not compile, or exceeds a limit.
-        """
+        """Checks that a grammar compiles within the limits; errors have its ``name``."""
         if grammar not in self._known:
             if self._waiting >= MOST_WAITING:
                 message = f"{self._waiting} grammars are waiting to be compiled; try again"

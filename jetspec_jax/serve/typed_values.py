@@ -62,7 +62,6 @@ class ObjectSchema:
     """
 
     def __init__(self, root: Mapping[str, Any] | None):
-        """Takes the schema; None allows everything."""
         self._root = root or {}
         self._references: dict[str, _Allowed] = {}
         self._properties: dict[str, _Allowed] = {}

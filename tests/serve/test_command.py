@@ -5,6 +5,7 @@ import json
 import signal
 import sys
 import threading
+from dataclasses import fields
 
 import httpx
 import pytest
@@ -16,7 +17,7 @@ from jetspec_jax.cli.server_options import ENGINE, SERVER
 from jetspec_jax.demo import DEMO_TARGET
 from jetspec_jax.device import memory
 from jetspec_jax.serve.running import Stopping, bind, draining_notice, serve_at
-from jetspec_jax.serve.settings import SETTINGS, ServeSettings
+from jetspec_jax.serve.settings import ServeSettings
 from tests.decode.tiny import random_weights
 from tests.events import PATIENCE, join, until
 from tests.serve.conftest import SMALL, small_target
@@ -216,7 +217,7 @@ def test_what_the_command_line_refuses(capsys, words, says):
 
 
 def test_every_setting_has_an_option_of_vllm_s_name():
-    assert {option.field for option in SERVER.options} == set(SETTINGS)
+    assert {option.field for option in SERVER.options} == {field.name for field in fields(ServeSettings)}
     names = {option.name for option in (*SERVER.options, *ENGINE.options, *MODELS.options)}
     assert {
         *("--host", "--port", "--api-key", "--served-model-name", "--uvicorn-log-level", "--allowed-origins"),

@@ -14,11 +14,7 @@ _SCRIPTS = ("stream.js", "figures.js", "playground.js")
 
 
 def playground_page(data: Mapping[str, Any]) -> str:
-    """The page.
-
-    Args:
-        data: Values for the page's script: "model", "budget", "chat", "begins_as_chat", "keyed", "example".
-    """
+    """The page."""
     style = part("tree.css") + _page_part("page.css")
     script = "".join([*map(part, TREE_SCRIPTS), *map(_page_part, _SCRIPTS)])
     # Labels of tokens are sent with their trees.

@@ -21,9 +21,9 @@ from jetspec_jax.engine.request import DeadlinePassed
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.serve.answers import DONE, event
 from jetspec_jax.serve.bodies import Body, Listed, read_body
-from jetspec_jax.serve.errors import ApiError, internal, of_generation, refused
+from jetspec_jax.serve.errors import ApiError, internal, of_generation, refused, wrong
 from jetspec_jax.serve.logs import log
-from jetspec_jax.serve.messages import Message, encode_messages
+from jetspec_jax.serve.messages import Message, TemplateFields, encode_messages
 from jetspec_jax.serve.parsers import REASONING, special_tokens
 from jetspec_jax.serve.playground.page import playground_page, policy_of
 from jetspec_jax.serve.playground.traces import TooManyTraces, TracedRequest, Traces
@@ -107,21 +107,16 @@ def playground_routes(service: Service) -> APIRouter:
 
 
 def _read(service: Service, body: RoundsRequest) -> tuple[EncodedPrompt, SamplingParams]:
-    """The prompt and the sampling parameters of a body.
-
-    Raises:
-        ApiError: Either is invalid.
-    """
+    """The prompt and the sampling parameters of a body."""
     names = ("max_tokens", "temperature", "top_p", "top_k", "seed")
     if (body.prompt is None) == (body.messages is None):
-        message = "prompt or messages must be given, and not both"
-        raise ApiError(400, message, param="prompt", code="invalid_value")
+        raise wrong("prompt", "prompt or messages must be given, and not both")
     try:
         params = SamplingParams(**{name: getattr(body, name) for name in names})
     except (TypeError, ValueError) as error:
         raise refused(error, names) from error
     if body.messages is not None:
-        prompt = encode_messages(service, body.messages)
+        prompt = encode_messages(service, body.messages, TemplateFields())
         # As in the text of `/v1/chat/completions`.
         tags = () if (parser := service.settings.reasoning_parser) is None else REASONING[parser].tags
         kept = special_tokens(service.llm.llm.target.tokenizer, tags)

@@ -22,19 +22,9 @@ class TooManyTraces(Exception):
 
 
 class Traces:
-    """Traces of one `LLM`, with a limit of traces at a time; thread-safe.
-
-    Attributes:
-        running: Number of current traces.
-    """
+    """Traces of one `LLM`, with a limit of traces at a time; thread-safe."""
 
     def __init__(self, llm: LLM, most: int):
-        """Starts without traces.
-
-        Args:
-            llm: The models and tree settings.
-            most: Most traces at a time.
-        """
         self._llm, self._most, self.running = llm, most, 0
         self._mutex = threading.Lock()
 
@@ -45,20 +35,7 @@ class Traces:
         budget: int | None,
         deadline: float | None = None,
     ) -> "TracedRequest":
-        """Starts a trace; decoding begins with its events.
-
-        Args:
-            prompt: The prompt.
-            params: The sampling parameters.
-            budget: Most nodes of a tree; None means the LLM's budget.
-            deadline: Deadline by `time.monotonic`; None means none.
-
-        Raises:
-            TypeError: An argument has the wrong type.
-            ValueError: The request cannot be served.
-            DeviceMemoryError: The device has no memory for the trace.
-            TooManyTraces: The limit of traces is reached.
-        """
+        """Starts a trace; decoding begins with its events. The ``deadline`` is one of `time.monotonic`."""
         with self._mutex:
             if self.running == self._most:
                 raise TooManyTraces(f"{self._most} requests are traced already; try again when one has ended")
@@ -82,24 +59,12 @@ class TracedRequest:
     """A traced request."""
 
     def __init__(self, trace: Trace, tokenizer: Any, deadline: float | None, release: Callable[[], None]):
-        """Takes ownership of a trace.
-
-        Args:
-            trace: The trace.
-            tokenizer: The target's tokenizer.
-            deadline: Deadline by `time.monotonic`; None means none.
-            release: Called when the trace is closed.
-        """
         self._trace, self._tokenizer = trace, tokenizer
         self._deadline, self._release = deadline, release
         self._ended, self._decoding = False, threading.Lock()
 
     def events(self) -> Generator[dict[str, Any]]:
-        """Decodes round by round; yields JSON values with text, token count, tree and finish reason.
-
-        Raises:
-            DeadlinePassed: The request did not end before its deadline.
-        """
+        """Decodes round by round; yields JSON values with text, token count, tree and finish reason."""
         chars = tokens = 0
         while (record := self._next_round()) is not None:
             completion, text = self._trace.completion, self._trace.text
