@@ -51,12 +51,7 @@ class Ending(NamedTuple):
 
     @classmethod
     def of(cls, add_generation_prompt: Any = None, continue_final_message: Any = None) -> "Ending":
-        """An ending from a caller's arguments; None means the opposite of the other, or the default.
-
-        Raises:
-            TypeError: An argument is not a boolean.
-            ValueError: Both are true.
-        """
+        """An ending from a caller's arguments; None means the opposite of the other, or the default."""
         begins, continues = (
             value if value is None else check_flag(name, value)
             for name, value in (
@@ -74,12 +69,7 @@ class Ending(NamedTuple):
         return cls(begins, False if begins else continues)
 
     def continues(self, chat: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the prompt of a conversation ends inside its last message.
-
-        Raises:
-            ValueError: `continue_final_message` is true, and the last message is not an assistant's, has no
-                content, or calls tools.
-        """
+        """Whether the prompt of a conversation ends inside its last message; raises if it must and cannot."""
         if self.continue_final_message is False:
             return False
         last, needs = chat[-1], "continue_final_message needs a last message"
@@ -103,12 +93,6 @@ def read_chat_template(file_or_text: str | Path) -> str:
     Args:
         file_or_text: A file, one of `TEMPLATES` if there is no file of that name, or a Jinja text; a string
             with braces or several lines is a Jinja text.
-
-    Raises:
-        TypeError: The argument is not a string or a path.
-        FileNotFoundError: The file does not exist.
-        ValueError: The file is not readable, or the text is not a Jinja template or does not use
-            ``messages``.
     """
     import jinja2
 
@@ -144,11 +128,7 @@ class TemplateFailed(ValueError):
 
 
 def check_writes_tools(tokenizer: Any) -> None:
-    """Checks that a tokenizer's chat template uses tools.
-
-    Raises:
-        ValueError: It does not. Syntax errors are not raised here but by `render_chat`.
-    """
+    """Refuses a tokenizer whose chat template does not use tools; `render_chat` raises syntax errors."""
     import jinja2
 
     from jetspec_jax.checkpoint.template_content import variables_of
@@ -228,11 +208,7 @@ def _call(call: Any, where: str) -> Any:
 
 
 def read_arguments(text: str, where: str = "messages") -> dict[str, Any]:
-    """The arguments of a tool call from JSON; an empty string means no arguments.
-
-    Raises:
-        ValueError: The text is not a JSON object.
-    """
+    """The arguments of a tool call from JSON; an empty string means no arguments."""
     try:
         value = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):
@@ -243,12 +219,7 @@ def read_arguments(text: str, where: str = "messages") -> dict[str, Any]:
 
 
 def check_template_arguments(arguments: Mapping[str, Any]) -> None:
-    """Checks the names of template arguments, and the arguments that transformers reads.
-
-    Raises:
-        TypeError: A name is not a string, or ``tools`` or ``documents`` are not a list.
-        ValueError: Some are in `RESERVED`.
-    """
+    """Refuses template arguments in `RESERVED`, and those that transformers could not read."""
     for name in arguments:
         check_type("the name of a template argument", name, str, "a string")
     if reserved := sorted(RESERVED & set(arguments)):
@@ -277,13 +248,6 @@ def render_chat(
 
     A template that loops over content parts gets the list of parts. Other templates get one string with a
     line per part. For a template that does not know the role "developer", the role becomes "system".
-
-    Args:
-        tokenizer: A transformers tokenizer with a chat template.
-        messages: The conversation.
-        template_arguments: Passed to the template; see `check_template_arguments`.
-        where: The conversation's name in error messages, if there are several.
-        **settings: Further arguments of the tokenizer's ``apply_chat_template``.
 
     Raises:
         ValueError: The template refuses the conversation with ``raise_exception``, for example because roles

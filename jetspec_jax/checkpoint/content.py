@@ -29,12 +29,7 @@ class CheckpointError(ValueError):
 def content_of(path: str | Path, *errors: type[Exception]) -> Iterator[None]:
     """Converts errors that occur while a file is read into `CheckpointError`.
 
-    Args:
-        path: The file or the checkpoint's folder; it is prepended to messages that do not contain it.
-        *errors: Errors to convert in addition to ValueError and RecursionError.
-
-    Raises:
-        CheckpointError: Instead of these errors.
+    The path is prepended to messages that do not contain it.
     """
     try:
         yield
@@ -46,23 +41,14 @@ def content_of(path: str | Path, *errors: type[Exception]) -> Iterator[None]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Reads a file with a JSON object.
-
-    Raises:
-        CheckpointError: The content is not a JSON object or too large, or the path is not a regular file.
-        OSError: The file does not exist or cannot be read.
-    """
+    """Reads a file with a JSON object."""
     check_regular(path)
     with content_of(path):
         return read_json(path, _bound(path))
 
 
 def check_regular(path: Path) -> None:
-    """Refuses an existing path that is not a regular file; reading a pipe could block for ever.
-
-    Raises:
-        CheckpointError: The path exists and is not a regular file.
-    """
+    """Refuses an existing path that is not a regular file; reading a pipe could block for ever."""
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}, not a file")
 
@@ -71,9 +57,6 @@ def small_files(folder: Path) -> list[Path]:
     """The files of a checkpoint that are read whole, sorted by name.
 
     They are checked here because other libraries read them without checking size or kind.
-
-    Raises:
-        CheckpointError: A file is too large, or not a regular file.
     """
     found = []
     for path in sorted([*folder.iterdir(), *(folder / TEMPLATE_FOLDER).glob("*")]):
@@ -84,11 +67,7 @@ def small_files(folder: Path) -> list[Path]:
 
 
 def check_small(path: Path, bound: Bound | None = None) -> None:
-    """Checks size and kind of a file that will be read whole; None is the bound of files of its name.
-
-    Raises:
-        CheckpointError: The file is too large, or not a regular file.
-    """
+    """Checks size and kind of a file that will be read whole; None is the bound of files of its name."""
     check_regular(path)
     if path.exists():
         with content_of(path):

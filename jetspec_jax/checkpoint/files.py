@@ -16,15 +16,7 @@ except ImportError:  # Windows, where a folder cannot be locked
 
 
 def check_writable(path: Path, *, make_folder: bool = False) -> None:
-    """Checks that a file can be written, before there is anything to write.
-
-    Args:
-        path: The file.
-        make_folder: Whether to create its folder if it does not exist.
-
-    Raises:
-        OSError: The file cannot be written, or the path exists and is not a regular file.
-    """
+    """Checks that a file can be written, before there is anything to write."""
     folder = _place(path).parent
     try:
         if make_folder and not folder.exists():
@@ -40,9 +32,6 @@ def replacing(path: Path) -> Iterator[Path]:
     """A temporary file beside ``path`` that replaces it once its bytes are on disk; creates the folder.
 
     Neither an error nor a crash leaves an empty or incomplete file at ``path``.
-
-    Raises:
-        OSError: The file cannot be written, or the path exists and is not a regular file.
     """
     place = _place(path)
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -69,11 +58,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def refuse_existing(folder: Path) -> None:
-    """Checks that a folder does not exist yet.
-
-    Raises:
-        FileExistsError: It exists.
-    """
+    """Raises FileExistsError if a folder exists."""
     if folder.exists() or folder.is_symlink():
         raise FileExistsError(f"{folder} exists; name a new folder")
 
@@ -83,9 +68,6 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """A hidden folder that is renamed to ``folder`` on success and removed on an error.
 
     If the process is killed, the hidden folder stays; the next writer of the same folder clears it.
-
-    Raises:
-        FileExistsError: The folder exists, or another process is writing it.
     """
     refuse_existing(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -128,11 +110,7 @@ def _place(path: Path) -> Path:
 
 @contextmanager
 def _held(partial: Path, folder: Path) -> Iterator[None]:
-    """Creates and locks a folder against other processes; the system releases the lock with this process.
-
-    Raises:
-        FileExistsError: Another process holds the lock, or may hold it on a system without locks.
-    """
+    """Creates and locks a folder against other processes; the system releases the lock with this process."""
     while True:
         made = not partial.exists()
         partial.mkdir(mode=0o700, exist_ok=True)

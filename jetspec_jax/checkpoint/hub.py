@@ -24,14 +24,7 @@ OTHER_LAYOUTS = ("*/*.safetensors",)
 def resolve(path_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
     """The local folder or GGUF file of a checkpoint; for a hub id, downloads the files that are not cached.
 
-    Args:
-        path_or_id: A folder, a GGUF file, a hub id, or the name of a pair in `PAIRS`, whose target is meant.
-        patterns: The files of a hub id to download.
-
-    Raises:
-        FileNotFoundError: The argument is not a folder with a ``config.json``, a GGUF file, or a hub id whose
-            files can be downloaded.
-        CheckpointError: The ``config.json`` is not a regular file.
+    The name of a pair in `PAIRS` means its target. ``patterns`` are the files to download.
     """
     if (pair := pair_of(path_or_id)) is not None:
         return pair.find_target()
@@ -69,16 +62,7 @@ def local_path(path_or_id: str | Path) -> Path:
 
 
 def find_headers(path_or_id: str | Path, folder: Path) -> Headers:
-    """The headers of a checkpoint's files; if the files are not local, only their headers are fetched.
-
-    Args:
-        path_or_id: A folder or a hub id.
-        folder: The local folder of its config, from `resolve`.
-
-    Raises:
-        FileNotFoundError: There are no weights, or the hub cannot be reached.
-        CheckpointError: A file is corrupt, or the weights are pickled.
-    """
+    """The headers of a checkpoint's files; if the files are not local, only their headers are fetched."""
     if is_gguf(folder) or folder == local_path(path_or_id) or has_weights(folder):
         return read_headers(folder)
     import huggingface_hub

@@ -61,7 +61,6 @@ class Target:
     process: int = field(default_factory=os.getpid, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Adds a missing axis to the mesh."""
         _complete_axes(self)
 
     @property
@@ -75,7 +74,6 @@ class Target:
         return self.mesh, *(copy.mesh for copy in self.copies)
 
     def __repr__(self) -> str:
-        """Family, size, dtype and mesh."""
         has = "a" if self.tokenizer is not None else "no"
         where = "" if self.mesh is None else f", on {describe_meshes(self.meshes)}"
         size = _size(self.config)
@@ -99,7 +97,6 @@ class Head:
     copies: "tuple[Head, ...]" = ()
 
     def __post_init__(self) -> None:
-        """Adds a missing axis to the mesh."""
         _complete_axes(self)
 
     @property
@@ -108,7 +105,6 @@ class Head:
         return self.mesh, *(copy.mesh for copy in self.copies)
 
     def __repr__(self) -> str:
-        """Size, block size and kind of attention."""
         attention = "causal" if self.config.causal else "bidirectional"
         return f"Head({_size(self.config.layers)}, block size {self.config.block_size}, {attention})"
 
@@ -198,13 +194,7 @@ def load_draft_head(
 
 
 def read_target(source: Source, mesh: Mesh | None = None, *others: Mesh | None) -> Target:
-    """Reads the target of a source; raises as `load_target` does.
-
-    Args:
-        source: The source.
-        mesh: A mesh from `make_mesh`; None means one device.
-        *others: The meshes of the target's copies.
-    """
+    """Reads the target of a source, and its copies on other meshes; raises as `load_target` does."""
     config, dtype = source.target_config, source.weights_dtype
     if spans(mesh):
         parts = {"the mesh": describe_mesh(mesh), "the target's config": config, "its dtype": str(dtype)}

@@ -43,11 +43,7 @@ WEIGHTS = "weights"
 
 
 def is_orbax(folder: Path) -> bool:
-    """Whether a folder is an Orbax folder.
-
-    Raises:
-        CheckpointError: The folder also has safetensors, so it is ambiguous which weights to read.
-    """
+    """Whether a folder is an Orbax folder; refuses one that also has safetensors."""
     if not (folder / MANIFEST).is_file():
         return False
     if weights := sorted(path.name for path in folder.glob("*.safetensors")):
@@ -61,12 +57,7 @@ def is_orbax(folder: Path) -> bool:
 def read_orbax(
     folder: Path, config: ModelConfig | DraftHeadConfig, *, allow_nonfinite: bool = False
 ) -> Weights:
-    """Reads the parameters of an Orbax folder into NumPy arrays, in their stored types.
-
-    Raises:
-        ImportError: orbax-checkpoint is not installed.
-        CheckpointError: As for `read_orbax_weights`.
-    """
+    """Reads the parameters of an Orbax folder into NumPy arrays, in their stored types."""
     parameters = open_orbax(folder, config, allow_nonfinite=allow_nonfinite)
     read = {parameter.path: parameters.read(parameter) for parameter in parameters.counted()}
     return nnx.traversals.unflatten_mapping(read)
@@ -82,13 +73,8 @@ def read_orbax_weights(
 ) -> Weights:
     """Reads the parameters of an Orbax folder onto devices.
 
-    Args:
-        folder: The folder.
-        config: The parsed ``config.json``.
-        dtype: The type of all parameters, with the exceptions of `dtype_of`; None keeps the stored types.
-        mesh: The devices that share the parameters; None means one. A process reads only the chunks of its
-            devices' shards. Parameters with KV heads that the mesh repeats are read whole, one at a time.
-        allow_nonfinite: Whether values may be NaN or infinite.
+    A process reads only the chunks of its devices' shards; parameters with KV heads that the mesh repeats are
+    read whole, one at a time. ``dtype`` is as for `read_weights`.
 
     Raises:
         ImportError: orbax-checkpoint is not installed.
@@ -107,12 +93,7 @@ def open_orbax(
     *,
     allow_nonfinite: bool = False,
 ) -> "OrbaxParameters":
-    """Opens the parameters of an Orbax folder for reading in any order; everything but values is checked.
-
-    Raises:
-        ImportError: As for `read_orbax_weights`.
-        CheckpointError: As for `read_orbax_weights`.
-    """
+    """Opens the parameters of an Orbax folder for reading in any order; everything but values is checked."""
     arrays = _arrays(folder).open_arrays(_place(folder, config), config)
     dtypes = {
         path: array.dtype if dtype is None else dtype_of(config, path, dtype)
@@ -126,13 +107,7 @@ def open_orbax(
 class OrbaxParameters:
     """The parameters of an Orbax folder: see `Parameters`.
 
-    Attributes:
-        folder: The folder.
-        parameters: All parameters.
-        arrays: Their stored arrays, which read a part when they are indexed.
-        dtypes: The type in which each parameter is read.
-        products: The type in which products have quantised weights.
-        allow_nonfinite: Whether values may be NaN or infinite.
+    Products have quantised weights in the type ``products``.
     """
 
     folder: Path
@@ -177,12 +152,7 @@ class OrbaxParameters:
 
 
 def check_orbax(folder: Path, config: ModelConfig | DraftHeadConfig) -> int:
-    """Checks names, shapes and types of the stored parameters; returns the size of their files in bytes.
-
-    Raises:
-        ImportError: As for `read_orbax_weights`.
-        CheckpointError: As for `read_orbax_weights`.
-    """
+    """Checks names, shapes and types of the stored parameters; returns the size of their files in bytes."""
     place = _place(folder, config)
     _arrays(folder).open_arrays(place, config)
     return sum(path.stat().st_size for path in place.rglob("*") if path.is_file())

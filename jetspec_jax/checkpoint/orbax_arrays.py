@@ -30,12 +30,7 @@ TABLE_BYTES = 100 * 2**20
 class StoredArray:
     """An array of an Orbax folder; indexing by slices reads the chunks that contain them, without caching.
 
-    Attributes:
-        place: The Orbax checkpoint.
-        name: The array's dotted path.
-        shape: Its shape.
-        dtype: Its stored type.
-        context: The cached table of chunks, which all arrays of a folder share.
+    All arrays of a folder share the table of chunks in ``context``.
     """
 
     place: Path
@@ -45,11 +40,7 @@ class StoredArray:
     context: ts.Context
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """Reads a part; ``...`` reads all.
-
-        Raises:
-            CheckpointError: The array cannot be read.
-        """
+        """Reads a part; ``...`` reads all."""
         base = {"driver": "file", "path": f"{self.place}/"}
         kvstore = {"driver": "ocdbt", "base": base, "path": f"{self.name}/", "cache_pool": "cache_pool#table"}
         # By default, a missing chunk would be read as zeros.
@@ -60,15 +51,7 @@ class StoredArray:
 
 
 def open_arrays(place: Path, config: ModelConfig | DraftHeadConfig) -> dict[ParameterPath, StoredArray]:
-    """The arrays of a config's parameters, unread.
-
-    Args:
-        place: An Orbax checkpoint.
-        config: The config of the parameters.
-
-    Raises:
-        CheckpointError: The parameters are not the config's (all differences are listed), or cannot be read.
-    """
+    """The unread arrays of a config's parameters in an Orbax checkpoint; an error lists all differences."""
     with progress("", None) as bar, open_checkpointer(bar) as checkpointer:
         stored = _stored_in(checkpointer, place)
     _check(stored, config, where=str(place.parent))

@@ -10,12 +10,7 @@ from jetspec_jax.smollm2 import SMOLLM2, SMOLLM2_DRAFT_HEAD
 
 
 class Pair(NamedTuple):
-    """The files of a pair.
-
-    Attributes:
-        find_target: Returns the target's folder or file; raises FileNotFoundError if it is not installed.
-        draft_head: The head's folder.
-    """
+    """The files of a pair. ``find_target`` raises FileNotFoundError if the target is not installed."""
 
     find_target: Callable[[], Path]
     draft_head: Path

@@ -32,13 +32,7 @@ MakePart = Callable[[ShardRows, tuple[int, ...]], np.ndarray]
 
 
 class Part(NamedTuple):
-    """A shard of a parameter, and the devices that have it.
-
-    Attributes:
-        rows: The rows of the shard.
-        shape: The shape of the shard.
-        devices: The devices, one for each replica.
-    """
+    """A shard of a parameter, and the devices that have it."""
 
     rows: ShardRows
     shape: tuple[int, ...]
@@ -49,7 +43,6 @@ class Placement:
     """The placement of a model's parameters on a mesh."""
 
     def __init__(self, config: ModelConfig | DraftHeadConfig, mesh: Mesh):
-        """Computes the shapes and partition specs of all parameters."""
         self.mesh, self._layers = mesh, config if isinstance(config, ModelConfig) else config.layers
         self._sent: list[jax.Array] = []
         self._specs: Mapping[ParameterPath, PartitionSpec] = nnx.traversals.flatten_mapping(
@@ -144,16 +137,7 @@ class Parameters(Protocol):
     def read(
         self, parameter: Parameter, rows: ShardRows | None = None, shape: tuple[int, ...] | None = None
     ) -> np.ndarray:
-        """Reads a parameter, or a device's shard of it.
-
-        Args:
-            parameter: The parameter.
-            rows: The shard's rows; None means the whole parameter.
-            shape: The shard's shape.
-
-        Raises:
-            CheckpointError: A file is corrupt, or values are not finite.
-        """
+        """Reads a parameter, or a device's shard of it."""
         ...
 
 
@@ -174,13 +158,7 @@ def to_devices(parameters: Parameters, placement: Placement | None) -> Weights:
 
 
 def place(weights: Weights, config: ModelConfig | DraftHeadConfig, mesh: Mesh) -> Weights:
-    """Places whole weights on a mesh, with the same result as `read_weights`.
-
-    Args:
-        weights: The weights of the config's module.
-        config: The config.
-        mesh: The devices.
-    """
+    """Places whole weights on a mesh, with the same result as `read_weights`."""
     placement, flat = Placement(config, mesh), nnx.traversals.flatten_mapping(weights)
 
     def make(parameter: Parameter, rows: ShardRows, shape: tuple[int, ...]) -> np.ndarray:
@@ -205,11 +183,7 @@ def part_of(parameter: Parameter, whole: np.ndarray, rows: ShardRows, shape: tup
 
 
 def check_blocks(sources: Iterable[StoredParameter], placement: Placement) -> None:
-    """Checks that no shard begins or ends inside an MXFP4 block.
-
-    Raises:
-        ValueError: A shard does; the message lists all such parameters with their layers.
-    """
+    """Checks that no shard begins or ends inside an MXFP4 block."""
     found: dict[str, set[int]] = {}
     for parameter, keys in sources:
         for key in (key for key in keys if key.scales):
@@ -231,9 +205,7 @@ def check_blocks(sources: Iterable[StoredParameter], placement: Placement) -> No
 def take_rows(tensor: Any, rows: Sequence[np.ndarray]) -> np.ndarray:
     """Selected rows along each axis of a tensor; no other rows are read.
 
-    Args:
-        tensor: An array, or a tensor of a file that can be indexed by slices.
-        rows: The row indices for each axis, in any order and possibly repeated; -1 gives zeros.
+    Indices may be in any order and repeated; -1 gives zeros. Tensors are indexed by slices.
     """
     runs = [_runs(indices) for indices in rows]
     whole = [slice(0, len(indices)) for indices in rows]

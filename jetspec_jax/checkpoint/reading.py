@@ -93,24 +93,6 @@ def read_weights(
     return to_devices(parameters, placement)
 
 
-def read_parameters(
-    folder: Path,
-    config: ModelConfig | DraftHeadConfig,
-    dtype: jnp.dtype | None = None,
-    *,
-    allow_nonfinite: bool = False,
-) -> Iterator[tuple[ParameterPath, np.ndarray]]:
-    """Reads parameters one by one on the host, each with its path in the weights.
-
-    Raises:
-        CheckpointError: As for `read_weights`; errors other than bad values precede the first parameter.
-        FileNotFoundError: As for `read_weights`.
-    """
-    parameters = open_parameters(folder, config, dtype, allow_nonfinite=allow_nonfinite)
-    for parameter in parameters.counted():
-        yield parameter.path, parameters.read(parameter)
-
-
 def open_parameters(
     folder: Path,
     config: ModelConfig | DraftHeadConfig,
@@ -119,12 +101,7 @@ def open_parameters(
     *,
     allow_nonfinite: bool = False,
 ) -> "StoredParameters":
-    """Opens the parameters of a folder for reading in any order; everything but values is checked.
-
-    Raises:
-        CheckpointError: As for `read_weights`.
-        FileNotFoundError: As for `read_weights`.
-    """
+    """Opens the parameters of a folder for reading in any order; everything but values is checked."""
     files, headers = _open(folder)
     plan = headers.plan(config)
     with content_of(folder):
@@ -150,14 +127,7 @@ def open_parameters(
 class StoredParameters:
     """The parameters of open files: see `Parameters`.
 
-    Attributes:
-        folder: The checkpoint.
-        files: The file of each tensor, by the tensor's name.
-        plan: The tensors of each parameter.
-        dtypes: The type in which each parameter is read.
-        products: The type in which products have quantised weights.
-        placement: The placement on a mesh; None means one device.
-        allow_nonfinite: Whether values may be NaN or infinite.
+    Products have quantised weights in the type ``products``.
     """
 
     folder: Path
@@ -204,9 +174,6 @@ class StoredParameters:
         """Checks that a stored output head equals the embedding if the config ties them.
 
         On a mesh, a process compares the rows of its devices.
-
-        Raises:
-            CheckpointError: They differ.
         """
         for name, embedding in self.plan.copies:
             [parameter] = [source for source, keys in self.plan.sources if keys[0].name == embedding]
@@ -277,14 +244,7 @@ class StoredParameters:
 
 @dataclass(frozen=True)
 class Headers:
-    """The headers of a checkpoint's files.
-
-    Attributes:
-        where: The checkpoint's name in errors.
-        tensors: The tensors by name, unread.
-        wrong: Problems with the files, as lines of an error.
-        file_bytes: Total size of the files.
-    """
+    """The headers of a checkpoint's files. ``wrong`` are problems with the files, as lines of an error."""
 
     where: str
     tensors: Mapping[str, Stored]
@@ -292,22 +252,13 @@ class Headers:
     file_bytes: int
 
     def plan(self, config: ModelConfig | DraftHeadConfig) -> TensorPlan:
-        """Matches the tensors to a config's parameters.
-
-        Raises:
-            CheckpointError: As for `read_weights`.
-        """
+        """Matches the tensors to a config's parameters."""
         with content_of(self.where):
             return make_plan(self.tensors, config, self.where, self.wrong)
 
 
 def read_headers(folder: Path) -> Headers:
-    """Reads the headers of a folder's safetensors, or of a GGUF file.
-
-    Raises:
-        CheckpointError: A file is corrupt; or the weights are pickled.
-        FileNotFoundError: There are no weights.
-    """
+    """Reads the headers of a folder's safetensors, or of a GGUF file."""
     return _open(folder)[1]
 
 
@@ -324,9 +275,7 @@ def merge_shards(
 ) -> tuple[dict[str, Stored], list[str]]:
     """The tensors of all shard files by name, and problems with the names.
 
-    Args:
-        shards: The tensors of each shard file.
-        weight_map: The index's map from tensor names to shard files; empty without an index.
+    Without an index ``weight_map`` is empty.
     """
     tensors: dict[str, Stored] = {}
     wrong = []

@@ -69,7 +69,6 @@ class Source:
     mxfp4: str = AUTO
 
     def __post_init__(self) -> None:
-        """Checks types and ``mxfp4``."""
         if not isinstance(self.mxfp4, str):
             raise TypeError(f"mxfp4 must be a string, not {type(self.mxfp4).__name__}")
         if self.mxfp4 not in MXFP4_WORDS:
@@ -140,12 +139,7 @@ class Source:
 
 
 def resolve_dtype(dtype: Any) -> jnp.dtype:
-    """The dtype of one of `DTYPES`, or a type such as ``jnp.bfloat16``; "auto" is resolved for this machine.
-
-    Raises:
-        TypeError: The argument is neither a name nor a type of an array.
-        ValueError: The argument is not in `DTYPES`.
-    """
+    """The type of one of `DTYPES`, or of a type such as ``jnp.bfloat16``, on this machine."""
     dtype = _name_of(dtype)
     check_type("dtype", dtype, str, "a name such as bfloat16")
     if dtype == "auto":

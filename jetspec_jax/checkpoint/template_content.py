@@ -30,12 +30,7 @@ class TemplateTooDeep(ValueError):
 
 @functools.lru_cache(maxsize=32)
 def _parsed(template: str) -> nodes.Template:
-    """The syntax tree of a template, with the extensions of transformers.
-
-    Raises:
-        jinja2.TemplateSyntaxError: The text is not a valid template.
-        TemplateTooDeep: It cannot be compiled.
-    """
+    """The syntax tree of a template, with the extensions of transformers."""
     content = template.encode(errors="surrogatepass")
     try:
         check_values([content], len(content), TEMPLATE, "it")
@@ -52,12 +47,7 @@ def _parsed(template: str) -> nodes.Template:
 
 @functools.lru_cache(maxsize=32)
 def variables_of(template: str) -> frozenset[str]:
-    """Names of the variables that a template reads and does not set itself.
-
-    Raises:
-        jinja2.TemplateSyntaxError: The text is not a valid template.
-        TemplateTooDeep: It cannot be compiled.
-    """
+    """Names of the variables that a template reads and does not set itself."""
     return frozenset(meta.find_undeclared_variables(_parsed(template)))
 
 
@@ -67,10 +57,6 @@ def walks_parts(template: str) -> bool:
 
     The loop may be over a variable that is set to the content, or over a macro's parameter. Scopes of
     variables are ignored.
-
-    Raises:
-        jinja2.TemplateSyntaxError: The text is not a valid template.
-        TemplateTooDeep: It cannot be compiled.
     """
     tree = _parsed(template)
     macros = {macro.name: [arg.name for arg in macro.args] for macro in tree.find_all(nodes.Macro)}

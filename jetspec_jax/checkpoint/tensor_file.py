@@ -24,12 +24,7 @@ _PART = 2**20
 
 @dataclass(frozen=True, eq=False)
 class TensorFile:
-    """An opened file with a valid header.
-
-    Attributes:
-        path: The file.
-        stored: Its tensors by name.
-    """
+    """An opened file with a valid header."""
 
     path: Path
     stored: Mapping[str, Stored]
@@ -38,11 +33,7 @@ class TensorFile:
 
     @classmethod
     def open(cls, path: Path) -> "TensorFile":
-        """Reads the header of a file.
-
-        Raises:
-            CheckpointError: The file is corrupt, or not a regular file.
-        """
+        """Reads and checks the header of a file."""
         check_regular(path)
         try:
             _check_header(path)
@@ -61,23 +52,14 @@ class TensorFile:
         return cls(path, stored, content, places)
 
     def tensor(self, name: str) -> np.ndarray:
-        """A view of a tensor of a supported type.
-
-        Raises:
-            ValueError: The file has changed since it was opened.
-        """
+        """A view of a tensor of a supported type."""
         shape, dtype = self.stored[name]
         start, stop = self._places[name]
         return self._content[start:stop].view(_DTYPES[dtype]).reshape(shape)
 
 
 def _check_header(path: Path) -> None:
-    """Refuses a header with too many values before the library parses it.
-
-    Raises:
-        CheckpointError: The header is beyond `HEADER`.
-        OSError: The file cannot be read.
-    """
+    """Refuses a header with too many values before the library parses it."""
     with path.open("rb") as file, content_of(path):
         size = int.from_bytes(file.read(8), "little")
         if size <= HEADER.bytes:  # else the library refuses it

@@ -62,12 +62,8 @@ class Stored(NamedTuple):
 class Parameter:
     """A parameter of a module, and the tensors that may hold it.
 
-    Attributes:
-        path: The path in the nested weights.
-        shape: The shape.
-        axes: The names of the axes.
-        forms: The alternative sets of tensors that hold the parameter. The first is used for writing.
-        block: For the scales of a quantised parameter, the values per scale along each axis; else empty.
+    The first of the alternative ``forms`` is used for writing. The scales of a quantised parameter have as
+    ``block`` the values per scale along each axis.
     """
 
     path: ParameterPath
@@ -92,11 +88,8 @@ class StoredParameter(NamedTuple):
 class TensorPlan(NamedTuple):
     """The tensors of each parameter of a checkpoint.
 
-    Attributes:
-        sources: All parameters with their tensors.
-        unused: Names of known tensors that are not loaded, by description ("vision tower").
-        copies: Pairs (tensor, other tensor) of equal shapes whose values must be equal: an output head stored
-            beside the embedding to which it is tied.
+    ``unused`` are known tensors that are not loaded, by description. ``copies`` are pairs of tensors whose
+    values must be equal: an output head stored beside the embedding to which it is tied.
     """
 
     sources: list[StoredParameter]
@@ -109,10 +102,7 @@ def expected_parameters(
 ) -> list[Parameter]:
     """All parameters of a config's module.
 
-    Args:
-        config: The config.
-        stored: Names of a checkpoint's tensors, which determine the prefix of the names. Without them the
-            prefix is the key table's, as for writing.
+    ``stored`` names of tensors determine the prefix; without them it is the key table's, as for writing.
     """
     module, blocks, quantization = abstract(config), quantized_blocks(config), quantization_of(config)
     if quantization is not None and quantization.is_mxfp4:
@@ -151,12 +141,6 @@ def make_plan(
     stored: Mapping[str, Stored], config: ModelConfig | DraftHeadConfig, where: str, wrong: Sequence[str] = ()
 ) -> TensorPlan:
     """Finds the tensors of each parameter, and checks all tensors against the config.
-
-    Args:
-        stored: The checkpoint's tensors by name.
-        config: Its config.
-        where: The checkpoint's name in errors.
-        wrong: Problems that were found before.
 
     Raises:
         ValueError: Tensors are missing, surplus, misshapen, stored twice or of an unsupported type (all are
@@ -214,11 +198,7 @@ def untied(name: str, embedding: str) -> str:
 def stored_dtypes(
     sources: Iterable[StoredParameter], stored: Mapping[str, Stored], where: str
 ) -> list[np.dtype]:
-    """The stored type of each parameter; for MXFP4 bfloat16, which represents all its values.
-
-    Raises:
-        ValueError: The tensors of a parameter have different types.
-    """
+    """The stored type of each parameter; for MXFP4 bfloat16, which represents all its values."""
     dtypes, mixed = [], []
     known = {**FILE_DTYPES, FILE_FP8: FP8, FILE_BYTES: jnp.dtype("uint8")}
     for _, keys in sources:

@@ -30,12 +30,7 @@ _TEXT = "def f(x): return 'é'\n"
 
 
 def load_named_tokenizer(path_or_id: str | Path) -> Any:
-    """Loads the tokenizer of a folder (``config.json`` is not needed), a GGUF file or a hub id.
-
-    Raises:
-        FileNotFoundError: The location does not exist, or has no tokenizer.
-        CheckpointError: As for `load_tokenizer`.
-    """
+    """Loads the tokenizer of a folder (``config.json`` is not needed), a GGUF file or a hub id."""
     folder = local_path(path_or_id)
     place = folder if path_or_id not in PAIRS and folder.is_dir() else resolve(path_or_id, SMALL_PATTERNS)
     if (tokenizer := load_tokenizer(place)) is None:
@@ -47,10 +42,6 @@ def load_tokenizer(folder: Path) -> Any:
     """Loads the transformers tokenizer of a checkpoint's folder or GGUF file; None if it has none.
 
     Code in the folder is not run, and nothing is downloaded.
-
-    Raises:
-        CheckpointError: The tokenizer has no fast form and cannot decode token by token, its files are not
-            readable or too large, or a GGUF file's tokenizer is not supported.
     """
     if is_gguf(folder):
         header = read_header(folder)
@@ -93,14 +84,6 @@ def read_eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[i
 
     An ``eos_token`` outside the vocabulary is ignored, because the target cannot emit it. Tokenizers may be
     extended after the model was trained.
-
-    Args:
-        folder: The checkpoint: a folder, or a GGUF file.
-        tokenizer: Its transformers tokenizer, or None.
-        vocab_size: The target's vocabulary size.
-
-    Raises:
-        CheckpointError: An id of a config is invalid or outside the vocabulary, or a file is not readable.
     """
     with content_of(folder):
         ids = _ids_of_gguf(folder) if is_gguf(folder) else _ids_of_configs(folder)

@@ -10,13 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Unread:
-    """A placeholder for a NumPy array; ``np.asarray`` makes the array anew at each call.
-
-    Attributes:
-        shape: Shape of the array.
-        dtype: Type of the array.
-        read: Makes the array.
-    """
+    """A placeholder for a NumPy array; ``np.asarray`` makes the array anew at each call."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -28,5 +22,4 @@ class Unread:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The array."""
         return self.read()

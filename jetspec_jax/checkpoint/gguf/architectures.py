@@ -82,11 +82,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def name_of(header: Header) -> str:
-    """The architecture of a file's model, one of `ARCHITECTURES`.
-
-    Raises:
-        ValueError: The file is not a complete model, or its architecture is not supported.
-    """
+    """The architecture of a file's model, one of `ARCHITECTURES`."""
     name = header.metadata.get("general.architecture")
     kind = header.metadata.get("general.type", "model")
     if kind == "adapter":

@@ -30,13 +30,7 @@ GEMMA3_27B_LAYERS = 62
 def read_config(header: Header, ignore_config_keys: Collection[str] = ()) -> Raw:
     """Converts a file's metadata to a ``config.json``.
 
-    Args:
-        header: The file's header.
-        ignore_config_keys: Unknown metadata keys of the architecture to ignore, without its prefix.
-
-    Raises:
-        CheckpointError: The architecture is not supported, or a key is missing, out of its range, unknown, or
-            changes the maths and is not supported.
+    ``ignore_config_keys`` are given without the architecture's prefix.
     """
     with content_of(header.path):
         name = name_of(header)
@@ -84,11 +78,7 @@ def _common(fields: Fields, header: Header) -> Raw:
 
 
 def _vocab_size(fields: Fields, header: Header) -> int:
-    """The number of rows of the embedding.
-
-    Raises:
-        ValueError: There is no embedding, or the metadata has another size.
-    """
+    """The number of rows of the embedding."""
     if "token_embd.weight" not in header.tensors:
         raise ValueError("it has no token_embd.weight, so it holds no language model, or not all of one")
     rows = header.tensors["token_embd.weight"].shape[0]
@@ -97,11 +87,7 @@ def _vocab_size(fields: Fields, header: Header) -> int:
 
 
 def _scaling(fields: Fields) -> Raw | None:
-    """The ``rope_scaling`` of the metadata.
-
-    Raises:
-        ValueError: The type or a setting is not supported.
-    """
+    """The ``rope_scaling`` of the metadata."""
     fields.inert("rope.scaling.finetuned")
     kind = fields.get("rope.scaling.type", "linear" if "rope.scale_linear" in fields else "none")
     if kind == "none":
@@ -148,11 +134,7 @@ def _llama(fields: Fields, header: Header) -> Raw:
 
 
 def _llama3(fields: Fields, header: Header) -> Raw:
-    """The ``rope_scaling`` from a file's rotary factors.
-
-    Raises:
-        ValueError: The factors are not those of Llama 3's scaling, or the metadata has another scaling too.
-    """
+    """The ``rope_scaling`` from a file's rotary factors, which must be those of Llama 3's scaling."""
     info, raw = header.tensors[ROPE_FACTORS], _common(fields, header)
     where = f"{header.path}: {ROPE_FACTORS}"
     if raw["rope_scaling"] is not None:

@@ -64,11 +64,7 @@ _LENGTH = struct.Struct("<Q")
 class TensorInfo(NamedTuple):
     """A tensor of a file, unread.
 
-    Attributes:
-        shape: The shape in NumPy's order, the fastest axis last.
-        kind: The storage type of its values.
-        start: Offset of its bytes in the file.
-        nbytes: Number of its bytes.
+    The shape is in NumPy's order, the fastest axis last; ``start`` is in the file.
     """
 
     shape: tuple[int, ...]
@@ -194,9 +190,7 @@ def _check_starts(tensors: Mapping[str, TensorInfo], alignment: int) -> None:
 class _Cursor:
     """Reads a header sequentially; raises ValueError before it reads beyond the file or the limit.
 
-    Attributes:
-        at: The position in the file.
-        left: Number of bytes that may still be read.
+    `left` is the number of bytes that may still be read.
     """
 
     def __init__(self, content: np.ndarray):

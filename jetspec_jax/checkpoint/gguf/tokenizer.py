@@ -68,10 +68,6 @@ def read_tokenizer(header: Header) -> Any:
     """The transformers tokenizer of a file; None if it has none.
 
     The log mentions tokens whose type in the file is wrong.
-
-    Raises:
-        ValueError: The tokenizer's kind or pre-tokenisation is not supported, or its metadata are
-            inconsistent.
     """
     metadata = header.metadata
     if not has_tokenizer(metadata):
@@ -118,11 +114,7 @@ def read_tokenizer(header: Header) -> Any:
 
 
 def _special_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
-    """The special tokens, by transformers' names.
-
-    Raises:
-        ValueError: An id lies outside the vocabulary.
-    """
+    """The special tokens, by transformers' names."""
     found = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token = token_id(metadata, f"{key}_token_id")

@@ -42,11 +42,8 @@ _TEMPLATES = frozenset(
 class Vocabulary(NamedTuple):
     """The tokens of a file.
 
-    Attributes:
-        tokens: The text of each token.
-        types: The type of each token, after wrong types have been replaced.
-        ends: Tokens that end a text or a turn: those that the metadata name, then those with such a text.
-        retyped: Tokens whose type in the file is wrong; they are control tokens.
+    ``ends`` are those that the metadata name, then those with the text of one. Types are as after wrong ones
+    (``retyped``) have become that of control tokens.
     """
 
     tokens: list[str]
@@ -56,12 +53,7 @@ class Vocabulary(NamedTuple):
 
 
 def read_vocabulary(header: Header) -> Vocabulary:
-    """Reads the tokens of a file; without a tokenizer there are none.
-
-    Raises:
-        ValueError: There are more tokens than rows of the embedding, or another number of types; a token is
-            too long; or an end is not a token id.
-    """
+    """Reads the tokens of a file; without a tokenizer there are none."""
     metadata = header.metadata
     tokens = listed(metadata, "tokens", str, None if has_tokenizer(metadata) else [])
     types = listed(metadata, "token_type", int, [NORMAL] * len(tokens))
@@ -91,11 +83,7 @@ def read_vocabulary(header: Header) -> Vocabulary:
 
 
 def special_ids(header: Header) -> dict[str, Any]:
-    """The ids of special tokens, with the keys of a ``config.json``; all ends of a text or turn are listed.
-
-    Raises:
-        ValueError: A value is not a token id, or as for `read_vocabulary`.
-    """
+    """The ids of special tokens, with the keys of a ``config.json``; all ends of texts are listed."""
     return {
         "bos_token_id": token_id(header.metadata, "bos_token_id"),
         "eos_token_id": read_vocabulary(header).ends or None,
