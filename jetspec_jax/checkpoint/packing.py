@@ -30,7 +30,7 @@ _log = logging.getLogger("jetspec_jax")
 
 
 def holds_mxfp4(config: ModelConfig, headers: Callable[[], Headers]) -> bool:
-    """Whether a checkpoint has experts in MXFP4 that can stay packed; few families need ``headers`` for it."""
+    """Whether a checkpoint has experts in MXFP4 that can stay packed; reads ``headers`` only if needed."""
     if not any(key.scales for key in FAMILIES[config.model_type].KEYS):
         return False
     names = headers().tensors

@@ -27,15 +27,11 @@ def parse_draft_head_config(
     """Validates the ``config.json`` of a draft head.
 
     The arguments are those of `parse_model_config`.
-
-    Raises:
-        ValueError: As for `parse_model_config`; also if settings of the head are invalid or contradictory.
     """
     if not is_draft_head(raw):
         raise ValueError(f"{where} has no dflash_config: it is not a draft head; load it with load_target")
     fields = Fields(raw, where, ignore_config_keys)
-    keys = read_head_keys(fields)
-    decoder = keys.decoder
+    decoder, keys = read_head_keys(fields)
     if (model_type := decoder.get("model_type")) != "qwen3":
         raise ValueError(
             f"{decoder.where}: unknown model_type {shown(model_type)} of a draft head; supported: qwen3"
@@ -43,36 +39,21 @@ def parse_draft_head_config(
     layers = replace(qwen3.read(decoder), quantization=read_quantization(decoder))
     if any(window is not None for window in layers.windows):
         raise ValueError(f"{decoder.where}: sliding-window layers in a draft head are not supported")
-    if keys.target_hidden_size not in (None, layers.hidden_size):
+    if (width := keys.pop("target_hidden_size")) not in (None, layers.hidden_size):
         raise ValueError(
-            f"{where}: target_hidden_size {keys.target_hidden_size} differs from the head's hidden_size "
+            f"{where}: target_hidden_size {width} differs from the head's hidden_size "
             f"{layers.hidden_size}; heads that adapt another hidden size are not supported, because the "
             "target's embeddings enter the head unprojected"
         )
-    if keys.draft_vocab_size not in (None, layers.vocab_size):
+    if (size := keys.pop("draft_vocab_size")) not in (None, layers.vocab_size):
         raise ValueError(
-            f"{where}: draft_vocab_size {shown(keys.draft_vocab_size)} differs from the head's vocab_size "
+            f"{where}: draft_vocab_size {shown(size)} differs from the head's vocab_size "
             f"{layers.vocab_size}; heads that draft a part of the vocabulary are not supported"
         )
-    taps = keys.tap_layers
-    if taps is None:
-        assert keys.num_target_layers is not None  # only the dialect with this key has default taps
-        taps = tuple(default_tap_layers(layers.num_layers, keys.num_target_layers))
-    config = DraftHeadConfig(
-        layers=layers,
-        block_size=keys.block_size,
-        num_target_layers=keys.num_target_layers,
-        tap_layers=taps,
-        mask_token_id=keys.mask_token_id,
-        causal=keys.causal,
-        scaled_embeddings=keys.scaled_embeddings,
-        capped_logits=keys.capped_logits,
-        target_format=keys.target_format,
-        selector=keys.selector,
-        draft_scales=keys.draft_scales,
-    )
+    if keys["tap_layers"] is None:  # only in the dialect that has the number of the target's layers
+        keys["tap_layers"] = tuple(default_tap_layers(layers.num_layers, keys["num_target_layers"]))
     decoder.done(top=True)
-    return config
+    return DraftHeadConfig(layers=layers, **keys)
 
 
 def default_tap_layers(num_draft_layers: int, num_target_layers: int) -> list[int]:
@@ -87,11 +68,7 @@ def default_tap_layers(num_draft_layers: int, num_target_layers: int) -> list[in
 
 
 def check_head_fits(head: DraftHeadConfig, target: ModelConfig) -> None:
-    """Checks that a draft head fits a target, and reports all mismatches in one error.
-
-    Raises:
-        ValueError: The head was made for another target.
-    """
+    """Checks that a draft head fits a target, and reports all mismatches in one error."""
     wrong = []
     if head.layers.hidden_size != target.hidden_size:
         wrong.append(

@@ -22,9 +22,7 @@ MAX_TOKENS = 2**30  # contexts and windows
 class Bound(NamedTuple):
     """Bounds of a file that is parsed whole, two to ten times those of the largest published files.
 
-    Attributes:
-        bytes: The largest size.
-        values: The most values, which parsers turn into up to 200 bytes of memory each.
+    Parsers turn a value into up to 200 bytes of memory.
     """
 
     bytes: int
@@ -90,11 +88,7 @@ HARMLESS_ONLY: Mapping[str, tuple[Any, ...]] = {
 
 
 def read_json(path: Path, bound: Bound = CONFIG) -> dict[str, Any]:
-    """Reads a JSON object from a file.
-
-    Raises:
-        ValueError: The file is not a JSON object, gives a key two values, or is beyond the bound.
-    """
+    """Reads a JSON object from a file; a repeated key must have the same value."""
     check_size(path, bound)
     try:
         raw = json.loads(decode_utf8(path.read_bytes(), "it"), object_pairs_hook=_object)
@@ -110,12 +104,7 @@ def read_json(path: Path, bound: Bound = CONFIG) -> dict[str, Any]:
 
 
 def check_size(path: Path, bound: Bound = CONFIG) -> None:
-    """Refuses a JSON or text file with too many bytes or values, before it is parsed.
-
-    Raises:
-        ValueError: The file is beyond the bound.
-        OSError: The file cannot be read.
-    """
+    """Refuses a JSON or text file with too many bytes or values, before it is parsed."""
     size = path.stat().st_size
     if size > bound.bytes:
         raise ValueError(
@@ -137,15 +126,8 @@ def check_values(parts: Iterable[bytes], size: int, bound: Bound, where: str, *,
 
     Those in strings are counted too. Published files have too few of them to matter.
 
-    Args:
-        parts: The JSON in parts, which are read only as far as needed.
-        size: Its size in bytes.
-        bound: The bound.
-        where: The file's name.
-        lines: Whether it is not JSON but a vocabulary, with a value for each line.
-
-    Raises:
-        ValueError: There are more values than the bound allows, or than files of this size have.
+    Parts are read only as far as needed; ``size`` is in bytes. With ``lines`` it is a vocabulary with a value
+    per line instead of JSON.
     """
     most, count = min(bound.values, max(size // _VALUE_BYTES, _PART // 4)), 0
     if size <= most:
@@ -168,13 +150,7 @@ class Fields:
     """
 
     def __init__(self, raw: Mapping[str, Any], where: str, ignored: Collection[str] = ()):
-        """Wraps an object.
-
-        Args:
-            raw: The object.
-            where: The object's name in error messages.
-            ignored: Keys that may stay unread. A key that some reader knows is never ignored.
-        """
+        """A key in ``ignored`` may stay unread, unless some reader knows it."""
         self.raw, self.where, self.ignored = raw, where, ignored
         self.used: set[str] = set()
 
@@ -200,17 +176,7 @@ class Fields:
         self.raw = {**self.raw, **{key: value for key, value in values.items() if key not in self}}
 
     def check_agree(self, key: str, newer: Any, older: Any, *replaced: str) -> None:
-        """Checks that keys of the older dialect say what the key of the newer one says that replaced them.
-
-        Args:
-            key: That key; without it older_keys is nothing to check.
-            newer: What it says.
-            older: What the others say.
-            *replaced: The others.
-
-        Raises:
-            ValueError: They differ.
-        """
+        """Checks that ``key`` of the newer dialect, if present, says the same as the keys it replaced."""
         if key in self and newer != older:
             older_keys = [name for name in replaced if name in self]
             raise ValueError(f"{self.where}: {key} and {', '.join(older_keys)} mean the same and differ")
@@ -218,14 +184,7 @@ class Fields:
     def only(self, key: str, *harmless: Any, default: Any = None, feature: str = "") -> None:
         """Refuses a key that changes the maths, unless it has a harmless value.
 
-        Args:
-            key: The key.
-            *harmless: Values that are supported.
-            default: The value if the key is absent or null.
-            feature: The feature that other values switch on, if the key does not say so.
-
-        Raises:
-            ValueError: The value is not supported.
+        ``feature`` is what other values switch on, if the key does not say so.
         """
         value = self.get(key, default)
         if value not in harmless:
@@ -244,14 +203,7 @@ class Fields:
     def integer(self, *keys: str, least: int = 1, most: int = MAX_SIZE, default: int | None = None) -> int:
         """An integer that may be stored under any of several keys.
 
-        Args:
-            *keys: The keys.
-            least: The smallest value allowed.
-            most: The largest value allowed.
-            default: The value if all keys are absent; None makes that an error.
-
-        Raises:
-            ValueError: The value is not an integer or out of range, or two keys disagree.
+        All keys must agree. Without a default, one of them must be present.
         """
         found = {key: value for key in keys if (value := self.get(key)) is not None}
         values = list(found.values())
@@ -265,30 +217,18 @@ class Fields:
         return value
 
     def positive(self, key: str) -> float:
-        """A positive number within the range of float32.
-
-        Raises:
-            ValueError: The value is not such a number.
-        """
+        """A positive number within the range of float32."""
         value = self.get(key)
         if not is_number(value) or not value >= _SMALLEST:
             raise self.error(key, "a positive number", value)
         return float(value)
 
     def optional(self, key: str) -> float | None:
-        """As `positive`, but None if the key is absent.
-
-        Raises:
-            ValueError: As for `positive`.
-        """
+        """As `positive`, but None if the key is absent."""
         return self.positive(key) if key in self else None
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        """A boolean; strings such as "false" are refused.
-
-        Raises:
-            ValueError: The value is not a boolean.
-        """
+        """A boolean; strings such as "false" are refused."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise self.error(key, "true or false", value)
@@ -297,13 +237,7 @@ class Fields:
     def layers(self, key: str, length: int, *, surplus: int = 0) -> list[Any] | None:
         """A list with one entry per layer; None if the key is absent.
 
-        Args:
-            key: The key.
-            length: The number of layers.
-            surplus: The list may have exactly this many more entries, which are dropped.
-
-        Raises:
-            ValueError: The value is not a list, or has another length.
+        The list may have exactly ``surplus`` more entries, which are dropped.
         """
         value = self.get(key)
         if value is None:
@@ -315,11 +249,7 @@ class Fields:
         return value[:length]
 
     def object(self, key: str) -> "Fields | None":
-        """The fields of a nested object; None if the key is absent. The caller must call `done` on it.
-
-        Raises:
-            ValueError: The value is not an object.
-        """
+        """The fields of a nested object; None if the key is absent. The caller must call `done` on it."""
         value = self.get(key)
         if value is None:
             return None
@@ -342,11 +272,7 @@ class Fields:
     def done(self, *, top: bool = False) -> None:
         """Checks that all keys were read.
 
-        Args:
-            top: Whether this is a model's top-level object, which may have `INERT_KEYS` and `HARMLESS_ONLY`.
-
-        Raises:
-            ValueError: There are unknown keys, or keys that change the maths.
+        The object at the ``top`` may have `INERT_KEYS` and `HARMLESS_ONLY`.
         """
         if top:
             for key, harmless in HARMLESS_ONLY.items():

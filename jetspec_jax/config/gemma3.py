@@ -17,11 +17,7 @@ WRAPPER_KEYS = (
 
 
 def read(fields: Fields) -> ModelConfig:
-    """Reads the keys of a Gemma 3 config.
-
-    Raises:
-        ValueError: A key is missing, out of its range, or changes the maths and is not supported.
-    """
+    """Reads the keys of a Gemma 3 config."""
     fields.only("hidden_activation", "gelu_pytorch_tanh", default="gelu_pytorch_tanh")
     fields.only("attn_logit_softcapping", None)
     fields.only("use_bidirectional_attention", None, False)

@@ -35,11 +35,7 @@ WRAPPER_KEYS = (
 
 
 def read(fields: Fields) -> ModelConfig:
-    """Reads the keys of a Gemma 4 config.
-
-    Raises:
-        ValueError: A key is missing, out of its range, or changes the maths and is not supported.
-    """
+    """Reads the keys of a Gemma 4 config."""
     fields.only("hidden_activation", "gelu_pytorch_tanh", default="gelu_pytorch_tanh")
     # The family's defaults describe its smallest models, which have per-layer embeddings.
     fields.only("hidden_size_per_layer_input", 0, default=256, feature="per-layer embeddings")

@@ -77,12 +77,7 @@ class Rope:
 class Experts:
     """The routed experts of a layer.
 
-    Attributes:
-        count: Number of experts.
-        size: Hidden features of an expert.
-        routing: How a token's experts are chosen and weighted.
-        activation: Activation between the two products of an expert.
-        biases: Whether both products have biases.
+    An expert has ``size`` hidden features; ``biases`` are those of both products.
     """
 
     count: int
@@ -121,11 +116,7 @@ class Recurrence:
         return self.num_value_heads * self.key_dim * self.value_dim
 
     def slot_bytes(self, itemsize: int) -> int:
-        """Bytes of one sequence: its state in float32, and the convolution's last ``kernel - 1`` rows.
-
-        Args:
-            itemsize: Bytes of an element of the rows.
-        """
+        """Bytes of one sequence: its state in float32, and the convolution's last ``kernel - 1`` rows."""
         return 4 * self.state_size + itemsize * (self.kernel - 1) * self.channels
 
 
@@ -200,10 +191,7 @@ class ModelConfig:
     def uniform(cls, model_type: str, num_layers: int, **geometry: Any) -> "ModelConfig":
         """A decoder whose layers are all the same.
 
-        Args:
-            model_type: The family.
-            num_layers: Number of layers.
-            **geometry: Other arguments of `ModelConfig` and `LayerConfig`; embeddings are untied by default.
+        ``geometry`` are arguments of `ModelConfig` and `LayerConfig`; embeddings are untied by default.
         """
         layer = {name: geometry.pop(name) for name in LayerConfig.__dataclass_fields__ if name in geometry}
         model = {"tie_word_embeddings": False, **geometry}

@@ -27,11 +27,7 @@ USUAL_SCALING = {
 
 
 def read(fields: Fields) -> ModelConfig:
-    """Reads the keys of a GPT-OSS config.
-
-    Raises:
-        ValueError: A key is missing, out of its range, or changes the maths and is not supported.
-    """
+    """Reads the keys of a GPT-OSS config."""
     fields.only("hidden_act", "silu", default="silu")
     fields.only("attention_bias", True, default=True)
     # `initial_context_length` repeats a setting of YaRN.

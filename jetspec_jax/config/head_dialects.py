@@ -11,7 +11,6 @@ vLLM 0.33 (``models/qwen3_dflash.py``, ``configs/speculators``), SGLang 0.5.23 (
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from jetspec_jax.arguments import shown
@@ -58,49 +57,18 @@ _INERT = (
 )
 
 
-@dataclass(frozen=True)
-class HeadKeys:
-    """A draft head's settings from either dialect.
-
-    Attributes:
-        decoder: The object with the decoder's keys; the caller must call `done` on it.
-        block_size: Draft slots, the anchor's included.
-        num_target_layers: Layers of the target; None if the dialect has no key for it.
-        tap_layers: Tapped target layers, counted from 0; None for the default.
-        mask_token_id: Token of the slots after the anchor.
-        target_hidden_size: The target's width; None if it equals the head's.
-        draft_vocab_size: Tokens that the head can draft; None for the whole vocabulary.
-        causal: Whether a slot attends only to the slots up to itself.
-        scaled_embeddings: As in `DraftHeadConfig`.
-        capped_logits: As in `DraftHeadConfig`.
-        target_format: As in `DraftHeadConfig`.
-        selector: As in `DraftHeadConfig`.
-        draft_scales: As in `DraftHeadConfig`.
-    """
-
-    decoder: Fields
-    block_size: int
-    num_target_layers: int | None
-    tap_layers: tuple[int, ...] | None
-    mask_token_id: int
-    target_hidden_size: int | None
-    draft_vocab_size: int | None
-    causal: bool
-    scaled_embeddings: bool = True
-    capped_logits: bool = False
-    target_format: str = ""
-    selector: SelectorConfig | None = None
-    draft_scales: tuple[float, ...] | None = None
-
-
-def read_head_keys(top: Fields) -> HeadKeys:
+def read_head_keys(top: Fields) -> tuple[Fields, dict[str, Any]]:
     """Reads a draft head's settings from the ``config.json`` of either dialect.
+
+    Returns the object with the decoder's keys, on which the caller must call `done`, and arguments of
+    `DraftHeadConfig`; also "target_hidden_size" (None if it equals the head's) and "draft_vocab_size" (None
+    for the whole vocabulary). Without tap layers the default applies.
 
     Raises:
         ValueError: A key is missing, out of range, unknown or unsupported, or two keys contradict each other;
             the message has both keys and their values.
     """
-    return _read_speculators(top) if SPECULATORS in top else _read_dflash(top)
+    return _read_speculators(top) if SPECULATORS in top else (top, _read_dflash(top))
 
 
 def dialect_of(raw: Mapping[str, Any]) -> str:
@@ -124,7 +92,7 @@ def causality_by_engine(raw: Mapping[str, Any]) -> dict[str, bool]:
     }
 
 
-def _read_dflash(top: Fields) -> HeadKeys:
+def _read_dflash(top: Fields) -> dict[str, Any]:
     dflash = top.object(DFLASH)
     if dflash is None:
         raise top.error(DFLASH, "an object", None)
@@ -135,23 +103,22 @@ def _read_dflash(top: Fields) -> HeadKeys:
         (top, "eagle_aux_hidden_state_layer_ids"),
     ]
     block_size = _agreed(top, _block_size, *((fields, "block_size") for fields in both))
-    keys = HeadKeys(
-        decoder=top,
-        block_size=block_size,
-        num_target_layers=_agreed(top, _depth, *((fields, "num_target_layers") for fields in both)),
-        tap_layers=_agreed(top, _taps, *taps) if any(key in fields for fields, key in taps) else None,
-        mask_token_id=_agreed(top, _token, (dflash, "mask_token_id"), (top, "mask_token_id")),
-        target_hidden_size=_agreed(
+    keys = {
+        "block_size": block_size,
+        "num_target_layers": _agreed(top, _depth, *((fields, "num_target_layers") for fields in both)),
+        "tap_layers": _agreed(top, _taps, *taps) if any(key in fields for fields, key in taps) else None,
+        "mask_token_id": _agreed(top, _token, (dflash, "mask_token_id"), (top, "mask_token_id")),
+        "target_hidden_size": _agreed(
             top, Fields.get, *((fields, "target_hidden_size") for fields in (dflash, top))
         ),
-        draft_vocab_size=top.get("draft_vocab_size"),
-        causal=_agreed(top, Fields.flag, (top, "is_causal"), (dflash, "causal"), (dflash, "causal_head")),
-        scaled_embeddings=dflash.flag("scaled_embeddings", default=True),
-        capped_logits=dflash.flag("capped_logits", default=False),
-        target_format=_text(dflash, "target_format"),
-        selector=_selector(dflash, top.get("vocab_size")),
-        draft_scales=_draft_scales(dflash, block_size - 1),
-    )
+        "draft_vocab_size": top.get("draft_vocab_size"),
+        "causal": _agreed(top, Fields.flag, (top, "is_causal"), (dflash, "causal"), (dflash, "causal_head")),
+        "scaled_embeddings": dflash.flag("scaled_embeddings", default=True),
+        "capped_logits": dflash.flag("capped_logits", default=False),
+        "target_format": _text(dflash, "target_format"),
+        "selector": _selector(dflash, top.get("vocab_size")),
+        "draft_scales": _draft_scales(dflash, block_size - 1),
+    }
     if dflash.get("draft_shift"):
         raise ValueError(f"{top.where}: draft_shift is not supported; published heads use it off")
     _check_harmless(top, dflash)
@@ -160,7 +127,7 @@ def _read_dflash(top: Fields) -> HeadKeys:
     return keys
 
 
-def _read_speculators(top: Fields) -> HeadKeys:
+def _read_speculators(top: Fields) -> tuple[Fields, dict[str, Any]]:
     if (kind := top.get(SPECULATORS)) != "dflash":
         raise top.error(SPECULATORS, "'dflash', which is the one kind that is supported", kind)
     decoder = top.object("transformer_layer_config")
@@ -176,29 +143,24 @@ def _read_speculators(top: Fields) -> HeadKeys:
             f"{top.where}: {_said(top, top, 'layer_types')} contradicts transformer_layer_config, which has "
             f"layer_types={shown(of_decoder)}"
         )
-    keys = HeadKeys(
-        decoder=decoder,
-        block_size=_block_size(top, "block_size"),
-        num_target_layers=None,
-        tap_layers=_taps(top, "aux_hidden_state_layer_ids"),
-        mask_token_id=_token(top, "mask_token_id"),
-        target_hidden_size=top.get("target_hidden_size"),
-        draft_vocab_size=top.get("draft_vocab_size"),
-        causal=_agreed(top, _causal, (top, "sliding_window_non_causal"), (decoder, "is_causal")),
-    )
-    _check_proposals(top, keys.block_size)
+    keys = {
+        "block_size": _block_size(top, "block_size"),
+        "num_target_layers": None,
+        "tap_layers": _taps(top, "aux_hidden_state_layer_ids"),
+        "mask_token_id": _token(top, "mask_token_id"),
+        "target_hidden_size": top.get("target_hidden_size"),
+        "draft_vocab_size": top.get("draft_vocab_size"),
+        "causal": _agreed(top, _causal, (top, "sliding_window_non_causal"), (decoder, "is_causal")),
+    }
+    _check_proposals(top, keys["block_size"])
     _check_harmless(top, decoder)
     _check_no_selector(top, decoder)
     top.done(top=True)
-    return keys
+    return decoder, keys
 
 
 def _agreed(top: Fields, read: Callable[[Fields, str], T], *places: Place) -> T:
-    """The value on which all present keys agree; if all are absent, the first key's default.
-
-    Raises:
-        ValueError: Two keys have different values.
-    """
+    """The value on which all present keys agree; if all are absent, the first key's default."""
     found = [(fields, key, read(fields, key)) for fields, key in places if key in fields]
     if not found:
         return read(*places[0])
@@ -246,11 +208,7 @@ def _taps(fields: Fields, key: str) -> tuple[int, ...]:
 
 
 def _selector(fields: Fields, vocabulary: Any) -> SelectorConfig | None:
-    """The selector; None if both of its numbers are 0 or absent.
-
-    Raises:
-        ValueError: Keys are missing or out of range; the message lists all of them.
-    """
+    """The selector; None if both of its numbers are 0 or absent."""
     rank, count = fields.get("selector_rank"), fields.get("selector_top_k")
     tail = fields.get("selector_tail", False)
     if rank in (None, 0) and count in (None, 0) and tail is False:

@@ -11,12 +11,7 @@ from jetspec_jax.config.rope import FULL, SLIDING, context_of
 def read_decoder(fields: Fields, rope: Rope | None = None) -> dict[str, Any]:
     """The arguments of `ModelConfig` whose keys are the same in every family.
 
-    Args:
-        fields: The config.
-        rope: The rotary embedding, if its scaling may extend the context beyond the config's number.
-
-    Raises:
-        ValueError: A key is missing or out of its range.
+    The scaling of ``rope`` may extend the context.
     """
     return {
         "vocab_size": fields.integer("vocab_size"),
@@ -29,13 +24,8 @@ def read_decoder(fields: Fields, rope: Rope | None = None) -> dict[str, Any]:
 def read_heads(fields: Fields, hidden_size: int | None = None) -> dict[str, Any]:
     """Head counts and head size, as arguments of `LayerConfig`.
 
-    Args:
-        fields: The config.
-        hidden_size: If given, ``head_dim`` defaults to ``hidden_size`` divided by the query heads, and
-            ``num_key_value_heads`` to the number of query heads. If None, both keys are required.
-
-    Raises:
-        ValueError: A key is missing or out of its range, or the sizes do not fit together.
+    Given ``hidden_size``, ``head_dim`` defaults to its share of a query head, and ``num_key_value_heads`` to
+    the number of query heads. Otherwise both keys are required.
     """
     heads = fields.integer("num_attention_heads", most=MAX_HEADS)
     default_kv_heads = default_head_dim = None
@@ -54,20 +44,12 @@ def read_heads(fields: Fields, hidden_size: int | None = None) -> dict[str, Any]
 
 
 def read_num_layers(fields: Fields) -> int:
-    """The number of decoder layers.
-
-    Raises:
-        ValueError: The key is missing or out of its range.
-    """
+    """The number of decoder layers."""
     return fields.integer("num_hidden_layers", most=MAX_LAYERS)
 
 
 def check_heads(where: str, heads: int, kv_heads: int, head_dim: int) -> None:
-    """Checks head counts and head size.
-
-    Raises:
-        ValueError: The query heads are not a multiple of the KV heads, or the head size is odd.
-    """
+    """Refuses query heads that are no multiple of the KV heads, and odd head sizes."""
     if heads % kv_heads:
         raise ValueError(f"{where}: {heads} attention heads are no multiple of {kv_heads} KV heads")
     if head_dim % 2:
@@ -75,16 +57,7 @@ def check_heads(where: str, heads: int, kv_heads: int, head_dim: int) -> None:
 
 
 def check_top_k(fields: Fields, experts: Experts, *names: str) -> None:
-    """Checks that a token is not routed to more experts than there are.
-
-    Args:
-        fields: The config.
-        experts: The experts.
-        *names: The possible keys of the number of experts per token.
-
-    Raises:
-        ValueError: There are fewer experts.
-    """
+    """Checks that a token is not routed to more experts than there are; ``names`` are the key's."""
     if experts.routing.top_k > experts.count:
         raise ValueError(
             f"{fields.where}: {fields.name(*names)} {experts.routing.top_k} of {experts.count} experts"
@@ -96,14 +69,7 @@ def read_layer_types(
 ) -> list[str] | None:
     """The type of each layer (``layer_types``); None if the key is absent.
 
-    Args:
-        fields: The config.
-        num_layers: The number of layers.
-        surplus: Extra entries that the list may have, as in `Fields.layers`.
-        types: The layer types of the family.
-
-    Raises:
-        ValueError: The list has another length, or a type that the family lacks.
+    ``surplus`` is as in `Fields.layers`.
     """
     kinds = fields.layers("layer_types", num_layers, surplus=surplus)
     if kinds is None:
@@ -114,11 +80,7 @@ def read_layer_types(
 
 
 def read_routed_layers(fields: Fields, num_layers: int) -> set[int]:
-    """The layers with experts: every ``decoder_sparse_step``-th except those in ``mlp_only_layers``.
-
-    Raises:
-        ValueError: ``mlp_only_layers`` is not a list of layer indices.
-    """
+    """The layers with experts: every ``decoder_sparse_step``-th except those in ``mlp_only_layers``."""
     step = fields.integer("decoder_sparse_step", default=1)
     dense = fields.get("mlp_only_layers", [])
     if not isinstance(dense, list) or not all(is_int(layer) and 0 <= layer < num_layers for layer in dense):
@@ -127,11 +89,7 @@ def read_routed_layers(fields: Fields, num_layers: int) -> set[int]:
 
 
 def read_window(fields: Fields, slides: bool) -> int | None:
-    """The window of sliding layers; None if ``slides`` is false, whatever the config holds.
-
-    Raises:
-        ValueError: ``slides`` is true, and the config has no window.
-    """
+    """The window of sliding layers; None if ``slides`` is false, whatever the config holds."""
     fields.inert("sliding_window")
     return fields.integer("sliding_window", most=MAX_TOKENS) if slides else None
 
@@ -140,9 +98,6 @@ def read_late_windows(fields: Fields, num_layers: int) -> list[int | None]:
     """Each layer's window by Qwen's keys.
 
     With ``use_sliding_window``, layers from ``max_window_layers`` on slide.
-
-    Raises:
-        ValueError: Layers slide and a key is missing, or ``layer_types`` contradicts ``use_sliding_window``.
     """
     slides = fields.flag("use_sliding_window")
     kinds = read_layer_types(fields, num_layers)
@@ -166,9 +121,6 @@ def read_exceptions(fields: Fields, num_layers: int) -> dict[int, Fields]:
     """The objects of ``per_layer_config`` by layer index; the caller must call `done` on each.
 
     transformers pads the indices with zeros to the same number of digits.
-
-    Raises:
-        ValueError: A key is not a layer index, or two keys mean the same layer.
     """
     layers, found = fields.object("per_layer_config"), {}
     if layers is None:

@@ -7,11 +7,7 @@ from jetspec_jax.config.rope import LLAMA_THETA, LLAMA_TYPES, read_rope
 
 
 def read(fields: Fields) -> ModelConfig:
-    """Reads the keys of a Llama config.
-
-    Raises:
-        ValueError: A key is missing, out of its range, or changes the maths and is not supported.
-    """
+    """Reads the keys of a Llama config."""
     fields.only("hidden_act", "silu", default="silu")
     # Keys of SmolLM2: the first two are for its trainer, the last for another runtime.
     fields.only("rope_interleaved", False, default=False)

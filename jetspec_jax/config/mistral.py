@@ -7,11 +7,7 @@ from jetspec_jax.config.rope import FULL, LLAMA_THETA, LLAMA_TYPES, SLIDING, rea
 
 
 def read(fields: Fields) -> ModelConfig:
-    """Reads the keys of a Mistral config.
-
-    Raises:
-        ValueError: A key is missing, out of its range, or changes the maths and is not supported.
-    """
+    """Reads the keys of a Mistral config."""
     fields.only("hidden_act", "silu", default="silu")
     heads = read_heads(fields, fields.integer("hidden_size"))
     rope = read_rope(fields, heads["head_dim"], LLAMA_TYPES, theta=LLAMA_THETA)
@@ -31,9 +27,6 @@ def _window(fields: Fields, num_layers: int) -> int | None:
     """The window of all layers; null means none.
 
     A file without the key is refused, because transformers would use a window of 4,096.
-
-    Raises:
-        ValueError: The key is absent or invalid, or ``layer_types`` contradicts it.
     """
     if "sliding_window" not in fields.raw:
         raise fields.error("sliding_window", "a number of tokens, or null for none", "absent")

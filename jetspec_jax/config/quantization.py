@@ -100,11 +100,7 @@ PACKED = Quantization(MXFP4, 1, 32, activations="none")
 
 
 def read_quantization(fields: Fields) -> Quantization | None:
-    """Reads a config's ``quantization_config``; None if it is absent.
-
-    Raises:
-        ValueError: The method or a setting is not supported.
-    """
+    """Reads a config's ``quantization_config``; None if it is absent."""
     settings = fields.object("quantization_config")
     if settings is None:
         return None

@@ -7,11 +7,7 @@ from jetspec_jax.config.rope import QWEN3_TYPES, read_rope
 
 
 def read(fields: Fields) -> ModelConfig:
-    """Reads the keys of a Qwen2 config.
-
-    Raises:
-        ValueError: A key is missing, out of its range, or changes the maths and is not supported.
-    """
+    """Reads the keys of a Qwen2 config."""
     fields.only("hidden_act", "silu", default="silu")
     fields.only("attention_bias", True, default=True)
     fields.only("use_mrope", False, default=False)

@@ -7,11 +7,7 @@ from jetspec_jax.config.rope import QWEN3_TYPES, read_rope
 
 
 def read(fields: Fields) -> ModelConfig:
-    """Reads the keys of a Qwen3 config.
-
-    Raises:
-        ValueError: A key is missing, out of its range, or changes the maths and is not supported.
-    """
+    """Reads the keys of a Qwen3 config."""
     fields.only("hidden_act", "silu", default="silu")
     heads = read_heads(fields)
     rope = read_rope(fields, heads["head_dim"], QWEN3_TYPES)

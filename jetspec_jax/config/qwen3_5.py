@@ -34,11 +34,7 @@ _AXES_OF_POSITIONS = ("mrope_section", "mrope_interleaved")
 
 
 def read_dense(fields: Fields) -> ModelConfig:
-    """Reads the keys of a Qwen3.5 config without experts.
-
-    Raises:
-        ValueError: A key is missing, out of its range, or changes the maths and is not supported.
-    """
+    """Reads the keys of a Qwen3.5 config without experts."""
     fields.inert("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
     num_layers = read_num_layers(fields)
     read_routed_layers(fields, num_layers)  # published files have these keys, and all layers are dense
@@ -47,11 +43,7 @@ def read_dense(fields: Fields) -> ModelConfig:
 
 
 def read_moe(fields: Fields) -> ModelConfig:
-    """Reads the keys of a Qwen3.5 config with experts.
-
-    Raises:
-        ValueError: A key is missing, out of its range, or changes the maths and is not supported.
-    """
+    """Reads the keys of a Qwen3.5 config with experts."""
     fields.inert("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
     fields.only("norm_topk_prob", True, default=True)
     fields.only("decoder_sparse_step", 1, default=1)
@@ -59,15 +51,7 @@ def read_moe(fields: Fields) -> ModelConfig:
 
 
 def read_blocks(fields: Fields, *, renormalise: bool) -> list[dict[str, Any]]:
-    """Each layer's feed-forward block, as arguments of `LayerConfig`: routed and shared experts, or dense.
-
-    Args:
-        fields: The config.
-        renormalise: Whether the weights of a token's experts are scaled to sum to one.
-
-    Raises:
-        ValueError: A key is missing or out of its range.
-    """
+    """Each layer's feed-forward block, as arguments of `LayerConfig`: routed and shared experts, or dense."""
     fields.inert("router_aux_loss_coef", "output_router_logits", "intermediate_size")
     experts = Experts(
         count=fields.integer("num_experts", most=MAX_EXPERTS),
@@ -85,16 +69,7 @@ def read_blocks(fields: Fields, *, renormalise: bool) -> list[dict[str, Any]]:
 
 
 def read_hybrid(fields: Fields, model_type: str, blocks: list[dict[str, Any]]) -> ModelConfig:
-    """Reads the keys that these families share.
-
-    Args:
-        fields: The config.
-        model_type: The family.
-        blocks: Each layer's feed-forward block, as arguments of `LayerConfig`.
-
-    Raises:
-        ValueError: A key is missing, out of its range, or changes the maths and is not supported.
-    """
+    """Reads the keys that these families share; ``blocks`` are as from `read_blocks`."""
     fields.only("hidden_act", "silu", default="silu")
     fields.only("attn_output_gate", True, default=True)
     fields.only("output_gate_type", "swish", "silu", default="swish")  # two names of one function

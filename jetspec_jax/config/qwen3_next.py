@@ -6,11 +6,7 @@ from jetspec_jax.config.qwen3_5 import read_blocks, read_hybrid
 
 
 def read(fields: Fields) -> ModelConfig:
-    """Reads the keys of a Qwen3-Next config.
-
-    Raises:
-        ValueError: A key is missing, out of its range, or changes the maths and is not supported.
-    """
+    """Reads the keys of a Qwen3-Next config."""
     fields.only("use_sliding_window", False, default=False)
     fields.inert("sliding_window", "max_window_layers")
     renormalise = fields.flag("norm_topk_prob", default=True)

@@ -29,17 +29,8 @@ def read_rope(
 ) -> Rope:
     """The rotary embedding of all layers, from either dialect or both.
 
-    Args:
-        fields: The config.
-        head_dim: Elements of a head.
-        types: The rope types of the family.
-        theta: The base if the file has none; None makes that an error.
-        share: The default fraction of a head that is rotated; None: always the whole head.
-        inert: Settings of the family that have no effect on text.
-
-    Raises:
-        ValueError: The type or a setting is not supported, the base is missing, or the base or the rotated
-            fraction is given twice with different values.
+    Without ``theta`` the config must have the base. ``share`` is the default fraction of a head that is
+    rotated; None means always the whole head. Settings in ``inert`` have no effect on text.
     """
     bases = {fields.positive("rope_theta")} if "rope_theta" in fields else set()
     found = []
@@ -73,17 +64,7 @@ def read_layer_ropes(
     *,
     partial: bool = False,
 ) -> dict[str, Rope]:
-    """The rotary embedding of each layer type, from the objects of the newer dialect.
-
-    Args:
-        fields: The config.
-        head_dims: Elements of a head for each layer type.
-        types: The rope types of the family.
-        partial: Whether only a part of a head may be rotated.
-
-    Raises:
-        ValueError: As for `read_rope`, or a layer type has no object.
-    """
+    """The rotary embedding of each layer type, from the objects of the newer dialect."""
     ropes, found = fields.object("rope_parameters"), {}
     for kind, head_dim in head_dims.items():
         settings = None if ropes is None else ropes.object(kind)
@@ -107,18 +88,8 @@ def read_older_layer_rope(
 ) -> Rope:
     """The rotary embedding of a layer by the older dialect; absent keys default to the newer dialect's.
 
-    Args:
-        where: The config's name in error messages.
-        newer: The newer dialect's object for the layer; empty if there is none.
-        scaling: ``rope_scaling`` if it applies to the layer; it replaces ``newer`` except for the keys
-            of ``older``.
-        head_dim: Elements of a head.
-        types: The rope types of the family.
-        partial: Whether only a part of a head may be rotated.
-        **older: Settings that the older dialect stores under separate keys; None if the key is absent.
-
-    Raises:
-        ValueError: As for `read_rope`.
+    ``newer`` is the newer dialect's object for the layer. ``scaling`` (``rope_scaling``, if it applies to the
+    layer) replaces it except for the keys of ``older``, which the older dialect stores separately.
     """
     given = {key: value for key, value in older.items() if value is not None}
     settings = dict(newer)
@@ -138,9 +109,6 @@ def context_of(fields: Fields, rope: Rope | None) -> int:
     """The longest sequence in tokens: ``max_position_embeddings``, or more with YaRN.
 
     Files with YaRN often keep the unscaled ``max_position_embeddings``, so the larger number counts.
-
-    Raises:
-        ValueError: The key is missing, or smaller than the original context.
     """
     key = "max_position_embeddings"
     limit = fields.integer(key, most=MAX_TOKENS)
@@ -152,18 +120,7 @@ def context_of(fields: Fields, rope: Rope | None) -> int:
 
 
 def part_of_head(where: str, key: str, share: float, head_dim: int, *, odd: bool = False) -> int:
-    """The number of rotated elements of a head.
-
-    Args:
-        where: The name, in error messages, of the object with the key.
-        key: The key.
-        share: Its value: the rotated fraction of a head.
-        head_dim: Elements of a head.
-        odd: Whether the number may be odd.
-
-    Raises:
-        ValueError: The number is below 2, above ``head_dim``, or odd where that is not allowed.
-    """
+    """The number of rotated elements of a head: a ``share`` of them, ``key`` of the object ``where``."""
     size = int(share * head_dim)
     if not (size >= 2 and share <= 1 and (odd or size % 2 == 0)):
         expected = "at least 2 of them" if odd else "2, 4, 6, ... of them"
@@ -242,9 +199,6 @@ def _attention_factor(settings: Fields, factor: float) -> float:
     """YaRN's factor of cosines and sines.
 
     Source: YaRN, section 3.4; the form with ``mscale`` and ``mscale_all_dim`` is DeepSeek-V2's.
-
-    Raises:
-        ValueError: Only one of the two is given, or ``attention_factor`` differs from their result.
     """
     given = settings.optional("attention_factor")
     over, under = settings.optional("mscale"), settings.optional("mscale_all_dim")

@@ -56,11 +56,7 @@ FIXED = {
 
 
 def read(fields: Fields) -> ModelConfig:
-    """Reads the keys of a Step config.
-
-    Raises:
-        ValueError: A key is missing, out of its range, or changes the maths and is not supported.
-    """
+    """Reads the keys of a Step config."""
     for key, value in FIXED.items():
         fields.only(key, value, default=value)
     # Published files have `use_qk_norm` false, and yet contain these norms, which all readers apply.

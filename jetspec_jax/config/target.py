@@ -31,9 +31,7 @@ Read = Callable[[Fields], ModelConfig]
 class Wrapper(NamedTuple):
     """A multimodal model, whose config has its text model's config under ``text_config``.
 
-    Attributes:
-        text_type: The model type of the text model.
-        inert: Top-level keys that do not affect text: other modalities and their tokens.
+    ``inert`` keys are at the top level: other modalities and their tokens.
     """
 
     text_type: str
@@ -117,11 +115,7 @@ def parse_model_config(
 
 
 def _read_wrapped(fields: Fields, wrapper: Wrapper) -> ModelConfig:
-    """The text model of a multimodal model's config.
-
-    Raises:
-        ValueError: The text model is missing or of another type.
-    """
+    """The text model of a multimodal model's config."""
     text = fields.object("text_config")
     if text is None:
         raise fields.error("text_config", "an object", None)
@@ -150,14 +144,6 @@ def parse_eos_token_ids(
 
     The files often differ: one has the end of a document, the other the end of a turn. A multimodal model has
     ids at the top level of its config, in ``text_config``, or in both.
-
-    Args:
-        config: The ``config.json``.
-        generation_config: The ``generation_config.json``, if there is one.
-        folder: The folder of the files, for error messages.
-
-    Raises:
-        ValueError: A value is not a token id.
     """
     text, found = config.get("text_config"), []
     for name, raw in (

@@ -79,9 +79,7 @@ def quantization_of(config: ModelConfig | DraftHeadConfig) -> Quantization | Non
 def quantized_blocks(config: ModelConfig | DraftHeadConfig) -> Mapping[Path, tuple[int, ...]]:
     """The quantised parameters of a config and their blocks; see `blocks_of`.
 
-    Raises:
-        ValueError: As for `blocks_of`; or only some layers of a draft head are quantised, whose projections
-            of the context are one product.
+    Layers of a draft head must be quantised alike, because their projections of the context are one product.
     """
     quantization = quantization_of(config)
     if quantization is None:
@@ -139,12 +137,10 @@ class _OneKey(nnx.Rngs):
     """Returns the same key every time: shapes do not depend on keys, and counting keys in a trace is slow."""
 
     def __init__(self, seed: int):
-        """Makes the key."""
         super().__init__(seed)
         self._key = nnx.Variable(jax.random.key(seed))
 
     def params(self) -> jax.Array:
-        """The key."""
         return self._key[...]
 
 

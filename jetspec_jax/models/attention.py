@@ -15,6 +15,14 @@ from pallas_kernels.qkv_rotary import qkv_rotary
 PROJECTION_AXES = ("embed", "kv_heads", "qkv", "head_dim")
 
 
+def projection(
+    hidden_size: int, geometry: LayerConfig, rows: int, *, rngs: nnx.Rngs, dtype: jnp.dtype
+) -> nnx.Param:
+    """A fused weight with ``rows`` heads for each KV head."""
+    shape = hidden_size, geometry.num_kv_heads, rows, geometry.head_dim
+    return param(rngs, shape, PROJECTION_AXES, dtype)
+
+
 class Attention(nnx.Module):
     """Grouped-query attention with per-head norms of queries and keys, before rotary.
 
@@ -31,7 +39,6 @@ class Attention(nnx.Module):
     NORM_VALUES: ClassVar[bool] = False
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        """Makes layer ``layer``'s attention."""
         geometry = config.layers[layer]
         m, h, e = config.hidden_size, geometry.num_heads, geometry.head_dim
         self.make_projection(m, geometry, rngs=rngs, dtype=dtype)
@@ -53,13 +60,8 @@ class Attention(nnx.Module):
         self, hidden_size: int, geometry: LayerConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype
     ) -> None:
         """Makes the weight of `project`."""
-        shape = (
-            hidden_size,
-            geometry.num_kv_heads,
-            geometry.num_heads // geometry.num_kv_heads + 2,
-            geometry.head_dim,
-        )
-        self.qkv_proj = param(rngs, shape, PROJECTION_AXES, dtype)
+        rows = geometry.num_heads // geometry.num_kv_heads + 2
+        self.qkv_proj = projection(hidden_size, geometry, rows, rngs=rngs, dtype=dtype)
 
     def __call__(
         self, x: Float[Array, "B N M"], positions: Int[Array, "B N"], attend: Attend

@@ -13,20 +13,13 @@ from jetspec_jax.models.layers import Attend, RMSNorm, Rows
 
 
 class DecoderLayer(nnx.Module):
-    """A pre-norm decoder layer, used by Qwen3 and the draft head.
-
-    Attributes:
-        NORM: The class of its norms.
-        ATTENTION: The class of its attention.
-        EXPERTS: The class of its feed-forward block in layers with experts.
-    """
+    """A pre-norm decoder layer, used by Qwen3 and the draft head."""
 
     NORM: ClassVar[type[RMSNorm]] = RMSNorm
     ATTENTION: ClassVar[type[Attention]] = Attention
     EXPERTS: ClassVar[type[MLP | ExpertMLP]] = ExpertMLP
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        """Makes layer ``layer``."""
         m, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = self.NORM(m, eps, axis="embed", dtype=dtype)
         self.make_mixer(config, layer, rngs=rngs, dtype=dtype)
@@ -50,8 +43,7 @@ class DecoderLayer(nnx.Module):
         The stream is passed as two terms because the next reader is always a norm, which adds and normalises
         in one pass. ``delta`` is None before the first layer, and after layers that add it themselves.
 
-        Returns:
-            The two terms of the stream after this layer, and the block's rows for a store.
+        Returns the two terms after this layer, and the block's rows for a store.
         """
         normed, x = self.input_layernorm.after(x, delta)
         mixed, rows = self.mix(normed, positions, attend)
@@ -78,7 +70,6 @@ class SandwichLayer(DecoderLayer):
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        """Makes layer ``layer``."""
         super().__init__(config, layer, rngs=rngs, dtype=dtype)
         m, eps = config.hidden_size, config.rms_norm_eps
         self.pre_feedforward_layernorm = self.NORM(m, eps, axis="embed", dtype=dtype)

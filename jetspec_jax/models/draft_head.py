@@ -39,7 +39,6 @@ class DraftHead(nnx.Module):
     FLOAT32: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: DraftHeadConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.dtype(jnp.float32)):
-        """Makes a randomly initialised head with parameters of type ``dtype``."""
         self.config = config
         m, eps = config.layers.hidden_size, config.layers.rms_norm_eps
         self.fc = param(rngs, (len(config.tap_layers) * m, m), ("taps", "features"), dtype)
@@ -75,15 +74,10 @@ class DraftHead(nnx.Module):
         positions: Int[Array, "B T"],
         projection: Float[Array, "M L G 2 E"] | Quantized,
     ) -> tuple[KV, ...]:
-        """Each layer's keys and values of the context, from the target's taps.
+        """Each layer's keys and values of the context, from the outputs of the tapped layers.
 
         All layers read the same features, without their input norm, which is for the block only. Storing keys
         and values takes a few KB per token; storing the taps would take tens.
-
-        Args:
-            taps: Outputs of the tapped layers.
-            positions: The tokens' absolute positions.
-            projection: The result of `context_projection`.
         """
         features = einsum("btf,fm->btm", taps, self.fc[...])
         if features.shape[2] < self.config.layers.hidden_size:
@@ -104,11 +98,8 @@ class DraftHead(nnx.Module):
     ) -> Float[Array, "B N M"]:
         """Final-normed hidden states of the draft slots.
 
-        Args:
-            slots: The target's embeddings of ``[anchor, MASK, MASK, ...]``.
-            positions: The slots' absolute positions, the anchor's first.
-            attend: Attention over the context and, inside a block, over earlier (or all) slots.
-            remat: Whether the backward pass recomputes each layer's activations instead of storing them.
+        ``slots`` are the target's embeddings of ``[anchor, MASK, MASK, ...]``. With ``remat`` the backward
+        pass recomputes each layer's activations.
         """
         x, delta = slots, None
         for layer in self.layers:

@@ -20,7 +20,6 @@ class MLP(nnx.Module):
     """The gated feed-forward block: ``down(activation(gate(x), up(x)))``, gate and up in one product."""
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        """Makes layer ``layer``'s dense block."""
         m, f = config.hidden_size, config.layers[layer].mlp_size
         self.gate_up_proj = param(rngs, (m, 2, f), ("embed", "gate_up", "mlp"), dtype)
         self.down_proj = param(rngs, (f, m), ("mlp", "embed"), dtype)
@@ -49,7 +48,6 @@ class RoutedExperts(nnx.Module):
     """Routed experts, in one memory layout for all families."""
 
     def __init__(self, hidden_size: int, experts: Experts, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        """Makes the experts."""
         m, e, f = hidden_size, experts.count, experts.size
         self.gate_up_proj = param(rngs, (e, m, 2, f), ("expert", "embed", "gate_up", "expert_mlp"), dtype)
         self.down_proj = param(rngs, (e, f, m), ("expert", "expert_mlp", "embed"), dtype)
@@ -97,7 +95,6 @@ class ExpertMLP(nnx.Module):
     """A mixture of experts: a router and routed experts."""
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        """Makes layer ``layer``'s router and experts."""
         m, experts = config.hidden_size, config.layers[layer].experts
         assert experts is not None, "a layer without experts has a plain MLP"
         # One row per expert, as in files: for one token a GPU sums along rows.

@@ -44,7 +44,6 @@ class GatedDeltaNet(nnx.Module):
     """A linear recurrence with a decaying state, updated by the delta rule."""
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        """Makes layer ``layer``'s recurrence."""
         recurrence = config.layers[layer].recurrence
         assert recurrence is not None, "a layer without a recurrence has attention"
         m, v, e = config.hidden_size, recurrence.num_value_heads, recurrence.value_dim

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jetspec_jax.config import LayerConfig, ModelConfig
 from jetspec_jax.config.geometry import Experts
-from jetspec_jax.models.attention import PROJECTION_AXES, Attention
+from jetspec_jax.models.attention import Attention, projection
 from jetspec_jax.models.decoder_layer import SandwichLayer
 from jetspec_jax.models.feed_forward import MLP, RoutedExperts
 from jetspec_jax.models.key_table import ENDS, LAYER_KEYS, NESTED_HEAD, SANDWICH_KEYS, Key, Skip
@@ -52,13 +52,8 @@ class Gemma4Attention(Attention):
         """Makes the weight; if keys are values, it has only queries and keys, and another name."""
         self.keys_as_values = geometry.keys_as_values
         if geometry.keys_as_values:
-            shape = (
-                hidden_size,
-                geometry.num_kv_heads,
-                geometry.num_heads // geometry.num_kv_heads + 1,
-                geometry.head_dim,
-            )
-            self.qk_proj = param(rngs, shape, PROJECTION_AXES, dtype)
+            rows = geometry.num_heads // geometry.num_kv_heads + 1
+            self.qk_proj = projection(hidden_size, geometry, rows, rngs=rngs, dtype=dtype)
         else:
             super().make_projection(hidden_size, geometry, rngs=rngs, dtype=dtype)
 
@@ -77,7 +72,6 @@ class Gemma4Router(nnx.Module):
     """Chooses experts from the normed and scaled residual stream, and scales each expert's weight."""
 
     def __init__(self, config: ModelConfig, experts: Experts, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        """Makes the router."""
         m, count = config.hidden_size, experts.count
         self.proj = param(rngs, (count, m), ("router", "embed"), dtype)
         self.scale = nnx.Param(jnp.ones((m,), dtype), axes=("embed",))
@@ -100,7 +94,6 @@ class Gemma4Layer(SandwichLayer):
     EXPERTS = MLP  # every layer has a dense block; experts are beside it
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        """Makes layer ``layer``."""
         super().__init__(config, layer, rngs=rngs, dtype=dtype)
         m, eps, experts = config.hidden_size, config.rms_norm_eps, config.layers[layer].experts
         self.layer_scalar = nnx.Param(jnp.ones((1,), dtype), axes=("layer_scalar",))

@@ -24,7 +24,6 @@ class GptOssAttention(PlainAttention):
     """Attention with sinks."""
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        """Makes layer ``layer``'s attention."""
         super().__init__(config, layer, rngs=rngs, dtype=dtype)
         self.sinks = param(rngs, (config.layers[layer].num_heads,), ("heads",), dtype)
 
@@ -37,7 +36,6 @@ class GptOssExperts(ExpertMLP):
     """Experts whose router has a bias."""
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        """Makes layer ``layer``'s router and experts."""
         super().__init__(config, layer, rngs=rngs, dtype=dtype)
         self.router_bias = param(rngs, (self.experts.config.count,), ("router",), dtype)
 

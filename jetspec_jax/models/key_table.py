@@ -71,12 +71,6 @@ class Key:
     repeated: bool = False
 
     def __post_init__(self):
-        """Checks the entry.
-
-        Raises:
-            ValueError: The layout is invalid, or unsuitable for MXFP4 blocks, or the name and the path have
-                different numbers of indices.
-        """
         layout = parse_layout(self.layout) if self.layout else Layout((), ())
         if self.scales and (len(layout.order) < 3 or layout.merged[-1] != 1):
             raise ValueError(
@@ -93,6 +87,12 @@ class Key:
         """The names of the tensors: one, or blocks and scales."""
         return (self.name, self.scales) if self.scales else (self.name,)
 
+    def picks(self, count: int) -> list[int | slice]:
+        """The entry's `part` as one index or slice for each of ``count`` axes."""
+        given = self.part if isinstance(self.part, tuple) else (self.part,)
+        at = given.index(...) if ... in given else len(given)
+        return [*given[:at], *[slice(None)] * (count - len(given) + (... in given)), *given[at + 1 :]]
+
     def under(self, prefix: str, instead_of: str = "") -> "Key":
         """The entry with its name's prefix ``instead_of`` replaced; without that prefix it is unchanged."""
         if not self.name.startswith(instead_of):
@@ -101,12 +101,7 @@ class Key:
         return replace(self, name=name, scales="".join(scales))
 
     def of(self, indices: Sequence[int], shape: tuple[int, ...]) -> list["Key"]:
-        """The entries of one parameter, with indices filled in: one, or with `expert` one per expert.
-
-        Args:
-            indices: The values of the path's ``{}``.
-            shape: The parameter's shape.
-        """
+        """The entries of one parameter, with indices filled in: one, or with `expert` one per expert."""
         places = [(*indices, i) for i in range(shape[0])] if self.expert else [tuple(indices)]
         inner = self.part if isinstance(self.part, tuple) else (self.part,)
         return [
@@ -122,12 +117,7 @@ class Key:
         ]
 
     def file_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the file's tensors, in the order of `names`, for a parameter of ``shape``.
-
-        Raises:
-            ValueError: The layout has another number of axes than the part, or the rows do not consist of
-                whole MXFP4 blocks.
-        """
+        """Shapes of the file's tensors, in the order of `names`, for a parameter of ``shape``."""
         view = self._view(np.broadcast_to(0, shape))
         shape = parse_layout(self.layout).shape(view) if self.layout else view.shape
         return packed_shapes(shape) if self.scales else (shape,)
@@ -135,17 +125,9 @@ class Key:
     def of_part(self, shard: ShardRows) -> tuple["Key", list[list[np.ndarray]]] | None:
         """The entry of a device's shard of a parameter, and the rows that it needs of the file.
 
-        Returns:
-            The entry, and for each of `names` the rows along each axis. None if the shard has nothing of this
-            tensor, which belongs to another device's expert.
-
-        Raises:
-            ValueError: The shard begins or ends inside an MXFP4 block.
+        None if the shard has nothing of this tensor, which belongs to another device's expert.
         """
-        count = len(shard.rows)
-        given = self.part if isinstance(self.part, tuple) else (self.part,)
-        at = given.index(...) if ... in given else len(given)
-        index = [*given[:at], *[slice(None)] * (count - len(given) + (... in given)), *given[at + 1 :]]
+        index = self.picks(len(shard.rows))
         rows, sizes, local = [], [], list(index)
         for axis, pick in enumerate(index):
             row, size = shard.rows[axis], shard.sizes[axis]
@@ -186,13 +168,7 @@ class Key:
     def from_file(self, parameter: np.ndarray, *tensors: np.ndarray, each: Each = one_by_one) -> None:
         """Fills the entry's part of a parameter from the file's tensors.
 
-        Args:
-            parameter: The parameter.
-            *tensors: The tensors, in the order of `names`.
-            each: Runs the copy of each tile; tiles are disjoint.
-
-        Raises:
-            ValueError: An MXFP4 scale is not a number. It is raised inside ``each``.
+        ``each`` runs the copies of disjoint tiles.
         """
         view = self._view(parameter)
         tiles = parse_layout(self.layout).tiles(view) if self.layout and view.ndim > 1 else [...]
@@ -244,11 +220,6 @@ class Skip:
     further_layers: bool = False
 
     def __post_init__(self):
-        """Checks the pattern.
-
-        Raises:
-            ValueError: ``further_layers`` is set, and the pattern has no group.
-        """
         if self.further_layers and not re.compile(self.pattern).groups:
             raise ValueError(f"{self.pattern!r} has no group for the layer's index")
 
@@ -294,6 +265,22 @@ LAYER_KEYS = (
             "post_attention_layernorm",
         )
     ),
+)
+
+_EXPERTS = "layers.{}.mlp.experts."
+#: The router and the experts of Qwen's families: one tensor per expert, or fused ones.
+EXPERT_KEYS = (
+    Key("layers.{}.mlp.gate.weight", "layers.{}.mlp.router"),
+    *(
+        Key(f"{_EXPERTS}{{}}.{name}.weight", f"{_EXPERTS}{path}", layout, part, expert=True)
+        for name, path, layout, part in (
+            ("gate_proj", "gate_up_proj", "m i -> i m", np.s_[:, 0]),
+            ("up_proj", "gate_up_proj", "m i -> i m", np.s_[:, 1]),
+            ("down_proj", "down_proj", "i m -> m i", ...),
+        )
+    ),
+    Key(f"{_EXPERTS}gate_up_proj", f"{_EXPERTS}gate_up_proj", "e m two i -> e (two i) m", form="fused"),
+    Key(f"{_EXPERTS}down_proj", f"{_EXPERTS}down_proj", "e i m -> e m i", form="fused"),
 )
 
 #: The additional norms of a `SandwichLayer`.

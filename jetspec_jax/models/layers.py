@@ -101,11 +101,8 @@ class Mix(Attend, Protocol):
 def einsum(spec: str, x: Array, w: Array | Narrow, *, wide: bool = False) -> Array:
     """A product in ``x``'s dtype. float32 has full precision, where a GPU would by default round to TF32.
 
-    Args:
-        spec: As for `jnp.einsum`; the contracted axes must be the last of ``x``.
-        x: The left operand; weights are cast to its type.
-        w: The weights. Quantised weights are not cast; the product applies their scales.
-        wide: Whether the result stays in float32.
+    The contracted axes must be the last of ``x``. Weights are cast to its type; of quantised ones the product
+    applies the scales. With ``wide`` the result is float32.
     """
     return matmul(spec, x, w if isinstance(w, Narrow) else w.astype(x.dtype), wide=wide)
 
@@ -113,10 +110,8 @@ def einsum(spec: str, x: Array, w: Array | Narrow, *, wide: bool = False) -> Arr
 def joined(terms: Any, local: int, whole: int) -> Any:
     """The sum over all devices of partial results over heads, features or experts.
 
-    Args:
-        terms: This device's partial result: an array, or a tuple, which is summed in one collective.
-        local: The number of heads, features or experts on this device.
-        whole: The total number; if this device has all of them, ``terms`` is returned.
+    ``terms`` is an array, or a tuple, which is summed in one collective. A device that has all (``local`` of
+    ``whole``) returns them unchanged.
     """
     if local == whole:
         return terms
@@ -144,7 +139,6 @@ class RMSNorm(nnx.Module):
     WEIGHT_OFFSET: ClassVar[float | None] = None
 
     def __init__(self, size: int, eps: float, *, axis: str, dtype: jnp.dtype):
-        """Makes a norm over the last axis of ``size`` elements, called ``axis``."""
         self.weight = nnx.Param(jnp.full((size,), self.INITIAL, dtype), axes=(axis,))
         self.eps = eps
 

@@ -61,9 +61,6 @@ def parse_layout(text: str) -> Layout:
 
     Both sides have the same names. On the file's side, names in parentheses are merged into one axis with the
     last name varying fastest, and ``()`` is an axis of one element.
-
-    Raises:
-        ValueError: The text has another form.
     """
     left, arrow, right = text.partition("->")
     if not arrow or not AXES.fullmatch(left) or not GROUPS.fullmatch(right):

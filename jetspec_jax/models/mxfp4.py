@@ -21,11 +21,7 @@ _SCALES = np.array([math.ldexp(1, s - 127) for s in range(LARGEST_SCALE + 1)], n
 
 
 def packed_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the blocks and the scales for values of ``shape``.
-
-    Raises:
-        ValueError: The last axis does not consist of whole blocks.
-    """
+    """Shapes of the blocks and the scales for values of ``shape``."""
     *rows, size = shape
     if size % BLOCK:
         raise ValueError(f"rows of {size} values are no whole blocks of {BLOCK}")
@@ -44,9 +40,6 @@ def widen(
     """The K = 32 G values of G blocks per row.
 
     They are computed in float32, so pass large tensors in parts.
-
-    Raises:
-        ValueError: As for `check_scales`.
     """
     check_scales(scales)
     values = _PAIRS[blocks].view(np.float32)

@@ -40,14 +40,7 @@ class QuantizedParam(nnx.Module):
     """A quantised parameter: values and scales as two parameters."""
 
     def __init__(self, values: Any, scales: Any, block: tuple[int, ...], axes: tuple[str, ...]):
-        """Takes arrays, or their shapes and types.
-
-        Args:
-            values: Values of type `FP8`, or bytes of MXFP4.
-            scales: One scale per block.
-            block: Weights that share a scale along each axis.
-            axes: Names of the weights' axes.
-        """
+        """Takes arrays, or their shapes and types; ``block`` and ``axes`` are those of the weights."""
         if values.dtype == FP8:
             value_axes, scale_axes = axes, _axes_of_blocks(axes, scales.shape, block)
         else:
@@ -80,13 +73,7 @@ def is_quantized(path: Path) -> bool:
 def blocks_of(module: Any, quantization: Quantization) -> Mapping[Path, tuple[int, ...]]:
     """The quantised parameters of a module, each with the number of values per scale along each axis.
 
-    Args:
-        module: The module without quantised parameters.
-        quantization: The quantisation of the checkpoint.
-
-    Raises:
-        ValueError: Only some matrices of a fused parameter are quantised, or rows do not consist of whole
-            MXFP4 blocks.
+    All matrices of a fused parameter must be quantised, or none.
     """
     entries = defaultdict(list)
     for key in module.KEYS:
@@ -124,13 +111,7 @@ def blocks_of(module: Any, quantization: Quantization) -> Mapping[Path, tuple[in
 
 
 def quantize(module: Any, blocks: Mapping[Path, tuple[int, ...]], quantization: Quantization | None) -> None:
-    """Replaces parameters of a module, or their shapes, by quantised ones.
-
-    Args:
-        module: The module.
-        blocks: The parameters and their blocks, from `blocks_of`.
-        quantization: The quantisation.
-    """
+    """Replaces parameters of a module, or their shapes, by quantised ones; see `blocks_of`."""
     for path, block in blocks.items():
         *way, last = path
         place, name = module, str(last)
@@ -153,11 +134,7 @@ def quantize(module: Any, blocks: Mapping[Path, tuple[int, ...]], quantization: 
 
 
 def packed_cells(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the scales of experts' weights in MXFP4, with the packed axis last.
-
-    Raises:
-        ValueError: The packed axis does not consist of whole blocks.
-    """
+    """The shape of the scales of experts' weights in MXFP4, with the packed axis last."""
     others, size = [*shape], shape[_PACKED_AXIS]
     del others[_PACKED_AXIS]
     if size % BLOCK:
@@ -166,12 +143,7 @@ def packed_cells(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def widened(weights: dict[str, Any], blocks: Mapping[Path, tuple[int, ...]]) -> dict[str, Any]:
-    """Nested weights with quantised parameters converted to float32.
-
-    Args:
-        weights: The weights, or some of them.
-        blocks: The quantised parameters and their blocks; those absent from ``weights`` are ignored.
-    """
+    """Nested weights, or some of them, with quantised parameters converted to float32."""
     flat: dict[Path, Any] = dict(nnx.traversals.flatten_mapping(weights))
     for path, block in blocks.items():
         if (values := flat.pop((*path, VALUES), None)) is not None:

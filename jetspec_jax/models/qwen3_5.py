@@ -12,11 +12,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jetspec_jax.config import LayerConfig, ModelConfig
-from jetspec_jax.models.attention import PROJECTION_AXES, Attention
+from jetspec_jax.models.attention import Attention, projection
 from jetspec_jax.models.decoder_layer import DecoderLayer
 from jetspec_jax.models.feed_forward import MLP, ExpertMLP
 from jetspec_jax.models.gated_delta_net import GatedDeltaNet
-from jetspec_jax.models.key_table import ENDS, LAYER_KEYS, Key, Skip
+from jetspec_jax.models.key_table import ENDS, EXPERT_KEYS, LAYER_KEYS, Key, Skip
 from jetspec_jax.models.layers import KV, Attend, CenteredRMSNorm, Mix, Rows, einsum, param
 from jetspec_jax.models.transformer import Transformer
 
@@ -30,13 +30,8 @@ class GatedAttention(Attention):
         self, hidden_size: int, geometry: LayerConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype
     ) -> None:
         """Makes a weight with queries and gates interleaved, before the key and the value."""
-        shape = (
-            hidden_size,
-            geometry.num_kv_heads,
-            2 * (geometry.num_heads // geometry.num_kv_heads) + 2,
-            geometry.head_dim,
-        )
-        self.qkv_proj = param(rngs, shape, PROJECTION_AXES, dtype)
+        rows = 2 * (geometry.num_heads // geometry.num_kv_heads) + 2
+        self.qkv_proj = projection(hidden_size, geometry, rows, rngs=rngs, dtype=dtype)
 
     def attended(
         self, projected: Float[Array, "B N G R2 E"], positions: Int[Array, "B N"], attend: Attend
@@ -53,7 +48,6 @@ class SharedExpertMLP(ExpertMLP):
     """Routed experts plus a shared expert, which is weighted by a gate."""
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        """Makes layer ``layer``'s router, experts and shared expert, which is a dense block."""
         super().__init__(config, layer, rngs=rngs, dtype=dtype)
         self.shared = MLP(config, layer, rngs=rngs, dtype=dtype)
         self.shared_gate = param(rngs, (config.hidden_size,), ("embed",), dtype)
@@ -90,7 +84,7 @@ class HybridLayer(DecoderLayer):
         return self.linear_attn(normed, attend.history(self.linear_attn.layer))
 
 
-_MIXER, _MLP, _EXPERTS = "layers.{}.linear_attn.", "layers.{}.mlp.", "layers.{}.mlp.experts."
+_MIXER, _MLP = "layers.{}.linear_attn.", "layers.{}.mlp."
 #: Logarithms of the states' decay rates, float32 in all files.
 DECAY_RATES = f"{_MIXER}A_log"
 
@@ -104,21 +98,11 @@ HYBRID_KEYS = tuple(
         Key(f"{_MIXER}dt_bias", f"{_MIXER}dt_bias"),
         Key(f"{_MIXER}norm.weight", f"{_MIXER}norm.weight"),
         Key(f"{_MIXER}out_proj.weight", f"{_MIXER}out_proj", "v e m -> m (v e)"),
-        Key(f"{_MLP}gate.weight", f"{_MLP}router"),
         Key(f"{_MLP}shared_expert.gate_proj.weight", f"{_MLP}shared.gate_up_proj", "m i -> i m", np.s_[:, 0]),
         Key(f"{_MLP}shared_expert.up_proj.weight", f"{_MLP}shared.gate_up_proj", "m i -> i m", np.s_[:, 1]),
         Key(f"{_MLP}shared_expert.down_proj.weight", f"{_MLP}shared.down_proj", "i m -> m i"),
         Key(f"{_MLP}shared_expert_gate.weight", f"{_MLP}shared_gate", "m -> () m"),
-        *(
-            Key(f"{_EXPERTS}{{}}.{name}.weight", f"{_EXPERTS}{path}", layout, part, expert=True)
-            for name, path, layout, part in (
-                ("gate_proj", "gate_up_proj", "m i -> i m", np.s_[:, 0]),
-                ("up_proj", "gate_up_proj", "m i -> i m", np.s_[:, 1]),
-                ("down_proj", "down_proj", "i m -> m i", ...),
-            )
-        ),
-        Key(f"{_EXPERTS}gate_up_proj", f"{_EXPERTS}gate_up_proj", "e m two i -> e (two i) m", form="fused"),
-        Key(f"{_EXPERTS}down_proj", f"{_EXPERTS}down_proj", "e i m -> e m i", form="fused"),
+        *EXPERT_KEYS,
     )
 )
 

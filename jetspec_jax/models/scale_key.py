@@ -8,7 +8,6 @@ into several, and a block is the part of a file's block that is contiguous along
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -22,13 +21,7 @@ from pallas_kernels.quantized import LARGEST
 def check_fp8_scales(scales: np.ndarray, dtype: np.dtype, *, allow_nonfinite: bool = False) -> None:
     """Checks that scales are positive, and so small that every weight is finite.
 
-    Args:
-        scales: The scales of FP8 values.
-        dtype: The type in which products have their weights.
-        allow_nonfinite: Whether weights may be NaN or infinite.
-
-    Raises:
-        ValueError: A scale is zero or negative, or its product with the largest value of FP8 is not finite.
+    ``dtype`` is the type in which products have their weights.
     """
     wide = scales.astype(np.float32)
     if (wrong := wide[wide <= 0]).size:
@@ -45,16 +38,11 @@ def check_fp8_scales(scales: np.ndarray, dtype: np.dtype, *, allow_nonfinite: bo
 
 
 def shared_axes(key: Key, shape: tuple[int, ...], quantization: Quantization) -> tuple[int, ...]:
-    """The number of weights that share a scale along each axis of a parameter.
-
-    Args:
-        key: The entry of the parameter's values.
-        shape: The parameter's shape.
-        quantization: The file's blocks.
-    """
+    """The number of weights that share a scale along each axis of a parameter, by the file's blocks."""
     shared, layout = [1] * len(shape), parse_layout(key.layout)
-    axes = [axis for axis, pick in enumerate(_picks(key, len(shape))) if not isinstance(pick, int)]
-    whole = {axis for axis, pick in enumerate(_picks(key, len(shape))) if pick == slice(None)}
+    picks = key.picks(len(shape))
+    axes = [axis for axis, pick in enumerate(picks) if not isinstance(pick, int)]
+    whole = {axis for axis, pick in enumerate(picks) if pick == slice(None)}
     ordered = iter(axes[place] for place in layout.order)
     merged = [[next(ordered) for _ in range(count)] for count in layout.merged]
     for group, block in zip(merged[-2:], (quantization.rows, quantization.columns), strict=True):
@@ -70,23 +58,12 @@ def shared_axes(key: Key, shape: tuple[int, ...], quantization: Quantization) ->
     return tuple(shared)
 
 
-def _picks(key: Key, count: int) -> Iterator[int | slice]:
-    """An entry's `part` as one index or slice per axis."""
-    given = key.part if isinstance(key.part, tuple) else (key.part,)
-    at = given.index(...) if ... in given else len(given)
-    yield from given[:at]
-    yield from [slice(None)] * (count - len(given) + (... in given))
-    yield from given[at + 1 :]
-
-
 @dataclass(frozen=True)
 class ScaleKey(Key):
     """The entry of a quantised parameter's scales; only its name differs from the entry of the values.
 
-    Attributes:
-        shape: Shape of the parameter's values.
-        shared: Values per scale along each axis of the parameter.
-        block: Values per scale along each axis of the file's matrix.
+    ``shape`` is that of the values. ``shared`` and ``block`` are the values per scale along each axis of the
+    parameter and of the file's matrix.
     """
 
     shape: tuple[int, ...] = ()

@@ -43,7 +43,6 @@ class Selector(nnx.Module):
         rngs: nnx.Rngs,
         dtype: jnp.dtype,
     ):
-        """Makes a randomly initialised selector with parameters of type ``dtype``."""
         self.vocab_size = vocab_size
         codebook = (vocab_size, config.rank)
         self.hidden_projection = param(rngs, (hidden_size, config.rank), ("embed", "selector"), dtype)
@@ -57,10 +56,7 @@ class Selector(nnx.Module):
 
         On a mesh all devices get the same bits.
 
-        Args:
-            hidden: The rows' hidden states, from which the draft logits are computed.
-            parents: The possible parents of the rows' candidates.
-            tokens: The rows' candidates.
+        ``hidden`` are the states from which the draft logits are computed.
         """
         gates = einsum("brm,mk->brk", hidden, self.hidden_projection[...], wide=True)
         befores, has_before = self._local_rows(self.predecessors[...], parents)

@@ -25,7 +25,6 @@ class StepAttention(Attention):
     NORM = CenteredRMSNorm
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        """Makes layer ``layer``'s attention."""
         super().__init__(config, layer, rngs=rngs, dtype=dtype)
         shape = (config.hidden_size, config.layers[layer].num_heads)
         self.g_proj = param(rngs, shape, ("embed", "heads"), dtype)
@@ -40,7 +39,6 @@ class StepExperts(ExpertMLP):
     """Routed experts, chosen with a bias, plus a shared expert."""
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        """Makes layer ``layer``'s router, experts and shared expert, which is a dense block."""
         super().__init__(config, layer, rngs=rngs, dtype=dtype)
         self.router_bias = param(rngs, (self.experts.config.count,), ("router",), dtype)
         self.shared = MLP(config, layer, rngs=rngs, dtype=dtype)

@@ -47,7 +47,6 @@ class Transformer(nnx.Module):
     FLOAT32: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.dtype(jnp.float32)):
-        """Makes a randomly initialised model with parameters of type ``dtype``."""
         self.config = config
         vocab = (config.vocab_size, config.hidden_size)
         self.embed_tokens = param(rngs, vocab, ("vocab", "embed"), dtype)
@@ -61,9 +60,7 @@ class Transformer(nnx.Module):
     def embed(self, tokens: Int[Array, "B N"], *, scaled: bool = True) -> Float[Array, "B N M"]:
         """Input embeddings, also used for the draft head's slots.
 
-        Args:
-            tokens: Token ids.
-            scaled: Whether to multiply by the family's scale, rounded to the embeddings' dtype.
+        The family's scale is rounded to the embeddings' dtype.
         """
         table, vocab = self.embed_tokens[...], self.config.vocab_size
         if table.shape[0] == vocab:
@@ -87,11 +84,7 @@ class Transformer(nnx.Module):
     ) -> ForwardOutput:
         """Runs the layers over a block of tokens; reads stores through ``mix`` and writes nothing.
 
-        Args:
-            tokens: Token ids.
-            positions: Rotary positions.
-            mix: Access to the committed prefix and the block.
-            taps: Layers (0-based) whose outputs, before the final norm, are returned.
+        ``taps`` are layers (0-based) whose outputs, before the final norm, are returned.
         """
         x, delta = self.embed(tokens), None
         stash, outputs = [], {}
@@ -107,14 +100,9 @@ class Transformer(nnx.Module):
     def logits(self, hidden: Float[Array, "B N M"], *, capped: bool = True) -> Float[Array, "B N V"]:
         """Logits of final-normed hidden states (of the target or a draft head), in their dtype.
 
-        On a mesh they cover the device's shard of the vocabulary, with -inf as padding.
-
-        The logits are the largest array of a round. Their readers compute in float32 inside a fusion, so no
-        float32 copy is stored.
-
-        Args:
-            hidden: The states.
-            capped: Whether to apply the family's logit cap.
+        On a mesh they cover the device's shard of the vocabulary, with -inf as padding. They are the largest
+        array of a round, and their readers compute in float32 inside a fusion, so no float32 copy is stored.
+        ``capped`` applies the family's logit cap.
         """
         table = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         logits, cap = einsum("bnm,vm->bnv", hidden, table[...]), self.config.logit_softcap
