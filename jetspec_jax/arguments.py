@@ -63,11 +63,7 @@ def skip_bom(content: bytes) -> bytes:
 
 
 def decode_utf8(content: bytes, where: str) -> str:
-    """Decodes a text of a user's, see `skip_bom`.
-
-    Raises:
-        ValueError: The bytes are not UTF-8; reading in text mode would let them pass.
-    """
+    """Decodes a text of a user's, see `skip_bom`; reading in text mode would let other bytes pass."""
     try:
         return skip_bom(content).decode()
     except UnicodeDecodeError as error:
@@ -88,11 +84,7 @@ def refuse_unknown(
 ) -> None:
     """Raises TypeError if there are unknown keywords, with advice or the nearest known keyword for each.
 
-    Args:
-        call: The function or class that was called.
-        unknown: The unknown keywords.
-        instead: Advice for some keywords.
-        passes_to: The callable to which ``call`` passes further keywords on.
+    ``call`` passes further keywords on to ``passes_to``.
     """
     errors = []
     for name in unknown:
@@ -169,14 +161,12 @@ class Complaints:
     """
 
     def __init__(self) -> None:
-        """Starts without errors."""
         self._errors: list[TypeError | ValueError] = []
 
     def __enter__(self) -> None:
         """Begins a check."""
 
     def __exit__(self, kind: object, error: object, trace: object) -> bool:
-        """Keeps the TypeError or ValueError of a check."""
         if not isinstance(error, TypeError | ValueError):
             return False
         self._errors.append(error)
@@ -196,12 +186,7 @@ def check_type(name: str, value: object, kinds: Any, meant: str) -> None:
 
 
 def check_integer(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """The value as an int, checked to be in ``least..most``; a bound of None is not checked.
-
-    Raises:
-        TypeError: The value is not an integer.
-        ValueError: The value is out of range.
-    """
+    """The value as an int, checked to be in ``least..most``; a bound of None is not checked."""
     if not is_integer(value):
         raise TypeError(f"{name} must be an integer, not {shown(value)}")
     if (least is not None and value < least) or (most is not None and value > most):
@@ -211,11 +196,7 @@ def check_integer(name: str, value: Any, least: int | None = None, most: int | N
 
 
 def check_number(name: str, value: Any) -> float:
-    """The value as a float; integers beyond the range of floats become infinity, and NaN is allowed.
-
-    Raises:
-        TypeError: The value is not a number.
-    """
+    """The value as a float; integers beyond the range of floats become infinity, and NaN is allowed."""
     if not (is_integer(value) or isinstance(value, float | np.floating)):
         raise TypeError(f"{name} must be a number, not {shown(value)}")
     try:

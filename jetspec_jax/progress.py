@@ -28,11 +28,7 @@ def unseen() -> bool | None:
 
 @contextlib.contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """Shows on a terminal what is waited for, and how long by now, until the block ends; not if that is soon.
-
-    Args:
-        text: What is being done, as "compiling ...".
-    """
+    """Shows on a terminal what is waited for, and how long by now, unless the block ends soon."""
     if _hidden.is_set() or sys.stderr is None or not sys.stderr.isatty():
         yield
         return
@@ -67,7 +63,6 @@ class Progress(tqdm):
     """
 
     def __init__(self, *arguments: Any, **settings: Any):
-        """As tqdm's."""
         file = settings.get("file") or sys.stderr
         self._in_lines, self._line, self._line_at = not file.isatty(), "", time.monotonic()
         super().__init__(*arguments, **settings)

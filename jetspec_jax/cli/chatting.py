@@ -133,13 +133,7 @@ def _read_typed(chat: "_Conversation") -> str | None:
 
 
 class _Conversation:
-    """A conversation.
-
-    Attributes:
-        messages: The messages, without the system message.
-        system: The system message.
-        state: Set by the readers of lines, and by an interrupt.
-    """
+    """A conversation of at most ``limit`` tokens; readers of lines and interrupts set its `state`."""
 
     def __init__(
         self,
@@ -151,7 +145,6 @@ class _Conversation:
         *,
         stats: bool,
     ):
-        """An empty conversation of at most ``limit`` tokens."""
         self.messages: list[dict[str, str]] = []
         self.system = system
         self._llm, self._params, self._settings = llm, params, settings
@@ -160,11 +153,7 @@ class _Conversation:
         self.state = _State.READING
 
     def process(self, line: str) -> bool:
-        """Runs a command or answers a message; returns whether the conversation continues.
-
-        Raises:
-            ValueError: The command is unknown, or the message cannot be answered; it is then forgotten.
-        """
+        """Runs a command or answers a message; returns whether the conversation continues."""
         word, _, rest = line.strip().partition(" ")
         if line.strip() in _ENDS:
             return False
@@ -186,11 +175,7 @@ class _Conversation:
         return True
 
     def interrupt(self, _: int) -> None:
-        """Stops the answer; may be called from any thread.
-
-        Raises:
-            KeyboardInterrupt: There is no answer, or it is being stopped already.
-        """
+        """Stops the answer, or raises KeyboardInterrupt; may be called from any thread."""
         if self.state is not _State.ANSWERING:
             raise KeyboardInterrupt
         self.state = _State.STOPPING

@@ -34,12 +34,7 @@ class _PrintCompletion(argparse.Action):
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The completion script of a shell.
-
-    Raises:
-        ImportError: shtab is not installed.
-        ValueError: shtab does not support the shell.
-    """
+    """The completion script of a shell."""
     try:
         import shtab
     except ImportError as error:

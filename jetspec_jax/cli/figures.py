@@ -11,13 +11,7 @@ def token_count(completions: Sequence[Completion]) -> int:
 
 
 def figures(completions: Sequence[Completion], seconds: float, *, warm: bool | None = None) -> str:
-    """Tokens, rounds and speed of a run, in one line.
-
-    Args:
-        completions: The run's completions, at least one.
-        seconds: The duration of the run.
-        warm: Whether all programs were compiled before; None if unknown.
-    """
+    """Tokens, rounds and speed of a run of one completion or more; ``warm`` is None if unknown."""
     count, rounds = token_count(completions), sum(completion.rounds for completion in completions)
     committed = sum(sum(completion.accept_lengths) for completion in completions)
     nodes = sum(sum(completion.tree_sizes) for completion in completions)

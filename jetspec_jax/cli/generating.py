@@ -37,13 +37,7 @@ def add_generate_command(commands: Any) -> None:
 
 
 class _Request(NamedTuple):
-    """A requested completion.
-
-    Attributes:
-        name: The name in a heading.
-        prompt: The prompt.
-        params: The sampling parameters, with the completion's seed.
-    """
+    """A requested completion, with its name in a heading and its seed."""
 
     name: str
     prompt: EncodedPrompt
@@ -51,13 +45,7 @@ class _Request(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """A run over all requests.
-
-    Attributes:
-        completions: The completions in the requests' order.
-        seconds: The duration of the run.
-        warm: Whether all programs were compiled before.
-    """
+    """A run over all requests; the programs of a ``warm`` one were compiled before."""
 
     completions: list[Completion]
     seconds: float

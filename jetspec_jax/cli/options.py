@@ -86,7 +86,7 @@ class OneOfSeveralNames(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        """Stores the value; raises argparse.ArgumentError if another value was given before."""
+        """As in the base class."""
         before = getattr(namespace, self.dest, None)
         if before not in (None, values, parser.get_default(self.dest)):
             raise argparse.ArgumentError(self, f"expected one of {before!r} and {values!r}, not both")
@@ -97,18 +97,9 @@ class OneOfSeveralNames(argparse.Action):
 class Option:
     """An option.
 
-    Attributes:
-        field: The Python argument.
-        help: The help text; a default of Python's is added if it can be shown.
-        type: Parses the value.
-        flag: The option's name if it differs from the field's.
-        other_names: Further names in the help.
-        former_names: Former names, accepted but not in the help.
-        metavar: The value's name in the help.
-        recurs: Whether the option may be repeated, for a list of values.
-        words: Values for a shell's completion.
-        unset: The default in the help if Python's default is None.
-        is_flag: Whether the option has no value, if Python's default does not tell.
+    The ``field`` is the Python argument. A default of Python's, or ``unset`` if that is None, is added to the
+    ``help``, which lacks former names. ``words`` are for a shell's completion. Whether an option is a flag
+    follows from Python's default, if there is one. The ``metavar`` of integers is "N".
     """
 
     field: str
@@ -138,10 +129,7 @@ class Option:
 class Group:
     """A group of options.
 
-    Attributes:
-        title: The title in the help.
-        python: The function that takes the values as arguments; None for options of the command line only.
-        options: The options.
+    ``python`` takes the values as arguments; None if only the command line has the options.
     """
 
     title: str
@@ -151,13 +139,7 @@ class Group:
     def add(
         self, parser: argparse.ArgumentParser, only: Collection[str] | None = None, **defaults: Any
     ) -> None:
-        """Adds the options to a command.
-
-        Args:
-            parser: The command's parser.
-            only: The fields of the options to add; None adds all.
-            **defaults: The command's defaults by field, where they differ from Python's.
-        """
+        """Adds the options, or ``only`` some fields; the command's ``defaults`` replace Python's."""
         section = parser.add_argument_group(self.title)
         known = {} if self.python is None else inspect.signature(self.python).parameters
         for option in self.options:
@@ -169,7 +151,8 @@ class Group:
             if option.is_flag or isinstance(usual, bool):
                 settings["action"] = "store_false" if option.name.startswith("--no-") else "store_true"
             else:
-                settings |= {"type": option.type, "metavar": option.metavar}
+                metavar = option.metavar or ("N" if option.type is int else None)
+                settings |= {"type": option.type, "metavar": metavar}
                 once = OneOfSeveralNames if option.other_names else "store"
                 settings["action"] = "append" if option.recurs else once
                 shown = next(value for value in (default, usual, option.unset) if value not in (None, ...))
@@ -197,7 +180,7 @@ SAMPLING = Group(
         Option("min_p", "keep tokens at least P times as likely as the likeliest", float, metavar="P"),
         Option("seed", "seed of the sampling noise", int, unset="drawn"),
         Option("max_tokens", "most tokens; none means up to the context's end", integer_or_none, metavar="N"),
-        Option("n", "completions of each prompt", int, flag="-n", metavar="N"),
+        Option("n", "completions of each prompt", int, flag="-n"),
         Option("stop", "string that ends the text; repeatable", metavar="TEXT", recurs=True),
         Option("stop_token_ids", "tokens that end the output, like 1,2,3", comma_separated, metavar="IDS"),
         Option("ignore_eos", "do not stop at the target's end-of-sequence tokens"),
@@ -208,7 +191,7 @@ SAMPLING = Group(
             "frequency_penalty", "penalty of tokens for each occurrence in the output", float, metavar="P"
         ),
         Option("repetition_penalty", "penalty of tokens in prompt or output; 1 is none", float, metavar="P"),
-        Option("min_tokens", "least tokens before the output may end", int, metavar="N"),
+        Option("min_tokens", "least tokens before the output may end", int),
         Option("logit_bias", "biases added to logits, like 5=-1.5,7=2", token_biases, metavar="ID=BIAS,..."),
         Option("bad_words", "word that the output must not contain; repeatable", metavar="TEXT", recurs=True),
         Option("allowed_token_ids", "the only allowed tokens, like 1,2,3", comma_separated, metavar="IDS"),
@@ -262,18 +245,11 @@ MODELS = Group(
             "budget",
             "most nodes of a tree, 1..256",
             int,
-            metavar="N",
             unset=f"{DEFAULT_BUDGET}; plain decoding on a CPU, unless an option of a tree is given",
         ),
-        Option("width", "most children of a node", int, metavar="N", unset="all candidates"),
-        Option(
-            "candidates",
-            "candidates per draft row",
-            int,
-            metavar="N",
-            unset="the selector's, else the algorithm's",
-        ),
-        Option("depth", "largest depth of a tree", int, metavar="N", unset="the head's draft depth"),
+        Option("width", "most children of a node", int, unset="all candidates"),
+        Option("candidates", "candidates per draft row", int, unset="the selector's, else the algorithm's"),
+        Option("depth", "largest depth of a tree", int, unset="the head's draft depth"),
         Option(
             "algorithm",
             f"algorithm that builds trees: {', '.join(algorithm_names())}",
@@ -288,7 +264,6 @@ MODELS = Group(
             int,
             flag="--max-model-len",
             former_names=("--capacity",),
-            metavar="N",
             unset="1024, or what is needed",
         ),
         Option(
@@ -297,7 +272,6 @@ MODELS = Group(
             int,
             flag="--max-num-seqs",
             former_names=("--max-slots",),
-            metavar="N",
             unset=str(MAX_SLOTS),
         ),
         Option(
@@ -305,21 +279,18 @@ MODELS = Group(
             "devices that share each model, or each expert",
             int,
             former_names=("--tensor-parallel",),
-            metavar="N",
         ),
         Option(
             "expert_parallel_size",
             "groups of whole experts; times --tensor-parallel-size devices share all else",
             int,
             former_names=("--expert-parallel",),
-            metavar="N",
         ),
         Option(
             "data_parallel_size",
             "copies of the models, each on other devices",
             int,
             former_names=("--data-parallel",),
-            metavar="N",
         ),
         Option(
             "implementation",
@@ -440,7 +411,7 @@ PROCESSES = Group(
         Option(
             "coordinator", "address of the first process, at which all processes connect", metavar="HOST:PORT"
         ),
-        Option("processes", "number of processes", int, metavar="N"),
+        Option("processes", "number of processes", int),
         Option("process", "number of this process, from 0", int, metavar="I"),
         Option("distributed", "read these from a cluster that JAX supports, like Slurm's", is_flag=True),
     ),
@@ -451,11 +422,7 @@ GROUPS = (PROMPT, CHAT, SAMPLING, STRUCTURED, MODELS, ALGORITHM, ROUTING, PROCES
 
 
 def join_as_told(arguments: argparse.Namespace) -> None:
-    """Connects to the command's other processes, if there are any. Must run before devices are used.
-
-    Raises:
-        ValueError: The options do not go together.
-    """
+    """Connects to the command's other processes, if there are any. Must run before devices are used."""
     given = PROCESSES.given(arguments)
     if given.pop("distributed", False):
         if given:
@@ -501,14 +468,7 @@ def parallel_sizes(arguments: argparse.Namespace) -> dict[str, int]:
 
 
 def parallel_mesh(arguments: argparse.Namespace) -> Mesh | None:
-    """The mesh of a command with the options `PARALLEL` without copies; reports unused devices.
-
-    Returns:
-        A mesh if an option is given, also for one device; else None.
-
-    Raises:
-        ValueError: A size is below 1, or there are too few devices.
-    """
+    """The mesh of a command with `PARALLEL` but copies, None without options; reports unused devices."""
     sizes = parallel_sizes(arguments)
     if not sizes:
         return None
@@ -525,15 +485,7 @@ def add_allow_option(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_option(text: str, form: str = "NAME=VALUE") -> tuple[str, Any]:
-    """The name and the value of an ``--algorithm-option``.
-
-    Args:
-        text: The option's text.
-        form: The expected form in errors.
-
-    Raises:
-        ValueError: The name is missing, or the value is no JSON.
-    """
+    """The name and the value of an ``--algorithm-option``; errors show the expected ``form``."""
     name, _, value = text.partition("=")
     try:
         if not name:

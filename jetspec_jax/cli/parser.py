@@ -22,7 +22,6 @@ class Parser(argparse.ArgumentParser):
     """A parser without abbreviations, with which an unknown option could be taken for another one."""
 
     def __init__(self, *arguments: Any, **settings: Any):
-        """See argparse, which also makes the parsers of subcommands by this."""
         super().__init__(*arguments, allow_abbrev=False, **settings)
 
     def parse_known_args(self, args: Iterable[str] | None = None, *rest: Any, **named: Any) -> Any:
@@ -43,12 +42,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {printable(message)}; see {self.prog} --help\n")
 
     def refuse_replaced(self, words: Sequence[str], replaced: Mapping[str, str]) -> None:
-        """Ends the program if a command line has a command or option of an earlier version.
-
-        Args:
-            words: The command line; its first word is the command.
-            replaced: What to use instead of "COMMAND", or of a word of a command, "COMMAND WORD".
-        """
+        """Ends the program if a command line has a command or "COMMAND WORD" of an earlier version."""
         names = [*words[:1], *(f"{words[0]} {word.partition('=')[0]}" for word in words[1:])]
         if gone := next((name for name in names if name in replaced), None):
             self.error(f"{gone!r} was removed: {replaced[gone]}")
@@ -93,11 +87,5 @@ def _as_option(argument: re.Match[str]) -> str:
 
 
 def accept_formerly(parser: argparse.ArgumentParser, option: argparse.Action, *names: str) -> None:
-    """Accepts former names of an option, which neither the help nor a shell's completion shows.
-
-    Args:
-        parser: The option's parser.
-        option: The result of ``add_argument``.
-        *names: The former names.
-    """
+    """Accepts former names of an option, which neither the help nor a shell's completion shows."""
     parser._option_string_actions.update(dict.fromkeys(names, option))

@@ -38,10 +38,8 @@ def in_main_thread(function: Callable[[], Any]) -> Any:
 def on_signals(handler: Callable[[int], object], *signals: signal.Signals) -> None:
     """Handles signals, if the command runs as a process of its own.
 
-    Args:
-        handler: Called in the main thread with the signal's number; must be quick. If it raises
-            KeyboardInterrupt, the process ends as on an interrupt.
-        *signals: The signals; by default SIGINT and SIGTERM.
+    The handler is called in the main thread and must be quick. If it raises KeyboardInterrupt, the process
+    ends as on an interrupt. The default signals are SIGINT and SIGTERM.
     """
 
     def install() -> None:
@@ -75,10 +73,6 @@ def run_interruptibly(main: Callable[[], int], message: str = "jetspec-jax: inte
     thread for minutes. Callbacks of other libraries swallow exceptions. And Python must not shut down while a
     compiler runs. So the main thread only waits and makes the calls of `in_main_thread`, and an interrupt
     ends the process without a shutdown.
-
-    Args:
-        main: Returns the exit code; its errors are raised here.
-        message: Printed to standard error on an interrupt.
     """
     global _calls
     outcome: Future[int] = Future()

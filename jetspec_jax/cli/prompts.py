@@ -18,14 +18,7 @@ _LINE = 'a line is a string, or an object with "prompt", "text", "prompt_token_i
 
 @dataclass(frozen=True)
 class GivenPrompt:
-    """A prompt in one of three forms.
-
-    Attributes:
-        name: The name in a heading.
-        text: A text to continue.
-        token_ids: The token ids of a text to continue.
-        messages: A conversation to answer.
-    """
+    """A prompt in one of three forms, and its name in a heading."""
 
     name: str
     text: str | None = None
@@ -34,12 +27,7 @@ class GivenPrompt:
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[GivenPrompt]:
-    """Reads the prompts of a command line, by default from standard input.
-
-    Raises:
-        ValueError: Prompts are given in several ways, or an input is no prompt.
-        OSError: A file cannot be read.
-    """
+    """Reads the prompts of a command line, by default from standard input."""
     given = {
         "PROMPT": arguments.prompt,
         "--prompt-file": arguments.prompt_file,
@@ -69,12 +57,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[GivenPrompt]:
 
 
 def encode(llm: LLM, prompt: GivenPrompt, arguments: argparse.Namespace) -> EncodedPrompt:
-    """A prompt as tokens.
-
-    Raises:
-        TypeError: A message is of a wrong type.
-        ValueError: The target has no tokenizer or chat template, or the template refuses the conversation.
-    """
+    """A prompt as tokens."""
     with naming("" if prompt.name == "prompt" else prompt.name):
         if prompt.messages is not None:
             [chat], given = read_chats(prompt.messages), CHAT.given(arguments)

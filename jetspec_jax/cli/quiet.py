@@ -44,8 +44,7 @@ def keep_libraries_quiet(*silent: str) -> None:
 
     ``python -W default`` brings Python's warnings back.
 
-    Args:
-        *silent: Loggers whose errors are hidden too, because they are also raised.
+    Errors of ``silent`` loggers are hidden too, because they are also raised.
     """
     for name, level in _LEVELS.items():
         os.environ.setdefault(name, level)

@@ -13,7 +13,7 @@ SERVER = Group(
     ServeSettings,
     (
         Option("host", "address to listen on", metavar="ADDRESS"),
-        Option("port", "port to listen on; 0 is any free port", int, metavar="N"),
+        Option("port", "port to listen on; 0 is any free port", int),
         Option("api_key", "key that requests must have; repeatable", metavar="KEY", recurs=True),
         Option(
             "served_model_name", "name of the model; repeatable", metavar="NAME", recurs=True, unset="MODEL"
@@ -64,21 +64,15 @@ SERVER = Group(
             metavar="WHAT",
             words=WARM_UPS,
         ),
-        Option("max_body_bytes", "most bytes of a request's body", int, metavar="N"),
-        Option("max_prompt_tokens", "most tokens of a prompt", int, metavar="N", unset="the context's"),
-        Option("max_completions", "most completions of a request: prompts times n", int, metavar="N"),
-        Option(
-            "max_grammar_bytes", "most bytes of a schema, a grammar or a regular expression", int, metavar="N"
-        ),
+        Option("max_body_bytes", "most bytes of a request's body", int),
+        Option("max_prompt_tokens", "most tokens of a prompt", int, unset="the context's"),
+        Option("max_completions", "most completions of a request: prompts times n", int),
+        Option("max_grammar_bytes", "most bytes of a schema, a grammar or a regular expression", int),
         Option(
             "max_grammar_seconds", "most processor seconds to compile one of these", float, metavar="SECONDS"
         ),
         Option(
-            "max_requests_per_key",
-            "most running and waiting requests per API key",
-            int,
-            metavar="N",
-            unset="no bound",
+            "max_requests_per_key", "most running and waiting requests per API key", int, unset="no bound"
         ),
         Option("request_timeout", "most seconds of a request", float, metavar="SECONDS", unset="no bound"),
         Option(
@@ -106,7 +100,7 @@ ENGINE = Group(
             unset="as many as fit into memory, up to 256; 8 on a CPU",
         ),
         replace(_MODELS["capacity"], help="tokens of prompt and output", unset=str(DEFAULT_CAPACITY)),
-        Option("max_waiting", "longest waiting queue, per copy", int, metavar="N"),
+        Option("max_waiting", "longest waiting queue, per copy", int),
     ),
 )
 

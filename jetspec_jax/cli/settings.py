@@ -27,12 +27,7 @@ from jetspec_jax.tree.published import ReasoningRouter, TaskRouter
 
 
 def add_decoding_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Adds the prompt and the options for sampling, models and trees.
-
-    Args:
-        parser: The command's parser.
-        **defaults: The command's defaults by Python argument, where they differ from Python's.
-    """
+    """Adds the prompt and the options for sampling, models and trees; see `Group.add`."""
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue")
     for group in GROUPS:
         group.add(parser, **defaults)

@@ -30,13 +30,7 @@ def trace_data(
     parent), and -1 for the anchor. ``pieces`` has the text of each token of the prompt and the output,
     ``labels`` the text of every token of the trees on one line.
 
-    Args:
-        prompt: The prompt's tokens.
-        rounds: The rounds, all or some.
-        completion: The whole completion.
-        tokenizer: A transformers tokenizer, or None.
-        settings: The settings of the run.
-        digits: Decimals of log-probabilities.
+    ``digits`` are the decimals of log-probabilities.
     """
     return {
         "settings": dict(settings),

@@ -27,14 +27,7 @@ def page_of(data: Mapping[str, Any]) -> str:
 
 
 def join_page(template: str, data: Mapping[str, Any], style: str, script: str) -> str:
-    """Fills in a template with the places ``{{STYLE}}``, ``{{TREE}}``, ``{{DATA}}`` and ``{{SCRIPT}}``.
-
-    Args:
-        template: The page's HTML.
-        data: JSON values, the script's variable ``data``.
-        style: CSS.
-        script: JavaScript.
-    """
+    """Fills in a template with the places ``{{STYLE}}``, ``{{TREE}}``, ``{{DATA}}`` and ``{{SCRIPT}}``."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     places = {
         "STYLE": style,

@@ -53,12 +53,7 @@ def draw_round(
     The columns are the cumulative draft log-probability, and the token's probability after its parent under
     the draft head and under the target. The bonus token is drawn at the end of the accepted path.
 
-    Args:
-        trace: The round.
-        label: A token's text on one line.
-        signs: The characters of the drawing.
-        width: Columns of the terminal, at which lines are cut; None cuts no line.
-        colour: Whether to colour lines: accepted, rejected or bonus.
+    Lines are cut at ``width`` columns.
     """
     lines: list[tuple[str, str]] = [("", _FIGURES.format("score", "draft", "target").rstrip())]
     on_path = set(trace.path.tolist())

@@ -15,13 +15,7 @@ _RUN = re.compile(r"([ \n\t])\1*")
 
 
 def token_label(tokenizer: Any, token: int, *, ascii_only: bool = False) -> str:
-    """A token as a label on one line; a token without text is its id in brackets.
-
-    Args:
-        tokenizer: A transformers tokenizer, or None.
-        token: The token's id.
-        ascii_only: Whether to return a quoted literal in ASCII.
-    """
+    """A token as a label on one line, in ASCII a quoted literal; one without text is its id in brackets."""
     detokenizer = detokenizer_of(tokenizer)
     text = None if detokenizer is None else whole_text(detokenizer.token_bytes(token))
     if not text:
