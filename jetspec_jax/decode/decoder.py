@@ -62,11 +62,6 @@ class TreeDecoder(Round):
     max_rounds: int = 256
 
     def __post_init__(self) -> None:
-        """Checks the settings.
-
-        Raises:
-            ValueError: A setting is out of range.
-        """
         super().__post_init__()
         if self.max_rounds < 1:
             raise ValueError(f"max_rounds must be at least 1, not {self.max_rounds}")

@@ -39,10 +39,7 @@ def logprobs_of(logits: Float[Array, "B R V"], chosen: Int[Array, "B R"], vocab_
     devices get the same bits. On a mesh, later collectives must depend on ``tokens``, the result of the last
     collective here.
 
-    Args:
-        logits: Logits of any floating type; -inf for padding.
-        chosen: Ids in the whole vocabulary.
-        vocab_size: Size of the whole vocabulary.
+    Padding has logits of -inf. Ids are those of the whole vocabulary of ``vocab_size`` tokens.
     """
     values, local = logits.astype(jnp.float32), logits.shape[-1]
     token = jnp.arange(local, dtype=jnp.int32)[None, None, :] + local * shards.index()

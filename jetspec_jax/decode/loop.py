@@ -25,16 +25,8 @@ def repeat_rounds(
 ) -> tuple[DecodeState, RoundRecord]:
     """Runs up to ``rounds`` rounds; ends early if no slot decodes. With ``most=1`` one round always runs.
 
-    Args:
-        step: One round.
-        decodes: Whether each slot takes part in the next round.
-        state: The initial state.
-        rounds: Number of rounds, at most ``most``.
-        most: Static bound on the rounds.
-
-    Returns:
-        The state, and the records ``[most, B, ...]``; rounds that did not run have trees of 0 nodes and no
-        tokens.
+    ``most`` is a static bound on the rounds. Returns the state, and the records ``[most, B, ...]``; rounds
+    that did not run have trees of 0 nodes and no tokens.
     """
     if most == 1:
         state, record = step(state)

@@ -41,12 +41,6 @@ class Models:
     mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
-        """Checks that the mesh can shard the models.
-
-        Raises:
-            TypeError: The mesh is not a mesh.
-            ValueError: The models cannot be sharded over it.
-        """
         if not isinstance(self.mesh, AbstractMesh | None):
             # Programs use both axes, and are equal for equal devices.
             object.__setattr__(self, "mesh", as_mesh(self.mesh))
@@ -103,10 +97,8 @@ class Models:
     ) -> Callable[..., Any]:
         """A function that all devices run on their shards of weights and state; unchanged without a mesh.
 
-        Args:
-            function: A function of weights, a state, and other arguments.
-            others: Partition specs of the other arguments; None: all are replicated.
-            results: Partition specs of the results; None: a state, and a replicated value.
+        The function takes weights, a state and other arguments, which have the partition specs ``others``;
+        None: all are replicated. Without specs, the results are a state and a replicated value.
         """
         mesh, proposer = self.mesh, self.proposer
         if mesh is None:

@@ -36,14 +36,8 @@ def prefill(
 
     ``state`` is donated. The tokens of a chunk are committed to the target's stores and to the proposer.
 
-    Args:
-        models: The models.
-        weights: The parameters.
-        state: The state.
-        slots: The slots of the prompts, each once.
-        tokens: The chunks, padded after their counts.
-        counts: Number of tokens of each chunk; 0 leaves the slot unchanged.
-        ready: Whether each slot starts decoding, because its prompt is complete except for the anchor.
+    Chunks are padded after their ``counts``; a count of 0 leaves the slot unchanged. ``ready`` slots start
+    decoding, because their prompts are complete except for the anchor.
     """
     chunk = functools.partial(_prefill, models)
     state, _ = models.on_mesh(chunk)(weights, state, slots, tokens, counts, ready)

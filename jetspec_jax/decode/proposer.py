@@ -127,11 +127,7 @@ class SplitProposer(Proposer, Protocol):
 
 
 def check_proposer(proposer: Proposer | None, mesh: Mesh | None) -> None:
-    """Checks that a proposer can run on a mesh.
-
-    Raises:
-        ValueError: The proposer does not define its sharding.
-    """
+    """Checks that a proposer can run on a mesh."""
     if mesh is not None and proposer is not None and not isinstance(proposer, SplitProposer):
         raise ValueError(
             f"{type(proposer).__name__} does not say how a mesh splits it: it needs the methods of "
@@ -191,9 +187,7 @@ def taps_of(proposer: Proposer | None) -> tuple[int, ...]:
 class PreparedHead(NamedTuple):
     """A draft head's parameters, prepared for rounds.
 
-    Attributes:
-        head: The parameters.
-        context: The result of `DraftHead.context_projection`.
+    ``context`` is the result of `DraftHead.context_projection`.
     """
 
     head: Weights

@@ -54,10 +54,7 @@ from pallas_kernels import shards
 class Proposal(NamedTuple):
     """The trees that a round verifies.
 
-    Attributes:
-        tree: The trees below the anchors.
-        candidates: The candidates from which they were built; None in plain decoding.
-        noise: The noise of the round's samples, which `Round.settle` reads too; None in plain decoding.
+    In plain decoding there are no candidates and no noise, which `Round.settle` reads too.
     """
 
     tree: TokenTree
@@ -66,13 +63,7 @@ class Proposal(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """The result of the target's forward.
-
-    Attributes:
-        logits: The logits of every node.
-        taps: Outputs of the tapped layers.
-        stash: The nodes' rows for a commit, per layer.
-    """
+    """The result of the target's forward."""
 
     logits: Float[Array, "B N V"]
     taps: Float[Array, "B N F"]
@@ -82,13 +73,9 @@ class Verified(NamedTuple):
 class Accepted(NamedTuple):
     """The accepted paths.
 
-    Attributes:
-        path: Nodes of the accepted path from the root on; -1 beyond.
-        counts: Number of nodes of the path, which is the number of tokens to commit; 0 for a slot that does
-            not decode.
-        tokens: The target's choices at the nodes of the path; -1 beyond.
-        bonus: The last of these tokens, the next anchor.
-        choices: The target's choices at all nodes.
+    Paths begin at the root; -1 is beyond. ``counts`` are the tokens to commit, 0 for a slot that does not
+    decode. ``tokens`` are the target's choices at the nodes of the path, the last of which is the ``bonus``,
+    the next anchor.
     """
 
     path: Int[Array, "B D1"]
@@ -99,13 +86,7 @@ class Accepted(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """The result of a round.
-
-    Attributes:
-        state: The state after the commit.
-        record: The record for the host.
-        accepted: The accepted paths.
-    """
+    """The result of a round."""
 
     state: DecodeState
     record: RoundRecord
@@ -138,12 +119,6 @@ class Round(Models):
     logprobs: bool = False
 
     def __post_init__(self) -> None:
-        """Checks the settings.
-
-        Raises:
-            TypeError: The mesh is not a mesh.
-            ValueError: A setting is out of range.
-        """
         super().__post_init__()
         if self.bucket not in BUCKETS:
             raise ValueError(f"bucket must be one of {BUCKETS}, not {self.bucket}")

@@ -45,14 +45,8 @@ def score_prompt(
 ) -> list[Logprobs]:
     """Log-probabilities of a prompt's tokens except the first, in chunks; does not wait for the device.
 
-    Args:
-        models: The target without a proposer.
-        weights: The target's weights.
-        prompt: At least two tokens.
-        dtype: Type of the stores.
-
-    Returns:
-        The log-probabilities ``[1, C, ...]`` of each chunk, the last one padded.
+    The models have no proposer; the prompt has at least two tokens. Returns ``[1, C, ...]`` for each chunk,
+    the last one padded.
     """
     context, found = prompt[:-1], []
     state = empty_scoring_state(models, len(context), dtype)
@@ -68,11 +62,7 @@ def score_prompt(
 def lower_scoring(models: Models, weights: Weights, pages: int, dtype: jnp.dtype) -> jax.stages.Lowered:
     """The program of `score_prompt` for prompts of ``pages`` pages, lowered.
 
-    Args:
-        models: The target without a proposer.
-        weights: The target's weights, or their shapes.
-        pages: A number that `scored_pages` returns.
-        dtype: Type of the stores.
+    ``weights`` may be shapes; ``pages`` is a result of `scored_pages`.
     """
     # Arrays, not only their shapes: so the programs that make them are compiled too.
     state = jax.tree.map(abstract, empty_scoring_state(models, pages * PAGE_SIZE, dtype))

@@ -58,12 +58,7 @@ class TreeSettings:
         return replace(self, width=width, candidates=candidates)
 
     def check(self, target: ModelConfig, max_depth: int | None) -> None:
-        """Checks all settings; ``max_depth`` is the proposer's depth, or None without a proposer.
-
-        Raises:
-            TypeError: A setting has the wrong type.
-            ValueError: A setting is out of range.
-        """
+        """Checks all settings; ``max_depth`` is the proposer's depth, or None without a proposer."""
         algorithm_of(self.algorithm)
         bucket_for(check_integer("budget", self.budget))
         for name, value, most in (
@@ -110,13 +105,7 @@ def make_decoder(
     implementation: str | None = None,
     mesh: Mesh | None = None,
 ) -> TreeDecoder:
-    """The decoder for checked tree settings.
-
-    Raises:
-        TypeError: A setting has the wrong type.
-        ValueError: The head does not fit, or a setting is out of range.
-        NotImplementedError: The implementation cannot run on the device.
-    """
+    """The decoder for checked tree settings."""
     check_type("implementation", implementation, str | None, "a name or None")
     check_implementation(implementation)
     if head is not None:

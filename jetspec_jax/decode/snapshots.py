@@ -33,15 +33,7 @@ def empty_snapshots(
     page_size: int,
     dtype: jnp.dtype,
 ) -> Snapshots:
-    """Empty snapshots; on a mesh they are created in shards.
-
-    Args:
-        models: The models.
-        count: K, the number of snapshots.
-        pages_per_slot: As in the state whose slots are copied.
-        page_size: As in that state.
-        dtype: As in that state.
-    """
+    """``count`` empty snapshots for slots of such sizes; on a mesh they are created in shards."""
     return _program(models, count, pages_per_slot, page_size, jnp.dtype(dtype))()
 
 
@@ -70,15 +62,7 @@ def keep(
     slot: Int[ArrayLike, ""],
     place: Int[ArrayLike, ""],
 ) -> Snapshots:
-    """Copies a slot's rings and states to snapshot ``place``. ``snapshots`` is donated, the state is not.
-
-    Args:
-        models: The models.
-        state: The state.
-        snapshots: The snapshots.
-        slot: The slot to copy.
-        place: The index of the snapshot, which is overwritten.
-    """
+    """Copies a slot's rings and states to snapshot ``place``. ``snapshots`` is donated, the state is not."""
     slot_stores = tuple(state.stores[i] for i in models.target.layers_with_places)
     return _with_slot(models.mesh, snapshots, place, slot_stores, slot)
 
@@ -90,10 +74,7 @@ def restore(
     slot: Int[ArrayLike, ""],
     place: Int[ArrayLike, ""],
 ) -> DecodeState:
-    """The inverse of `keep`: copies a snapshot to a slot. The state is donated.
-
-    The arguments are those of `keep`.
-    """
+    """The inverse of `keep`: copies a snapshot to a slot. The state is donated."""
     layers, stores = models.target.layers_with_places, list(state.stores)
     restored = _with_slot(models.mesh, tuple(stores[i] for i in layers), slot, snapshots, place)
     for layer, store in zip(layers, restored, strict=True):

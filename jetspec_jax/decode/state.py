@@ -210,14 +210,9 @@ def insert(
 ) -> DecodeState:
     """Assigns a slot to a request; other slots keep their state. ``state`` is donated.
 
-    Args:
-        state: The state.
-        slot: The slot; its previous content does not matter.
-        pages: The request's pages, padded with `NO_PAGE`.
-        settings: The request's settings without the slot axis.
-        anchor: The last token of the prompt, the root of the first tree; earlier tokens are prefilled.
-        length: Number of tokens that the pages hold already, for target and proposer.
-        active: Whether the slot starts decoding, because no token is left to prefill.
+    The slot's previous content does not matter. Pages are padded with `NO_PAGE`, and hold ``length`` tokens
+    already, for target and proposer. The anchor is the last token of the prompt; the slot is ``active`` if no
+    earlier one is left to prefill.
     """
     return replace(
         state,
@@ -248,10 +243,8 @@ def forget_adjustments(adjustments: Adjustments, slot: Int[Array, ""]) -> Adjust
 def grow(state: DecodeState, slots: Int[Array, "L"], pages: Int[Array, "L T"]) -> DecodeState:
     """Adds pages to slots; slots that paused for lack of pages resume. ``state`` is donated.
 
-    Args:
-        state: The state.
-        slots: The slots, each once; numbers that are not slots are ignored.
-        pages: The whole new block table of each slot; existing pages keep their positions.
+    ``pages`` are whole new block tables, in which existing pages keep their positions. Numbers that are not
+    slots are ignored.
     """
     tables = state.slots.block_tables.at[slots].set(pages, mode="drop")
     room = state.room.at[slots].set(_tokens_in(pages, state.page_size), mode="drop")

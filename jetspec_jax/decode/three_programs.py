@@ -31,14 +31,7 @@ _EACH = PartitionSpec(shards.ALL)
 def propose(
     decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState, *live: Int[ArrayLike, "L"]
 ) -> TokenTree:
-    """The first program: see `Round.propose`. The state is not donated.
-
-    Args:
-        decoder: The decoder.
-        weights: The parameters.
-        state: The state.
-        *live: The slots that may decode, as for `TreeDecoder.decode`; by default all.
-    """
+    """The first program: see `Round.propose`. The state is not donated."""
     return jit_rounds(_propose, decoder.bucket, donate_argnums=())(decoder, weights, state, *live)
 
 
@@ -64,8 +57,7 @@ def settle(
 ) -> tuple[DecodeState, tuple[RoundRecord, Bool[Array, "L"]]]:
     """The last program: see `Round.settle`. ``state`` is donated.
 
-    Returns:
-        The state, the record with a leading axis of one round, and whether each slot decodes in the next.
+    Returns the state, the record with a leading axis of one round, and whether each slot decodes in the next.
     """
     program = jit_rounds(_settle, decoder.bucket)
     return program(decoder, weights, state, tree, verified, allowed, *live)
@@ -78,15 +70,7 @@ def compile_all(
     *live: Any,
     tracing: contextlib.AbstractContextManager[Any],
 ) -> None:
-    """Compiles the three programs for arguments of which only shapes and placements matter.
-
-    Args:
-        decoder: The decoder.
-        weights: The parameters.
-        state: The state.
-        *live: As for `propose`.
-        tracing: Entered to trace and lower each program.
-    """
+    """Compiles the three programs for arguments' shapes and placements, each under ``tracing``."""
     slots = (live[0] if live else state.active).shape[0]
     words = -(-decoder.target.vocab_size // 32)
     allowed = jax.ShapeDtypeStruct((slots, decoder.bucket, words), jnp.uint32)

@@ -123,17 +123,8 @@ class Adjustments(NamedTuple):
     ) -> "Adjustments":
         """One request's adjustments, as NumPy values without the slot axis.
 
-        Args:
-            params: The request's sampling parameters.
-            vocab_size: V.
-            prompt: The prompt's tokens.
-            output: Tokens that the request has generated already.
-            endings: Tokens that are forbidden before ``min_tokens``.
-            bad_words: Tokens of each bad word.
-            words: W and L for the bad words of two or more tokens.
-
-        Raises:
-            ValueError: The bad words exceed W or L.
+        ``output`` has been generated already. ``endings`` are forbidden before ``min_tokens``. ``words`` is W
+        and L for the bad words of two or more tokens.
         """
         bias = np.zeros(vocab_size, np.float32)
         if params.allowed_token_ids is not None:
@@ -178,11 +169,7 @@ def adjust(
 ) -> Float32[Array, "B N V"]:
     """The adjusted logits; logits of slots without adjustments are unchanged.
 
-    Args:
-        logits: The target's logits, of any floating type.
-        paths: Tokens of each node and of its ancestors below the root, the node's first, padded with -1.
-        depths: Number of tokens in each path.
-        adjustments: The adjustments of the slots.
+    Paths have the tokens of each node and of its ancestors below the root, the node's first, padded with -1.
     """
     # Tokens of this device's shard of the vocabulary.
     size = logits.shape[-1]

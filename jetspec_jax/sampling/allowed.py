@@ -16,10 +16,7 @@ def contains(sets: UInt32[Array, "B words"], tokens: Int[Array, "B K"]) -> Bool[
 def only_allowed(logits: Float[Array, "B N V"], allowed: UInt32[Array, "B N words"]) -> Float[Array, "B N V"]:
     """Sets the logits of tokens that are not allowed to -inf; applied before all other settings.
 
-    Args:
-        logits: Logits of the nodes, of any floating type; if the vocabulary is sharded, this device's shard
-            (see `pallas_kernels.shards`).
-        allowed: Packed sets over the whole vocabulary, see `jetspec_jax.sampling.token_sets`.
+    Sets are over the whole vocabulary, logits those of this device's shard, see `pallas_kernels.shards`.
     """
     size = logits.shape[-1]
     token = jnp.arange(size, dtype=jnp.int32) + size * shards.index()

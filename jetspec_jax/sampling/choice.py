@@ -39,17 +39,8 @@ def choose_tokens(
 ) -> Int[Array, "B N"]:
     """The target's next token at every node: the lowest id among equals, `NO_CHOICE` if no token is possible.
 
-    Args:
-        logits: Logits of the nodes, of any floating type.
-        depths: Depth of each node, at most ``max_depth``.
-        first_position: Absolute position of the token that a node of depth 0 emits.
-        sampling: Settings of each slot.
-        max_depth: Static bound on the depths.
-        vocab_size: Size of the whole vocabulary, required if it is sharded.
-        noise: The result of `gumbel_noise` for these positions, if it exists already.
-
-    Raises:
-        ValueError: The vocabulary is sharded, and its size is missing or too large for the shards.
+    A node of depth 0 emits the token at ``first_position``. ``vocab_size`` is required if the vocabulary is
+    sharded. ``noise`` is the result of `gumbel_noise`, if it exists already.
     """
     # Noise is computed for greedy slots too. A condition would be read by the host, which on a GPU would have
     # to wait for the target's forward before it launches the next kernels.

@@ -29,13 +29,7 @@ _STACK = 2**22
 def serialized(tokenizer: Any, size: int, ends: list[int]) -> str:
     """A vocabulary as one line of JSON, the input of `load_tokens`.
 
-    Args:
-        tokenizer: A fast transformers tokenizer.
-        size: Size of the vocabulary.
-        ends: Tokens that end a sequence; if empty, the tokenizer's EOS token.
-
-    Raises:
-        ValueError: The tokenizer is not a fast one.
+    Without ``ends`` the tokenizer's EOS token ends a sequence.
     """
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
         raise ValueError("only tokenizers in their fast form are supported")
@@ -56,14 +50,7 @@ def load_tokens(text: str) -> Any:
 def compiled(tokens: Any, kind: str, text: str, *, flexible: bool) -> tuple[Any, bytes]:
     """Compiles a grammar; returns a matcher at its start, and the packed set of the possible first tokens.
 
-    Args:
-        tokens: llguidance's tokenizer.
-        kind: The kind of the grammar: a field of `StructuredOutputsParams`.
-        text: The grammar.
-        flexible: Whether JSON may have whitespace between its parts.
-
-    Raises:
-        ValueError: The grammar does not compile or allows no text; the message includes llguidance's.
+    ``kind`` is a field of `StructuredOutputsParams`; ``flexible`` JSON may have whitespace between its parts.
     """
     from llguidance import LLMatcher, LLParserLimits, grammar_from
 
@@ -117,12 +104,7 @@ class Trials:
     """
 
     def __init__(self, seconds: float, most_bytes: int):
-        """Reads the vocabulary and sets limits.
-
-        Args:
-            seconds: Limit of processor time for each grammar.
-            most_bytes: Limit of memory for all grammars, in addition to the vocabulary's.
-        """
+        """Reads the vocabulary, and limits processor time for each grammar and further memory for all."""
         import resource  # only on Unix
 
         self._tokens, self._seconds = load_tokens(sys.stdin.readline()), seconds

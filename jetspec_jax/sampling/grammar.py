@@ -30,23 +30,13 @@ _ALL = np.uint32(0xFFFFFFFF)
 class Vocabulary:
     """A target's vocabulary for grammars; created once for all requests, thread-safe.
 
-    Attributes:
-        serialized: The vocabulary for the trial process of `jetspec_jax.sampling.compiling`.
-        vocab_size: V, the target's vocabulary size.
-        text_bits: The packed set of the tokens that are text.
+    ``serialized`` is for the trial process of `jetspec_jax.sampling.compiling`.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]):
         """Prepares the vocabulary for llguidance, which takes a moment.
 
-        Args:
-            tokenizer: A fast transformers tokenizer, or None.
-            vocab_size: V, the target's vocabulary size; tokens that the tokenizer lacks are never allowed.
-            eos_token_ids: Tokens that end a sequence, which are not text.
-
-        Raises:
-            ImportError: llguidance is not installed.
-            ValueError: There is no tokenizer, or llguidance does not support it.
+        Tokens that a fast tokenizer lacks are never allowed; EOS tokens are not text.
         """
         if tokenizer is None:
             raise ValueError("structured_outputs needs a tokenizer, and the target has none")
@@ -68,16 +58,7 @@ class Vocabulary:
         self._lock = threading.Lock()
 
     def matcher(self, outputs: StructuredOutputsParams, stop_ids: Collection[int]) -> "Matcher":
-        """A matcher for one request.
-
-        Args:
-            outputs: The grammar.
-            stop_ids: Tokens that end the request.
-
-        Raises:
-            ValueError: The grammar does not compile or allows no text (the message includes llguidance's),
-                or ``stop_ids`` is empty.
-        """
+        """A matcher for one request; raises ValueError if the grammar allows no text, or nothing ends it."""
         if not stop_ids:
             raise ValueError(
                 "structured_outputs needs a token that ends the text, and the target has none; give "
@@ -122,13 +103,7 @@ class Matcher:
     """
 
     def __init__(self, matcher: Any, vocabulary: Vocabulary, stop_ids: Collection[int]):
-        """Starts at the beginning of the grammar.
-
-        Args:
-            matcher: llguidance's matcher, owned by this object.
-            vocabulary: The vocabulary.
-            stop_ids: Tokens that end the request.
-        """
+        """Starts at the beginning of the grammar, and owns the ``matcher``."""
         self.count = 0
         self.problem: str | None = None
         self.seconds = 0.0
@@ -169,15 +144,8 @@ class Matcher:
         The root is the last committed token. The time is proportional to the number of nodes that the grammar
         allows.
 
-        Args:
-            tokens: The nodes' tokens.
-            parents: The nodes' parents; each parent comes before its children.
-            num_nodes: Number of nodes without padding.
-
-        Returns:
-            Packed sets, see `jetspec_jax.sampling.token_sets`. Nodes that cannot be accepted allow all
-            tokens: those that the grammar forbids, that follow a token that ends the request, or that are
-                padding.
+        Parents come before their children. Nodes that cannot be accepted allow all tokens: those that the
+        grammar forbids, that follow a token that ends the request, or that are padding.
         """
         began = time.thread_time()
         masks = np.full((len(tokens), self._words), _ALL, np.uint32)

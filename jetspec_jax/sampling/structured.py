@@ -48,7 +48,6 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = True
 
     def __post_init__(self) -> None:
-        """Checks the fields, and normalises them to hashable values."""
         if self.json_object is None:
             object.__setattr__(self, "json_object", False)
         for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):

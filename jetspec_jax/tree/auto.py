@@ -27,11 +27,6 @@ class Auto(Algorithm):
     probing: float = 0.01
 
     def __post_init__(self) -> None:
-        """Checks the options.
-
-        Raises:
-            ValueError: The tree is not an algorithm or chooses budgets itself, or the share is not in 0..1.
-        """
         if isinstance(self.shape, Auto):
             raise ValueError("auto needs another algorithm for the shape of its trees")
         if not 0 <= self.probing <= 1:

@@ -111,13 +111,9 @@ def _of_all_parts(
 ]:
     """Combines the results of all shards of the vocabulary with one gather.
 
-    Args:
-        tokens: The ids in the whole vocabulary of the shard's best tokens, best first.
-        top: Their scores.
-        drafted: Their logits.
-        sums: Sums over the shard of exp(score - best) and of (score - best) exp(score - best), with a finite
-            best; and the logits' logsumexp.
-        count: Number of candidates of the result; a shard may have fewer.
+    ``tokens`` are ids in the whole vocabulary, best first. ``sums`` are those over the shard of exp(score -
+    best) and of (score - best) exp(score - best), with a finite best, and the logits' logsumexp. A shard may
+    have fewer than ``count`` candidates.
     """
     batch, depth, local = top.shape
     numbers = jax.lax.bitcast_convert_type(jnp.concatenate([top, drafted, sums], axis=2), jnp.int32)

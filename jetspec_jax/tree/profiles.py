@@ -43,10 +43,6 @@ class Profile:
     def parse(cls, raw: Mapping[str, Any], where: str = "the profile") -> "Profile":
         """Reads a profile from parsed JSON.
 
-        Args:
-            raw: The parsed JSON.
-            where: The profile's name in errors, such as its file.
-
         Raises:
             ValueError: The version, a key or a class is unknown, or a table is misshapen.
         """

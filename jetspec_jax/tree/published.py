@@ -94,13 +94,6 @@ class TaskRouter(Algorithm):
     routing: Any = None
 
     def __post_init__(self) -> None:
-        """Makes the templates and hints hashable.
-
-        Raises:
-            TypeError: The hints are not a mapping of strings.
-            ValueError: ``gap_low`` exceeds ``gap_high``, a class is unknown or occurs twice, a template is
-                not a list of caps, or a hint is unknown.
-        """
         if not self.gap_low <= self.gap_high:
             raise ValueError(f"gap_low must be at most gap_high, {self.gap_high}, not {self.gap_low}")
         if self.templates is not None:
@@ -150,12 +143,6 @@ class ReasoningRouter(Algorithm):
     routing: Any = None
 
     def __post_init__(self) -> None:
-        """Makes the template and the hints hashable.
-
-        Raises:
-            TypeError: The hints are not a mapping of strings.
-            ValueError: The template is not a list of caps, or a hint is unknown.
-        """
         template = _template(self.open_ended_template, "open_ended_template")
         object.__setattr__(self, "open_ended_template", template)
         object.__setattr__(self, "routing", hashable_hints(self.routing))
@@ -229,7 +216,6 @@ class Hybrid(Algorithm):
     alpha: float = 0.5
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a weight that is negative or not finite."""
         if not 0 <= self.alpha < math.inf:
             raise ValueError(f"alpha must be a number of at least 0, not {self.alpha}")
 

@@ -54,12 +54,7 @@ class Routing(NamedTuple):
 
     @classmethod
     def of_one(cls, hints: Hints | None) -> "Routing":
-        """The hints of one sequence as NumPy values without the batch axis.
-
-        Raises:
-            TypeError: The hints are not a mapping, or a value is not a string.
-            ValueError: A key is unknown.
-        """
+        """The hints of one sequence as NumPy values without the batch axis."""
         given = _checked(hints)
         task, mode, text = (given.get(key, "").lower() for key in KEYS)
         # Unknown tasks are balanced.
@@ -80,48 +75,22 @@ class Routing(NamedTuple):
 
     @classmethod
     def of(cls, hints: Hints | Sequence[Hints | None] | None, batch: int) -> "Routing":
-        """The hints of a batch: one mapping for all sequences, or one for each.
-
-        Raises:
-            TypeError: As for `hints_of_each`.
-            ValueError: As for `hints_of_each`.
-        """
-        each = [cls.of_one(hint) for hint in hints_of_each(hints, batch, "sequences")]
+        """The hints of a batch: one mapping for all sequences, or one for each."""
+        if not isinstance(hints, Mapping | Sequence | None) or isinstance(hints, str):
+            meant = f"{_MEANT}, for all sequences, or a sequence of these"
+            raise TypeError(f"routing is {meant}, not {hints!r}")
+        given = [hints] * batch if hints is None or isinstance(hints, Mapping) else list(hints)
+        if len(given) != batch:
+            raise ValueError(f"{len(given)} routing hints for {batch} sequences")
+        each = [cls.of_one(hint) for hint in given]
         return cls(
             jnp.asarray([routing.task_class for routing in each], jnp.int32),
             jnp.asarray([routing.reasoning for routing in each], bool),
         )
 
 
-def hints_of_each(
-    hints: Hints | Sequence[Hints | None] | None, count: int, things: str
-) -> list[Hints | None]:
-    """The hints of each of ``count`` things, from one mapping for all or a sequence of mappings.
-
-    Raises:
-        TypeError: A hint is not a mapping of strings.
-        ValueError: The sequence has another length, or a key is unknown.
-    """
-    if hints is None or isinstance(hints, Mapping):
-        each = [hints] * count
-    elif isinstance(hints, Sequence) and not isinstance(hints, str):
-        each = list(hints)
-    else:
-        raise TypeError(f"routing is {_MEANT}, for all {things}, or a sequence of these, not {hints!r}")
-    if len(each) != count:
-        raise ValueError(f"{len(each)} routing hints for {count} {things}")
-    for hint in each:
-        _checked(hint)
-    return each
-
-
 def hashable_hints(hints: Any) -> tuple[tuple[str, str], ...] | None:
-    """Hints, or pairs of their names and values, as sorted pairs; None is none.
-
-    Raises:
-        TypeError: They are not a mapping of strings.
-        ValueError: A key is unknown.
-    """
+    """Hints, or pairs of their names and values, as sorted pairs; None is none."""
     if hints is None:
         return None
     return tuple(sorted(_checked(dict(hints) if isinstance(hints, tuple) else hints).items()))
