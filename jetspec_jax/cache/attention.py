@@ -19,14 +19,7 @@ def attend_over(
     *,
     implementation: str | None = None,
 ) -> Mix:
-    """Attention of a block over its slots' committed tokens and itself; without stores over itself only.
-
-    Args:
-        stores: One store per layer.
-        slots: The slots of the block's sequences.
-        block: The tokens.
-        implementation: Of `pallas_kernels.tree_attention`; None picks the best.
-    """
+    """Attention of a block over its slots' committed tokens and itself; without stores over itself only."""
     return _AttendOver(stores, slots, block, block.mask(), implementation)
 
 
@@ -48,7 +41,6 @@ class _AttendOver:
         window: int | None,
         sinks: Float[Array, "H"] | None = None,
     ) -> Float[Array, "B N H E"]:
-        """Attends with the queries of one layer."""
         prefix = None
         if self.stores is not None and self.slots is not None:
             prefix = self.stores[layer].view(self.slots, self.block)
@@ -66,11 +58,6 @@ class _AttendOver:
         )
 
     def history(self, layer: int) -> History:
-        """The history before the block, for a recurrent layer.
-
-        Raises:
-            ValueError: The block's tokens all attend to each other, so they have no order.
-        """
         if self.block.kind == "full":
             raise ValueError(
                 "a recurrent layer needs a chain or a tree, not a block whose tokens all attend to each other"

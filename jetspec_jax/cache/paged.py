@@ -25,12 +25,7 @@ from pallas_kernels.tree_attention import PagedPrefix
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedStore:
-    """A pool of pages that slots reference by block tables; see `jetspec_jax.cache.stores.Store`.
-
-    Attributes:
-        k: Keys.
-        v: Values.
-    """
+    """A pool of pages that slots reference by block tables; see `jetspec_jax.cache.stores.Store`."""
 
     k: Float[Array, "P page G E"]
     v: Float[Array, "P page G E"]

@@ -105,13 +105,7 @@ class RecurrentStore:
 
 
 def empty_recurrent_store(num_slots: int, recurrence: Recurrence, dtype: jnp.dtype) -> RecurrentStore:
-    """A store for slots without tokens.
-
-    Args:
-        num_slots: Number of slots.
-        recurrence: The layer's geometry.
-        dtype: Type of the rows; states are float32.
-    """
+    """A store for slots without tokens, with rows of type ``dtype`` and states in float32."""
     size = recurrence
     state = num_slots, size.num_value_heads, size.key_dim, size.value_dim
     return RecurrentStore(

@@ -36,8 +36,7 @@ def ring_pages(window: int, page_size: int) -> int:
 class RingStore(PagedStore):
     """Rings of pages, one for each slot; see `jetspec_jax.cache.stores.Store`.
 
-    Attributes:
-        ring: R, pages of each slot's ring.
+    ``ring`` is R, the pages of each slot's ring.
     """
 
     ring: int = field(kw_only=True, metadata={"static": True})

@@ -80,16 +80,8 @@ def empty_stores(
 ) -> tuple[Store, ...]:
     """Empty stores, one per layer. Layers may differ in geometry, so they are not stacked into one array.
 
-    Args:
-        config: The model's config.
-        num_pages: P, pages of the pool.
-        page_size: Tokens of a page.
-        dtype: Type of keys, values, and a convolution's rows.
-        slots: All slots. Each gets a ring in layers with a window, of at most as many pages as its block
-            table has, and a state in recurrent layers. None: all layers use the pool.
-
-    Raises:
-        ValueError: A layer is recurrent, and ``slots`` is None.
+    Given all ``slots``, each gets a ring in layers with a window, of at most as many pages as its block table
+    has, and a state in recurrent layers. None: all layers use the pool, and none is recurrent.
     """
     stores: list[Store] = []
     for layer in config.layers:

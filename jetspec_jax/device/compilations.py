@@ -7,7 +7,6 @@ class Compilations:
     """The number of programs that this process has compiled since the last start."""
 
     def __init__(self) -> None:
-        """Starts counting."""
         self.restart()
 
     def restart(self) -> None:

@@ -27,18 +27,10 @@ def meshes_for(
     expert_parallel_size: Any = 1,
     data_parallel_size: Any = 1,
 ) -> Meshes:
-    """The mesh of each group of devices: the given mesh, or meshes of the first devices by the sizes.
+    """One mesh for each copy of a model, (None,) for one device: the given mesh or the first devices.
 
-    Args:
-        config: The target's geometry.
-        mesh: A mesh with the axis "expert", "tensor" or both; or None.
-        tensor_parallel_size: Devices that share each expert.
-        expert_parallel_size: Groups of devices with different experts; everything else is sharded over all
-            devices of both sizes.
-        data_parallel_size: Number of copies of the model.
-
-    Returns:
-        One mesh for each copy; (None,) for one device.
+    Devices of ``tensor_parallel_size`` share each expert. ``expert_parallel_size`` groups of devices have
+    different experts; everything else is sharded over all devices of both sizes.
 
     Raises:
         TypeError: A size is not an integer, or the mesh is not a mesh.

@@ -91,12 +91,7 @@ def join_processes(
 
 
 def leave(reason: str, code: int = FAILED) -> None:
-    """Ends this process and, within seconds, all others; returns if there are no others.
-
-    Args:
-        reason: The reason, shown by the others: "it was interrupted".
-        code: The exit code of all processes.
-    """
+    """Ends this process and, within seconds, all others, which show the reason; returns if there are none."""
     if announce(reason, code):
         _end(code)
 
@@ -109,12 +104,7 @@ def tell_of_interrupt() -> None:
 def announce(reason: str, code: int = FAILED) -> bool:
     """Announces this process's end to the others, which end within seconds, and waits for them to read it.
 
-    Args:
-        reason: The reason, as for `leave`.
-        code: Their exit code.
-
-    Returns:
-        Whether there are other processes.
+    Returns whether there are other processes.
     """
     index, store = distributed.global_state.process_id, distributed.global_state.client
     if store is None or distributed.global_state.num_processes == 1:

@@ -40,14 +40,7 @@ class DeviceMemoryError(RuntimeError):
 
 
 class Alternative(NamedTuple):
-    """An alternative value of a setting, and the memory that it would need.
-
-    Attributes:
-        setting: The setting's name.
-        value: The value.
-        needs: Bytes needed on each device.
-        mesh: The devices that would share the models; None means one.
-    """
+    """An alternative value of a setting, and the memory that it would need."""
 
     setting: str
     value: int | str
@@ -77,14 +70,8 @@ def check_memory(
 
     On a mesh of several processes all must call this, and all raise the same error.
 
-    Args:
-        needs: Computes the bytes needed on each device; called only if devices report their memory.
-        mesh: The devices; None means one.
-        others: Alternative values of settings; the error recommends the first fitting value of each setting.
-
-    Raises:
-        DeviceMemoryError: A device has too little memory. The message lists all parts, their sum, and the
-            alternatives that would fit.
+    ``needs`` is called only if devices report their memory. The error lists all parts and their sum, and
+    recommends the first fitting value of each setting among the ``others``.
     """
     free = _known_free(mesh)
     if free is None:
@@ -133,13 +120,7 @@ def _free_everywhere(mesh: Mesh | None) -> int | None:
 def with_more_devices(
     config: ModelConfig, mesh: Mesh | None, needs: Callable[[Mesh], Bytes]
 ) -> Iterator[Alternative]:
-    """Larger tensor-parallel sizes, powers of two, that the visible devices allow and that divide a target.
-
-    Args:
-        config: The target.
-        mesh: The current devices; None means one.
-        needs: Computes the bytes needed on each device of a mesh.
-    """
+    """Larger tensor-parallel sizes, powers of two, that the devices allow and that divide a target."""
     if mesh is not None and set(mesh.axis_names) - set(shards.ALL):
         return  # training has no such setting
     shape = {} if mesh is None else mesh.shape
@@ -186,10 +167,7 @@ def fp8_problem(mesh: Mesh | None = None) -> str | None:
 def array_bytes(tree: Any, shardings: Any = None) -> int:
     """Bytes of all arrays of a pytree.
 
-    Args:
-        tree: The arrays, or their shapes and types.
-        shardings: Their shardings, for each array or for whole branches, to count the bytes of one device.
-            None counts whole arrays.
+    Shardings, for each array or for whole branches, count the bytes of one device.
     """
     if shardings is None:
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

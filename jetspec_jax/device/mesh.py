@@ -27,9 +27,6 @@ def without_mesh(function: Callable[P, T]) -> Callable[P, T]:
     """The function, run as if its caller had set no mesh by `jax.set_mesh`.
 
     Arrays and programs of this package name their meshes; under a caller's mesh their types would differ.
-
-    Raises:
-        TypeError: It is called while JAX traces a caller's function.
     """
 
     @functools.wraps(function)
@@ -75,12 +72,7 @@ def make_mesh(
 
 
 def as_mesh(mesh: object) -> Mesh:
-    """A mesh of the same devices with both axes in standard order, whose axis types are `AxisType.Auto`.
-
-    Raises:
-        TypeError: The argument is not a mesh.
-        ValueError: The mesh has an unknown axis.
-    """
+    """A mesh of the same devices with both axes in standard order, whose axis types are `AxisType.Auto`."""
     check_type("mesh", mesh, Mesh, "a jax.sharding.Mesh")
     assert isinstance(mesh, Mesh)
     if unknown := [axis for axis in mesh.axis_names if axis not in shards.ALL]:
@@ -93,14 +85,7 @@ def as_mesh(mesh: object) -> Mesh:
 def everywhere(
     mesh: Mesh | AbstractMesh, function: Callable[..., Any], in_specs: Sequence[Any], out_specs: Any
 ) -> Callable[..., Any]:
-    """A function that each device of a mesh runs on its shards of the arguments (`jax.shard_map`).
-
-    Args:
-        mesh: The devices.
-        function: The function; `pallas_kernels.shards` gives the index of its shard.
-        in_specs: The partition specs of the arguments.
-        out_specs: The partition specs of the results.
-    """
+    """A function that each device of a mesh runs on its shards of the arguments (`jax.shard_map`)."""
     # JAX's check of values that vary over devices does not support the kernels.
     return jax.shard_map(function, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
 

@@ -42,12 +42,7 @@ Config = TypeVar("Config", ModelConfig, DraftHeadConfig)
 
 
 def check_partition(config: ModelConfig | DraftHeadConfig, mesh: Mesh | AbstractMesh | None) -> None:
-    """Checks that a mesh can shard a target. (A draft head that cannot be sharded is replicated.)
-
-    Raises:
-        ValueError: Sizes do not divide (all are listed, with the layers), or a process has no device of the
-            mesh.
-    """
+    """Checks that a mesh can shard a target. (A draft head that cannot be sharded is replicated.)"""
     if mesh is None:
         return
     if isinstance(mesh, Mesh):

@@ -25,9 +25,7 @@ def say_apart(meshes: Iterable[Mesh | None], reaches: Reaches | None = None) -> 
 
     If the access is unknown, nothing is logged.
 
-    Args:
-        meshes: The mesh of each copy; None means one device.
-        reaches: The test of direct access; None queries the driver.
+    Without ``reaches`` the driver is queried.
     """
     ask = reaches or driver_reaches()
     groups = [apart(list(mesh.devices.flat), ask) for mesh in meshes if mesh is not None]

@@ -62,11 +62,7 @@ def same_processes(mesh: Mesh, other: Mesh) -> bool:
 
 
 def check_devices(mesh: Mesh) -> None:
-    """Checks that a mesh has devices of this process only, or of all processes.
-
-    Raises:
-        ValueError: The mesh has no device of this process, or of some but not all processes.
-    """
+    """Checks that a mesh has devices of this process only, or of all processes."""
     having = _processes_of(mesh)
     lacking = [process for process in range(jax.process_count()) if process not in having]
     if jax.process_index() in lacking or (len(having) > 1 and lacking):
@@ -82,15 +78,7 @@ def is_first() -> bool:
 
 
 def agreed(value: T, about: str) -> T:
-    """Broadcasts the first process's value to all processes.
-
-    Args:
-        value: A JSON value.
-        about: A description of the value, which must be the same in all processes.
-
-    Raises:
-        OutOfStep: Another process has a different description.
-    """
+    """Broadcasts the first process's JSON value; all processes must describe it (``about``) alike."""
     return value if alone() else _STORE.exchange(about, value, everyone=False)[0]
 
 
@@ -119,13 +107,7 @@ def compare(parts: dict[str, Any], about: str, what: str) -> None:
 
     Processes exchange digests, and the values only if these differ.
 
-    Args:
-        parts: The values that must be equal, by name.
-        about: As for `agreed`.
-        what: The object that has these values, for the error.
-
-    Raises:
-        ValueError: Values differ; raised in every process, and all differences are listed.
+    The error, raised in every process, lists all differences.
     """
     texts = _brief({**_environment(), **parts})
     digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
@@ -153,11 +135,7 @@ def _brief(parts: dict[str, Any]) -> dict[str, str]:
 
 @contextmanager
 def together(mesh: Mesh | None) -> Iterator[None]:
-    """A context for work on the devices of several processes, whose errors usually come from another process.
-
-    Raises:
-        RuntimeError: The devices failed.
-    """
+    """A context for work on several processes, whose errors usually come from another process."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -23,12 +23,7 @@ RULES: Mapping[str, str] = {"embed": "fsdp", "features": "fsdp"}
 def parameter_shardings(config: ModelConfig | DraftHeadConfig, mesh: Mesh) -> Any:
     """The sharding of every parameter of a config's module, in the structure of its weights.
 
-    Args:
-        config: The config of a target or a draft head.
-        mesh: The devices; rules for axes that the mesh lacks are ignored.
-
-    Raises:
-        ValueError: A mesh axis does not divide a parameter axis; all such parameters are listed.
+    Rules for axes that the mesh lacks are ignored.
     """
     wrong = []
 

@@ -49,7 +49,7 @@ class WatchedEngine(Engine):
     def __init__(
         self, plan: EnginePlan, weights: DecodeWeights, look: Callable[[Any], None], **settings: Any
     ):
-        """See `Engine`; ``look`` is called with `steering` after every launch."""
+        """``look`` is called with `steering` after every launch."""
         self.look = look
         super().__init__(plan, weights, **settings)
 

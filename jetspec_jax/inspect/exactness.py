@@ -118,14 +118,6 @@ def tie_gap_at(
     float32 program can avoid this, and it depends on the token, so the bound is measured for the token. A
     computed product of n terms is the exact product of weights that are off by up to sqrt(n) roundings
     (Higham and Mary, SIAM J. Sci. Comput. 41, 2019): all weights are changed by that much, with random signs.
-
-    Args:
-        target: The target; for other types than float32 the bound is `TIE_GAP`.
-        prompt: The request's prompt.
-        output: The tokens generated before.
-        params: The request's parameters.
-        best: A token.
-        lesser: Another token.
     """
     if target.dtype != jnp.float32 or not any(layer.recurrence for layer in target.config.layers):
         return TIE_GAP
@@ -172,9 +164,6 @@ def perturbed_logits(
 
     With top-k, top-p or min-p rounding can also decide whether a token passes the filter. The gap between the
     two largest logits does not show this.
-
-    Raises:
-        ValueError: A sampled request has no seed, so its noise is unknown.
     """
     if params.temperature > 0 and params.seed is None:
         raise ValueError("the gap of a sampled choice needs the request's seed")

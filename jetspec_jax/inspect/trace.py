@@ -89,11 +89,7 @@ class Trace(Iterator[RoundTrace]):
     """
 
     def __init__(self, engines: Engines, request: Request, tokenizer: Any, *, owns: bool = False):
-        """Submits a request; its rounds run between those of other requests.
-
-        Args:
-            owns: Whether the engines are closed with the trace.
-        """
+        """Submits a request; its rounds run between those of other requests; ``owns`` closes the engines."""
         self.text = ""
         self.completion: Completion | None = None
         self._output, self._seen = Output(request, tokenizer), deque[_Seen]()
@@ -104,7 +100,6 @@ class Trace(Iterator[RoundTrace]):
         [self._engine] = engines.submit([request])
 
     def __next__(self) -> RoundTrace:
-        """Decodes the next round."""
         output, request, engine = self._output, self._output.request, self._engine
         while engine is not None and self.completion is None and not request.cancelled:
             engine.run(functools.partial(self._turn, engine), functools.partial(_is_placed, request))
@@ -163,17 +158,7 @@ def _is_placed(request: Request) -> bool:
 def trace_request(
     engines: Engines, settings: TreeSettings, prompt: Prompt, params: SamplingParams | None = None
 ) -> Trace:
-    """As `trace_rounds`, in a slot of existing engines; other requests are served between the rounds.
-
-    Args:
-        engines: The engines, whose trees have at least the budget.
-        settings: Settings of the trees.
-        prompt: The prompt, in any form that `jetspec_jax.generate` takes.
-        params: Sampling parameters and stop conditions.
-
-    Raises:
-        ValueError: The request cannot be served.
-    """
+    """As `trace_rounds`, in a slot of existing engines; other requests are served between the rounds."""
     target = engines.target
     _check_traced(target, params)
     [request] = make_requests(target, engines.plan, settings, [prompt], params)
