@@ -42,7 +42,6 @@ class Activation:
     shift: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError if `limits` is unknown."""
         if self.limits not in ("gate", "swish"):
             raise ValueError(f"Activation: limits must be gate or swish, not {self.limits!r}")
 
@@ -63,13 +62,7 @@ class Activation:
         *,
         swish: Callable[[Array, Array], Array] = swish,
     ) -> Float[Array, "*rows"]:
-        """The block's hidden features, in the dtype of the halves, which should be float32.
-
-        Args:
-            gate: the half that passes through the sigmoid.
-            up: the other half.
-            swish: `gate * sigmoid(argument)`; kernels pass `kernel_swish`.
-        """
+        """The hidden features of the halves, in their dtype, float32; kernels pass `kernel_swish`."""
         if self.limit is not None:
             up = jnp.minimum(jnp.maximum(up, -self.limit), self.limit)
             if self.limits == "gate":

@@ -37,16 +37,7 @@ def wrong_arrays(*expected: Expected, empty: bool = True) -> list[str]:
 
 
 def check_config(config: Any, *, powers: Mapping[str, int], counts: Sequence[str]) -> None:
-    """Checks the settings of a kernel.
-
-    Args:
-        config: The object with the settings.
-        powers: The smallest value of each setting that must be a power of two.
-        counts: The settings that must be at least 1.
-
-    Raises:
-        ValueError: Settings are out of range; the message names all of them.
-    """
+    """Raises a ValueError that names all settings out of range; `powers` are least powers of two."""
     given = {name: getattr(config, name) for name in (*powers, *counts)}
     wrong = [
         f"{name} must be a power of two of at least {least}, not {given[name]}"

@@ -8,14 +8,10 @@ import jax
 
 
 def differentiable(kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel`, with the derivatives of `reference`.
+    """`kernel`, with the derivatives of `reference`: arrays by position, static settings by keyword.
 
     Only the arguments are kept for the backward pass, which computes `reference` again. Only reverse mode is
     supported: `jax.jvp` of the result raises a TypeError.
-
-    Args:
-        kernel: takes arrays (or None) by position and static settings by keyword.
-        reference: has the same arguments, the same results up to rounding, and derivatives in JAX.
     """
 
     @functools.wraps(kernel)

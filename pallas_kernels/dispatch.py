@@ -74,17 +74,10 @@ class Operation:
             raise NotImplementedError(f"{self.name}: {name} cannot run: {problem}")
 
     def choose(self, name: str | None, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        """The function to call: the first that supports the case, or the one called `name`.
+        """The implementation `name`, or for None the first that supports the case.
 
-        Args:
-            name: One of `implementations()`, or None for the first that supports the case.
-            *args: What `unsupported` needs to know of the call.
-            **kwargs: Likewise.
-
-        Raises:
-            ValueError: There is no implementation `name`.
-            NotImplementedError: The named one does not support the case or the device, or, with None, none
-                does.
+        `unsupported` gets the other arguments. Raises ValueError for an unknown name, and NotImplementedError
+        if the named implementation, or for None every one, cannot run the case.
         """
         self.check(name)
         reasons = []

@@ -43,11 +43,9 @@ class Mxfp4:
 
     @classmethod
     def of(cls, weights: Float[Array, "*shape"], axis: int) -> "Mxfp4":
-        """Quantises weights to the nearest values; a block's largest magnitude is at least 4 times its scale.
+        """Quantises weights, of whole blocks along `axis`, to the nearest values.
 
-        Args:
-            weights: The weights.
-            axis: The axis that the blocks lie along, of whole blocks.
+        A block's largest magnitude is at least 4 times its scale.
         """
         rows = jnp.moveaxis(weights.astype(jnp.float32), axis, -1)
         blocks = rows.reshape(*rows.shape[:-1], -1, BLOCK)

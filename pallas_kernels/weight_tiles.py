@@ -207,15 +207,9 @@ class Tiles:
 def multiply(
     ref: Any, row: Lanes, tiles: Sequence[Tiles], first: Any, last: Any, precision: Any
 ) -> list[Float32[Array, "rows columns"]]:
-    """The products of some rows with tiles of matrices that are stored in the same way.
+    """The products of some rows [R, K] with one tile of each matrix; all are stored in the same way.
 
-    Args:
-        ref: Of the rows [R, K].
-        row: Indices of the rows.
-        tiles: One of each matrix.
-        first: The first step of the terms.
-        last: The step after the last one; there is at least one.
-        precision: Of the products.
+    Steps `first` to `last`, of which there is at least one, make the sums; the last one is not included.
     """
     steps = tiles[0].steps
 
@@ -246,13 +240,9 @@ def parts_of(w: Array | Narrow) -> tuple[Array, ...]:
 
 
 def unsupported(w: Array | Narrow, term_block: int, terms: int, columns: int) -> str | None:
-    """Why kernels cannot read weights.
+    """Why kernels cannot read weights of so many terms and columns, as they lie in memory.
 
-    Args:
-        w: The weights.
-        term_block: Of FP8, how many terms from any multiple of it on have the same scales.
-        terms: How many there are.
-        columns: Of the matrix, as it lies in memory.
+    `term_block` terms of FP8 from any multiple of it on have the same scales.
     """
     if not isinstance(w, Quantized):
         return None

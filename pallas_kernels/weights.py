@@ -14,14 +14,7 @@ Narrow = Quantized | Mxfp4
 def expected_weights(
     name: str, weights: Array | Narrow, shape: tuple[int, ...], dtype: jnp.dtype
 ) -> tuple[Expected, ...]:
-    """What the arrays of weights must be, for `checks.wrong_arrays`.
-
-    Args:
-        name: What messages call the weights.
-        weights: The weights.
-        shape: Of the weights; that of the arrays follows.
-        dtype: Of plain weights.
-    """
+    """What the arrays of weights of `shape` must be, for `checks.wrong_arrays`; `dtype` is of plain ones."""
     if isinstance(weights, Quantized):
         scales = scale_shape(weights.shape, weights.block)
         return (name, weights.values, shape, FP8), (f"{name}'s scales", weights.scales, scales, jnp.floating)

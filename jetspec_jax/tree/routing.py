@@ -76,17 +76,28 @@ class Routing(NamedTuple):
     @classmethod
     def of(cls, hints: Hints | Sequence[Hints | None] | None, batch: int) -> "Routing":
         """The hints of a batch: one mapping for all sequences, or one for each."""
-        if not isinstance(hints, Mapping | Sequence | None) or isinstance(hints, str):
-            meant = f"{_MEANT}, for all sequences, or a sequence of these"
-            raise TypeError(f"routing is {meant}, not {hints!r}")
-        given = [hints] * batch if hints is None or isinstance(hints, Mapping) else list(hints)
-        if len(given) != batch:
-            raise ValueError(f"{len(given)} routing hints for {batch} sequences")
-        each = [cls.of_one(hint) for hint in given]
+        each = [cls.of_one(hint) for hint in hints_of_each(hints, batch, "sequences")]
         return cls(
             jnp.asarray([routing.task_class for routing in each], jnp.int32),
             jnp.asarray([routing.reasoning for routing in each], bool),
         )
+
+
+def hints_of_each(
+    hints: Hints | Sequence[Hints | None] | None, count: int, things: str
+) -> list[Hints | None]:
+    """The hints of each of ``count`` things, from one mapping for all or a sequence of mappings."""
+    if hints is None or isinstance(hints, Mapping):
+        each = [hints] * count
+    elif isinstance(hints, Sequence) and not isinstance(hints, str):
+        each = list(hints)
+    else:
+        raise TypeError(f"routing is {_MEANT}, for all {things}, or a sequence of these, not {hints!r}")
+    if len(each) != count:
+        raise ValueError(f"{len(each)} routing hints for {count} {things}")
+    for hint in each:
+        _checked(hint)
+    return each
 
 
 def hashable_hints(hints: Any) -> tuple[tuple[str, str], ...] | None:

@@ -31,11 +31,6 @@ class RouterRule:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        """Checks the rule.
-
-        Raises:
-            ValueError: There is no such score, or less than one expert is wanted.
-        """
         if self.top_k < 1:
             raise ValueError(f"RouterRule: top_k must be at least 1, not {self.top_k}")
         if self.scores not in ("softmax", "sigmoid"):

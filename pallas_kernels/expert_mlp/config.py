@@ -39,11 +39,6 @@ class Config:
     num_stages: int
 
     def __post_init__(self) -> None:
-        """Checks the settings.
-
-        Raises:
-            ValueError: naming every setting that is out of its range.
-        """
         tiles = dict.fromkeys(("block_rows", "crowd_rows", "block_features", "block_model"), 16)
         # Half of it where a crowd's blocks are another size.
         depth = 16 if self.crowd_rows == self.block_rows else 32
@@ -62,15 +57,6 @@ def config_for(
     blocks have at least 32 rows. Few experts are cut into narrow columns: so there are enough programs.
 
     Of FP8 a warp has at least eight words of columns.
-
-    Args:
-        stored: how the weights are stored: "plain", "fp8" or "mxfp4".
-        tokens: T.
-        top_k: K.
-        experts: E.
-        size: M.
-        features: I.
-        itemsize: bytes of an element.
     """
     mean = tokens * top_k / experts
     groups = min(tokens * top_k, experts)

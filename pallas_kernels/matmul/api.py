@@ -16,7 +16,6 @@ from pallas_kernels.matmul.config import fastest
 from pallas_kernels.matmul.problem import problem_of
 from pallas_kernels.weights import Narrow, expected_weights
 
-_HOPPER = (9, 0)
 #: Up to so many rows were measured. On an H200 XLA took 1.03 to 3.0 times as long for all 24 products of
 #: quantised blocks as a slower Triton kernel than today's.
 _MOST_QUANTISED_ROWS = 128
@@ -90,7 +89,7 @@ def _fastest(spec: str, x: Array, w: Array | Narrow) -> str:
     if measured is not None and OPERATION.table[measured].unsupported(x, w, spec) is None:
         return measured
     few = problem.rows <= _MOST_QUANTISED_ROWS
-    if problem.stored == "plain" or not few or compute_capability() != _HOPPER:
+    if problem.stored == "plain" or not few or compute_capability() != pallas_mosaic.HOPPER:
         return "xla"
     if problem.rows <= _MOST_TRITON_ROWS or pallas_mosaic.unsupported(x, w, spec) is not None:
         return "pallas_triton"

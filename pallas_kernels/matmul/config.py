@@ -36,11 +36,6 @@ class Config:
     num_stages: int
 
     def __post_init__(self) -> None:
-        """Checks the settings.
-
-        Raises:
-            ValueError: naming every setting that is out of its range.
-        """
         powers = {"block_rows": 16, "block_columns": 16, "block_depth": 32, "num_warps": 1}
         check_config(self, powers=powers, counts=("splits", "num_stages"))
 
@@ -58,11 +53,6 @@ class MosaicConfig:
     splits: int
 
     def __post_init__(self) -> None:
-        """Checks the settings.
-
-        Raises:
-            ValueError: naming every setting that is out of its range.
-        """
         check_config(self, powers={}, counts=("splits",))
         if self.groups not in (2, 3):
             raise ValueError(f"MosaicConfig: groups must be 2 or 3, not {self.groups}")
@@ -75,16 +65,7 @@ CONFIGS = {"pallas_mosaic": MosaicConfig, "pallas_triton": Config}
 def config_for(
     implementation: str, device_kind: str, stored: str, rows: int, depth: int, columns: int
 ) -> Any:
-    """The tuned configuration of a call, None on devices and shapes that nobody tuned.
-
-    Args:
-        implementation: "pallas_mosaic" or "pallas_triton"; the slower one has no configuration.
-        device_kind: as `jax.Device.device_kind` gives it.
-        stored: how the weights are stored: "plain", "fp8" or "mxfp4".
-        rows: M.
-        depth: K.
-        columns: N.
-    """
+    """The tuned configuration of an implementation; None where it is not the fastest, or nobody tuned."""
     entry = _entry(device_kind, stored, rows, depth, columns)
     if entry is None or entry["implementation"] != implementation:
         return None
@@ -92,10 +73,7 @@ def config_for(
 
 
 def fastest(device_kind: str, stored: str, rows: int, depth: int, columns: int) -> str | None:
-    """The implementation that was measured to be the fastest at such a call; see `config_for`.
-
-    None: it was not measured.
-    """
+    """The implementation that was measured to be the fastest at such a call; None if not measured."""
     entry = _entry(device_kind, stored, rows, depth, columns)
     if entry is None:
         return None

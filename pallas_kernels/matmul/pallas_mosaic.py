@@ -36,7 +36,8 @@ from pallas_kernels.quantized import Quantized
 from pallas_kernels.weight_tiles import cell_of
 from pallas_kernels.weights import Narrow
 
-_HOPPER = (9, 0)
+#: Compute capability of the only GPUs that the kernel runs on.
+HOPPER = (9, 0)
 _DEPTH = 128  # terms of a step
 # Registers of a thread, by the number of warpgroups that widen and multiply; the copying one takes few.
 _REGISTERS = {2: 240, 3: 160}
@@ -52,7 +53,7 @@ _COST_OF_PARTS = 4
 
 def unsupported(x: Array, w: Array | Narrow, spec: str) -> str | None:
     """Why the kernel cannot do a call."""
-    if (capability := compute_capability()) is not None and capability != _HOPPER:
+    if (capability := compute_capability()) is not None and capability != HOPPER:
         return f"it is for compute capability 9.0, not {'.'.join(map(str, capability))}"
     problem = problem_of(spec, x, w)
     if isinstance(problem, str):

@@ -45,10 +45,12 @@ def rms_norm(
     (The norm: Zhang and Sennrich, arXiv 1910.07467.)
 
     Args:
-        x: rows of M elements, in float32, bfloat16 or float16. weight: of any floating dtype. eps: prevents a
-        division by zero; static. delta: of the dtype of `x`; None for nothing to add. weight_offset: added to
-        the stored weight, 1.0 for weights stored minus one; static. None multiplies in
-            the wider of the two dtypes.
+        x: rows of M elements, in float32, bfloat16 or float16.
+        weight: of any floating dtype.
+        eps: prevents a division by zero; static.
+        delta: of the dtype of `x`; None for nothing to add.
+        weight_offset: added to the stored weight, 1.0 for weights stored minus one; static. None multiplies
+            in the wider of the two dtypes.
         weight_scale: a factor of the weight; static, and only with an offset.
         implementation: one of `implementations()`; None picks the best for the case.
 

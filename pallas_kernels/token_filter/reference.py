@@ -79,11 +79,8 @@ def _threshold(
 
         logits 5. 3. 3. 1.    goal 1 -> 5.    goal 2 -> 3.    goal 3 -> 3.    goal 4 -> 1.
 
-    Args:
-        logits: The logits.
-        weigh: Computes their weights, which must not be negative. It is called where they are summed, because
-            weights computed outside of the loop would be stored.
-        goal: The weight to reach in each row, above 0.
+    `weigh` computes the weights, none of them negative, where they are summed: weights computed outside of
+    the loop would be stored.
     """
     bits = jnp.finfo(logits.dtype).bits
 

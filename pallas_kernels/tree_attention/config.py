@@ -31,24 +31,12 @@ class Config:
     programs: int
 
     def __post_init__(self) -> None:
-        """Checks the settings.
-
-        Raises:
-            ValueError: naming every setting that is out of its range.
-        """
         powers = {"block_rows": 16, "block_keys": 16, "num_warps": 1}
         check_config(self, powers=powers, counts=("num_stages", "programs"))
 
 
 def config_for(device_kind: str, dtype: str, head_size: int, rows: int) -> Config:
-    """The tuned configuration of a call, or a safe one on devices and shapes that nobody tuned.
-
-    Args:
-        device_kind: as `jax.Device.device_kind` gives it.
-        dtype: name of the inputs' dtype; 16-bit floats share their entries.
-        head_size: E.
-        rows: query rows of one key/value head, N * H // G.
-    """
+    """The tuned configuration for so many query rows of a key/value head, or a safe one."""
     dtype = "float32" if dtype == "float32" else "bfloat16"
     entries = [
         entry

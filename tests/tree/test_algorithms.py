@@ -30,7 +30,7 @@ from jetspec_jax.tree import (
     top_candidates,
 )
 from jetspec_jax.tree import algorithms as registry
-from jetspec_jax.tree.routing import CLASSES
+from jetspec_jax.tree.routing import CLASSES, hints_of_each
 from tests.marks import wide
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -528,6 +528,11 @@ def tiny_tree(**settings):
             f"{ROUTING}, for all sequences, or a sequence of these, not 'math'",
         ),
         (lambda: tiny_tree(routing=["math"]), f"{ROUTING}, not 'math'"),
+        (
+            lambda: hints_of_each("math", 1, "prompts"),
+            f"{ROUTING}, for all prompts, or a sequence of these, not 'math'",
+        ),
+        (lambda: hints_of_each(["math"], 1, "prompts"), f"{ROUTING}, not 'math'"),
         (lambda: Routing.of_one("math"), f"{ROUTING}, not 'math'"),
     ],
 )
