@@ -17,7 +17,7 @@ from jetspec_jax.checkpoint.tensor_plan import expected_parameters
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.device.memory import TARGET_WEIGHTS, fits, weight_bytes
 from jetspec_jax.device.partition import cut_blocks
-from jetspec_jax.models import FAMILIES, kept_packed
+from jetspec_jax.models import family_of, kept_packed
 from jetspec_jax.models.quantized import is_quantized
 
 #: The faster choice if both fit into memory, by JAX's platform name. On a CPU, each product widens packed
@@ -36,7 +36,7 @@ def holds_mxfp4(config: ModelConfig, headers: Callable[[], Headers]) -> bool:
         config: The checkpoint's config.
         headers: Reads its headers; called only for families that are published in MXFP4.
     """
-    if not any(key.scales for key in FAMILIES[config.model_type].KEYS):
+    if not any(key.scales for key in family_of(config).KEYS):
         return False
     names = headers().tensors
     try:

@@ -1,4 +1,4 @@
-"""Forward passes for inspection: logits of a sequence, of a token tree, and of the draft head.
+"""Forward passes for inspection: logits and hidden states of a sequence, of a token tree, of the draft head.
 
 They run the same modules, stores and proposer as decoding.
 """
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from jetspec_jax.arguments import check_type, shown
+from jetspec_jax.arguments import check_integer, check_type, shown
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.slots import Slots
@@ -49,6 +49,32 @@ def logits(target: Target, token_ids: TokenIds) -> Float[Array, "B T V"]:
     """
     check_models(target, None)
     return _logits(target.config, target.mesh, target.weights, _ids(target, token_ids, "token_ids", least=1))
+
+
+@without_mesh
+def hidden_states(
+    target: Target, token_ids: TokenIds, *, layers: Sequence[int] | None = None
+) -> Float[Array, "*L B T M"]:
+    """float32 hidden states of whole sequences: what the output head reads, or the outputs of some layers.
+
+    Args:
+        target: The target.
+        token_ids: ``[B, T]``, at least one token each.
+        layers: None gives the final-normed states ``[B, T, M]``. Numbers of layers, 0-based, give the outputs
+            ``[L, B, T, M]`` of these layers, before the final norm: ``hidden_states[i + 1]`` of transformers,
+            except that its last one is normed.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: The ids are misshapen or out of range, or there is no such layer.
+    """
+    check_models(target, None)
+    last = target.config.num_layers - 1
+    if layers is not None:
+        check_type("layers", layers, Sequence, "numbers of layers or None")
+        layers = tuple(check_integer(f"layers[{n}]", layer, 0, last) for n, layer in enumerate(layers))
+    ids = _ids(target, token_ids, "token_ids", least=1)
+    return _hidden_states(target.config, target.mesh, layers, target.weights, ids)
 
 
 @without_mesh
@@ -125,6 +151,25 @@ def _logits(
         return target.logits(_forward(target, ids).hidden).astype(jnp.float32)
 
     return _together(config, mesh, run)(weights, ids)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _hidden_states(
+    config: ModelConfig,
+    mesh: Mesh | None,
+    layers: tuple[int, ...] | None,
+    weights: Weights,
+    ids: Int[Array, "B T"],
+) -> Float[Array, "*L B T M"]:
+    def run(weights: Weights, ids: Int[Array, "B T"]) -> Float[Array, "*L B T M"]:
+        hidden, taps, _ = _forward(bind(config, weights), ids, taps=layers or ())
+        if layers is not None:
+            hidden = jnp.moveaxis(taps.reshape(*ids.shape, len(layers), config.hidden_size), 2, 0)
+        return hidden.astype(jnp.float32)
+
+    if mesh is not None:
+        run = everywhere(mesh, run, (parameter_specs(config, mesh), WHOLE), WHOLE)
+    return run(weights, ids)
 
 
 @_jit
