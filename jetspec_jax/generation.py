@@ -106,6 +106,8 @@ def _run(
 ) -> list[Completion]:
     """Makes engines, serves the prompts, and closes the engines."""
     check_models(target, head)
+    if head is not None:
+        head.check_finite()
     if spans(target.mesh):
         raise ValueError(
             "several processes share the target: use LLM, whose process 0 generates while the others call "

@@ -186,6 +186,8 @@ class LLM:
         head: Head | Source | None = None
         if draft_head is not None:
             loaded = isinstance(draft_head, Head)
+            if loaded and not allow_nonfinite:
+                draft_head.check_finite()
             head = draft_head if loaded else replace(reading, path_or_id=draft_head_at(draft_head))
         resolved = resolve_dtype(dtype)
         unread: dict[str, ModelConfig | DraftHeadConfig] = {}
