@@ -138,7 +138,9 @@ class AsyncLLM:
         if max_slots is None:
             plan = with_slots_that_fit(plan, target.meshes)
         self._plan = plan
-        self.llm.engines = self._engines = Engines(target, head, plan, owner="AsyncLLM")
+        self.llm.engines = self._engines = Engines(
+            target, head, plan, proposer_weights=settings.get("proposer_weights"), owner="AsyncLLM"
+        )
         self._compilations, self._max_waiting = Compilations(), max_waiting
         # Running requests by id, and how to abort them.
         self._running: dict[str, tuple[Sequence[Request], Callable[[], object]]] = {}

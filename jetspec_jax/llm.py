@@ -29,6 +29,7 @@ from jetspec_jax.checkpoint.packing import with_storage
 from jetspec_jax.checkpoint.pairs import default_draft_head, draft_head_at
 from jetspec_jax.checkpoint.source import AUTO, Source, resolve_dtype
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.decode.proposer import DraftHeadProposer, Proposer, check_given, prepared_bytes, selected_of
 from jetspec_jax.decode.settings import PLAIN, TreeSettings, fastest_settings
 from jetspec_jax.demo import DEMO
 from jetspec_jax.device.compilation_cache import enable_compilation_cache
@@ -100,6 +101,8 @@ class LLM:
         chat_template: str | Path | None = None,
         mxfp4: str = AUTO,
         compilation_cache: str | Path = "auto",
+        proposer: Proposer | None = None,
+        proposer_weights: Any = None,
         mesh: Mesh | None = None,
         tensor_parallel_size: int = 1,
         expert_parallel_size: int = 1,
@@ -145,6 +148,8 @@ class LLM:
                 is the faster form if it fits, else the smaller one. Loaded targets keep theirs.
             compilation_cache: Folder of compiled programs for later processes, for this whole process:
                 "auto", a folder, or "off". See `jetspec_jax.enable_compilation_cache`.
+            proposer: A source of drafts in place of a draft head, see `jetspec_jax.Proposer`.
+            proposer_weights: Its parameters; on a mesh, in shards of its ``weight_specs``.
             mesh: The devices that share the models, a mesh with the axes "expert" and "tensor", or one of
                 them. Without it the next three sizes select the first devices; if they are 1, one device
                 decodes. Loaded models stay on their devices.
@@ -169,7 +174,8 @@ class LLM:
         check_type("compilation_cache", compilation_cache, str | Path, 'a folder, "auto" or "off"')
         if isinstance(ignore_config_keys, str) or not isinstance(ignore_config_keys, Collection):
             raise TypeError(f"ignore_config_keys must be a list of keys, not {shown(ignore_config_keys)}")
-        if draft_head is None:
+        check_given(proposer)
+        if draft_head is None and proposer is None:
             draft_head = default_draft_head(target)
         reading = Source("", dtype, ignore_config_keys, allow_nonfinite, mxfp4=mxfp4)
         template = None if chat_template is None else read_chat_template(chat_template)
@@ -201,18 +207,19 @@ class LLM:
             head_config = head.config
         elif head is not None:
             head_config = unread[HEAD_WEIGHTS] = head.head_config
+        drafts = proposer if head_config is None else DraftHeadProposer(head_config)
         tree = {"budget": budget, "width": width, "depth": depth}
         tree |= {"algorithm": algorithm, "candidates": candidates}
         options: dict[str, Any] = {name: value for name, value in tree.items() if value is not None}
         settings = TreeSettings(**options) if options else fastest_settings()
         # Logged after the check of the first request, so that bad input shows its error alone.
-        self._notice = None if options or settings != PLAIN or head_config is None else PLAIN_NOTICE
-        if head_config is not None:
-            settings = settings.for_selected(head_config.selected)
-        settings.check(config, None if head_config is None else head_config.depth)
-        self.settings = PLAIN if head_config is None else settings
+        self._notice = None if options or settings != PLAIN or drafts is None else PLAIN_NOTICE
+        settings = settings.for_selected(selected_of(drafts))
+        settings.check(config, None if drafts is None else drafts.depth)
+        self.settings = PLAIN if drafts is None else settings
         sizes = tensor_parallel_size, expert_parallel_size, data_parallel_size
         meshes = _meshes_of(ours, head, config, mesh, *sizes)
+        check_given(proposer, len(meshes))
         if isinstance(ours, Source):
             ours = with_storage(ours, *meshes)
             config = unread[TARGET_WEIGHTS] = ours.target_config
@@ -224,15 +231,21 @@ class LLM:
             stores_dtype,
             slots=max_slots,
             capacity=capacity,
+            proposer=proposer,
             implementation=implementation,
             mesh=meshes[0],
         )
         check_alike(plan)
         alone = replace(plan, size=plan.size.with_slots(1))  # an engine has the slots that fit
+        prepared = {}
+        if proposer is not None and meshes[0] is None:  # on a mesh they are prepared in rounds
+            prepared["prepared weights of the proposer"] = prepared_bytes(proposer, proposer_weights)
         for group in meshes:
             check_engine_memory(
                 alone.on(group),
-                lambda mesh: {name: weight_bytes(kind, resolved, mesh) for name, kind in unread.items()},
+                lambda mesh: (
+                    {name: weight_bytes(kind, resolved, mesh) for name, kind in unread.items()} | prepared
+                ),
             )
         enable_compilation_cache(compilation_cache, together=spans(meshes[0]))
         if mesh is None and isinstance(ours, Source):
@@ -240,7 +253,12 @@ class LLM:
         self.target = read_target(ours, *meshes) if isinstance(ours, Source) else ours
         self.draft_head = read_draft_head(head, self.target) if isinstance(head, Source) else head
         self.engines = Engines(
-            self.target, self.draft_head, plan, longer_slots=capacity is None, fewer_slots=True
+            self.target,
+            self.draft_head,
+            plan,
+            longer_slots=capacity is None,
+            fewer_slots=True,
+            proposer_weights=proposer_weights,
         )
 
     def __enter__(self) -> "LLM":

@@ -17,6 +17,7 @@ FOLDER = Path(__file__).parents[2] / "examples"
 ONE = ("--prompts", "1", "--algorithms", "chain")
 # By name, arguments that make it cheap, and what it has to print.
 SCRIPTS = {
+    "add_a_proposer": ((), r"^[2-4]\.\d\d tokens per round, the same: True$"),
     "add_a_family": ((), r"^Target\(parallel_qwen3, 8 layers .* writes"),
     "chat_and_stream": ((), r"\d\.\d\d tokens per round$"),
     "compare_algorithms": (ONE, "1 of 1 texts equal plain decoding's$"),
@@ -28,7 +29,7 @@ SCRIPTS = {
     "own_algorithm": ((), r"our own: \d\.\d\d tokens from \d+\.\d nodes per round$"),
 }
 
-FOR_RESEARCH = {"add_a_family", "probe_layers", "train_by_hand"}
+FOR_RESEARCH = {"add_a_family", "add_a_proposer", "probe_layers", "train_by_hand"}
 
 # Those that ask a server.
 ASKING = {"call_a_tool": r"^count_names\(module='(json|math|os)', kind='(class|function)'\) is \d+\n"}
