@@ -15,6 +15,7 @@ from jetspec_jax.arguments import (
     check_type,
     either,
     refuse_unknown,
+    refusing_attributes,
     shown,
 )
 from jetspec_jax.checkpoint.chat_template import (
@@ -51,7 +52,7 @@ from jetspec_jax.engine.worker import check_alike
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Algorithm
 from jetspec_jax.tree.routing import ROUTING_INSTEAD
-from jetspec_jax.vllm_names import CALLS, ENGINE
+from jetspec_jax.vllm_names import ATTRIBUTES, CALLS, ENGINE
 
 _log = logging.getLogger("jetspec_jax")
 
@@ -68,6 +69,7 @@ class _Unnamed(str):
 UNNAMED = _Unnamed(DEMO)
 
 
+@refusing_attributes(ATTRIBUTES)
 class LLM:
     """A target, its draft head, and their tokenizer.
 
@@ -433,6 +435,9 @@ class LLM:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, with the tokenizer's special tokens around a text.
+
+        Unlike vLLM's method of this name it runs no model and pools nothing: `jetspec_jax.hidden_states`
+        gives states to pool.
 
         Raises:
             TypeError: It is not a prompt.
