@@ -144,8 +144,8 @@ class LLM:
                 effect; known keys cannot be ignored.
             allow_nonfinite: Whether weights may be NaN or infinite, which decode to garbage.
             tokenizer: A folder, a GGUF file or a hub id whose tokenizer replaces the target's own.
-            chat_template: A file or a Jinja text that replaces the tokenizer's chat template; a value with
-                braces or several lines is a text.
+            chat_template: A file, "chatml-tools" (ChatML with tools) or a Jinja text, which replaces the
+                tokenizer's chat template; a value with braces or several lines is a text.
             mxfp4: Whether experts in MXFP4 stay "packed" on the devices or are "widened" on loading; "auto"
                 is the faster form if it fits, else the smaller one. Loaded targets keep theirs.
             compilation_cache: Folder of compiled programs for later processes, for this whole process:

@@ -174,7 +174,8 @@ def load_target(
         ignore_config_keys: As in `Source`.
         allow_nonfinite: As in `Source`.
         tokenizer: As in `Source`.
-        chat_template: A file, one of `TEMPLATES`, or a Jinja text, which replaces the tokenizer's template.
+        chat_template: A file, "chatml-tools" (ChatML with tools) or a Jinja text, which replaces the
+            tokenizer's template.
         mxfp4: Whether experts in MXFP4 stay "packed" on the devices or are "widened" when they are read.
             "auto" chooses the faster, or "packed" if memory is short.
 
