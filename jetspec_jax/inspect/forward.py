@@ -88,7 +88,7 @@ def next_token_logits(target: Target, token_ids: Sequence[int]) -> Float[Array, 
     ids = _ids(target, [list(token_ids)], "token_ids", least=1)
     count = ids.shape[1]
     ids = np.pad(ids, ((0, 0), (0, (1 << (count - 1).bit_length()) - count)))
-    return _last_logits(target.config, target.mesh, target.weights, ids, np.int32(count))
+    return _logits(target.config, target.mesh, target.weights, ids, np.int32(count))
 
 
 @without_mesh
@@ -144,13 +144,22 @@ _jit = functools.partial(jax.jit, static_argnums=(0, 1))
 
 @_jit
 def _logits(
-    config: ModelConfig, mesh: Mesh | None, weights: Weights, ids: Int[Array, "B T"]
-) -> Float[Array, "B T V"]:
-    def run(weights: Weights, ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-        target = bind(config, weights)
-        return target.logits(_forward(target, ids).hidden).astype(jnp.float32)
+    config: ModelConfig,
+    mesh: Mesh | None,
+    weights: Weights,
+    ids: Int[Array, "B T"],
+    count: Int[Array, ""] | None = None,
+) -> Float[Array, "B t V"]:
+    """Logits of all tokens, or of the last of ``count``, which does not attend to the padding behind it."""
 
-    return _together(config, mesh, run)(weights, ids)
+    def run(weights: Weights, ids: Int[Array, "B T"], count: Int[Array, ""] | None) -> Float[Array, "B t V"]:
+        target = bind(config, weights)
+        hidden = _forward(target, ids).hidden
+        if count is not None:
+            hidden = jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1, axis=1)
+        return target.logits(hidden).astype(jnp.float32)
+
+    return _together(config, mesh, run)(weights, ids, count)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -170,19 +179,6 @@ def _hidden_states(
     if mesh is not None:
         run = everywhere(mesh, run, (parameter_specs(config, mesh), WHOLE), WHOLE)
     return run(weights, ids)
-
-
-@_jit
-def _last_logits(
-    config: ModelConfig, mesh: Mesh | None, weights: Weights, ids: Int[Array, "1 T"], count: Int[Array, ""]
-) -> Float[Array, "1 1 V"]:
-    def run(weights: Weights, ids: Int[Array, "1 T"], count: Int[Array, ""]) -> Float[Array, "1 1 V"]:
-        target = bind(config, weights)
-        # The last token does not attend to the padding behind it.
-        hidden = _forward(target, ids).hidden
-        return target.logits(jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1, axis=1))
-
-    return _together(config, mesh, run)(weights, ids, count)
 
 
 @_jit

@@ -318,12 +318,8 @@ class TestTemplatesThatAreGiven:
 
     def test_pages_and_docstrings_name_them(self):
         pages = [page.read_text() for page in Path(__file__).parents[2].glob("docs/*.md")]
-        for text in (
-            LLM.__init__.__doc__,
-            load_target.__doc__,
-            *(p for p in pages if "--chat-template`" in p),
-        ):
-            assert all(name in text for name in TEMPLATES)
+        texts = [LLM.__init__.__doc__, load_target.__doc__, *(p for p in pages if "--chat-template`" in p)]
+        assert all(name in text for name in TEMPLATES for text in texts)
 
     def test_too_large(self, tmp_path):
         (tmp_path / "long").write_text("{{ messages }}" + "a" * 2**20)
