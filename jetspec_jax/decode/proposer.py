@@ -153,10 +153,14 @@ def check_given(proposer: object, copies: int = 1) -> None:
     """Checks a proposer that a caller gives in place of a draft head.
 
     Raises:
-        TypeError: It is not a proposer.
+        TypeError: It is not a proposer, or not hashable.
         ValueError: There are several copies of the target: the proposer's parameters are on one device.
     """
     check_type("proposer", proposer, Proposer | None, "an object with the methods of Proposer, or None")
+    try:
+        hash(proposer)
+    except TypeError as error:
+        raise TypeError(f"proposer must be hashable, as a frozen dataclass is: {error}") from error
     if proposer is not None and copies > 1:
         raise ValueError("data_parallel_size must be 1 for a proposer, whose parameters are on one device")
 

@@ -48,6 +48,10 @@ def test_its_drafts_are_accepted(target, drafts):
         assert completion.mean_acceptance_length > 2
 
 
+class Changeable(OracleProposer):
+    __hash__ = None
+
+
 def test_what_is_refused(target, drafts):
     given, head = drafts[0], random_head(CONFIG, 0)
     copies = dataclasses.replace(target, copies=(target,))
@@ -57,6 +61,8 @@ def test_what_is_refused(target, drafts):
             call(target, head, budget=16, **given)
         with pytest.raises(TypeError, match=r"proposer must be .* methods of Proposer"):
             call(target, budget=16, proposer=head)
+        with pytest.raises(TypeError, match=r"proposer must be hashable, .*'Changeable'"):
+            call(target, budget=16, proposer=Changeable(64))
         with pytest.raises(ValueError, match="data_parallel_size must be 1 for a proposer"):
             call(copies, budget=16, **given)
         with pytest.raises(ValueError, match="OracleProposer does not say how a mesh splits it"):
