@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from jetspec_jax.engine.request import DeadlinePassed, EngineFailed
     from jetspec_jax.engine.waiting_queue import QueueFull
     from jetspec_jax.generation import generate, generate_tree
-    from jetspec_jax.inspect.forward import draft_logits, logits, tree_logits
+    from jetspec_jax.inspect.forward import draft_logits, hidden_states, logits, tree_logits
     from jetspec_jax.llm import LLM
+    from jetspec_jax.models import bind, register_family, weights_of
     from jetspec_jax.sampling.params import SamplingParams
     from jetspec_jax.sampling.structured import StructuredOutputsParams
 
@@ -46,62 +47,41 @@ __all__ = [
     "StructuredOutputsParams",
     "Target",
     "TreeDecoder",
+    "bind",
     "draft_logits",
     "enable_compilation_cache",
     "generate",
     "generate_tree",
+    "hidden_states",
     "join_processes",
     "load_draft_head",
     "load_target",
     "logits",
+    "register_family",
     "tree",
     "tree_logits",
+    "weights_of",
 ]
 
 # Where the names are. Each is imported when it is first used: JAX takes seconds, and a command that is only
 # beginning answers an interrupt meanwhile.
 _PLACES = {
-    "jetspec_jax.async_llm": (
-        "AsyncLLM",
-        "Delta",
-    ),
+    "jetspec_jax.async_llm": ("AsyncLLM", "Delta"),
     "jetspec_jax.checkpoint.content": ("CheckpointError",),
-    "jetspec_jax.checkpoint.loading": (
-        "Head",
-        "Target",
-        "load_draft_head",
-        "load_target",
-    ),
+    "jetspec_jax.checkpoint.loading": ("Head", "Target", "load_draft_head", "load_target"),
     "jetspec_jax.decode.decoder": ("TreeDecoder",),
-    "jetspec_jax.decode.proposer": (
-        "DraftHeadProposer",
-        "Proposer",
-    ),
-    "jetspec_jax.decode.state": (
-        "DecodeState",
-        "DecodeWeights",
-        "RoundRecord",
-        "SlotSettings",
-    ),
+    "jetspec_jax.decode.proposer": ("DraftHeadProposer", "Proposer"),
+    "jetspec_jax.decode.state": ("DecodeState", "DecodeWeights", "RoundRecord", "SlotSettings"),
     "jetspec_jax.device.compilation_cache": ("enable_compilation_cache",),
     "jetspec_jax.device.joining": ("join_processes",),
     "jetspec_jax.device.memory": ("DeviceMemoryError",),
     "jetspec_jax.engine.waiting_queue": ("QueueFull",),
     "jetspec_jax.engine.output": ("Completion",),
-    "jetspec_jax.engine.request": (
-        "DeadlinePassed",
-        "EngineFailed",
-    ),
-    "jetspec_jax.generation": (
-        "generate",
-        "generate_tree",
-    ),
-    "jetspec_jax.inspect.forward": (
-        "draft_logits",
-        "logits",
-        "tree_logits",
-    ),
+    "jetspec_jax.engine.request": ("DeadlinePassed", "EngineFailed"),
+    "jetspec_jax.generation": ("generate", "generate_tree"),
+    "jetspec_jax.inspect.forward": ("draft_logits", "hidden_states", "logits", "tree_logits"),
     "jetspec_jax.llm": ("LLM",),
+    "jetspec_jax.models": ("bind", "register_family", "weights_of"),
     "jetspec_jax.sampling.params": ("SamplingParams",),
     "jetspec_jax.sampling.structured": ("StructuredOutputsParams",),
 }

@@ -137,6 +137,28 @@ def refusing_unknown(instead: Mapping[str, str]) -> Callable[[Kind], Kind]:
     return decorated
 
 
+class _Absent:
+    """A class attribute that does not exist, on the class and on its instances, and the reason."""
+
+    def __init__(self, reason: str):
+        self._reason = reason
+
+    def __get__(self, thing: object, kind: type) -> Any:
+        raise AttributeError(self._reason)
+
+
+def refusing_attributes(instead: Mapping[str, str]) -> Callable[[Kind], Kind]:
+    """A decorator for classes that adds advice to the AttributeError for some names."""
+
+    def decorated(kind: Kind) -> Kind:
+        assert not vars(kind).keys() & instead.keys()
+        for name, advice in instead.items():
+            setattr(kind, name, _Absent(f"{kind.__name__} has no {name}: {advice}"))
+        return kind
+
+    return decorated
+
+
 def is_redefinition(old: type, new: type) -> bool:
     """Whether a class outside this package is defined again, as by a cell of a notebook that runs twice."""
     places = [(kind.__module__, kind.__qualname__) for kind in (old, new)]

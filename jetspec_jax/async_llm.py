@@ -15,6 +15,7 @@ from jetspec_jax.arguments import (
     either,
     parameters_of,
     refuse_unknown,
+    refusing_attributes,
     shown,
 )
 from jetspec_jax.decode.settings import serving_algorithm
@@ -33,7 +34,7 @@ from jetspec_jax.engine.size import MAX_SLOTS, MOST_SLOTS
 from jetspec_jax.engine.stats import EngineStats
 from jetspec_jax.llm import LLM, refuse_keywords
 from jetspec_jax.sampling.params import SamplingParams
-from jetspec_jax.vllm_names import ENGINE
+from jetspec_jax.vllm_names import ATTRIBUTES, ENGINE
 from pallas_kernels.dispatch import gpu_problem
 
 #: Default length limit of the waiting queue.
@@ -81,6 +82,7 @@ class Delta:
         return None if self.completion is None else self.completion.stop_reason
 
 
+@refusing_attributes(ATTRIBUTES)
 class AsyncLLM:
     """Serves requests that arrive at any time, with one engine for all of them.
 
@@ -138,7 +140,9 @@ class AsyncLLM:
         if max_slots is None:
             plan = with_slots_that_fit(plan, target.meshes)
         self._plan = plan
-        self.llm.engines = self._engines = Engines(target, head, plan, owner="AsyncLLM")
+        self.llm.engines = self._engines = Engines(
+            target, head, plan, proposer_weights=settings.get("proposer_weights"), owner="AsyncLLM"
+        )
         self._compilations, self._max_waiting = Compilations(), max_waiting
         # Running requests by id, and how to abort them.
         self._running: dict[str, tuple[Sequence[Request], Callable[[], object]]] = {}

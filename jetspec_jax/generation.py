@@ -2,9 +2,11 @@
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from jetspec_jax.arguments import check_type, refuse_unknown
 from jetspec_jax.checkpoint.loading import Head, Target
+from jetspec_jax.decode.proposer import Proposer, check_given
 from jetspec_jax.decode.settings import DEFAULT_BUDGET, PLAIN, TreeSettings
 from jetspec_jax.device.mesh import without_mesh
 from jetspec_jax.device.processes import spans
@@ -52,7 +54,7 @@ def generate(
 @without_mesh
 def generate_tree(
     target: Target,
-    draft_head: Head,
+    draft_head: Head | None,
     prompts: Prompt | Iterable[Prompt],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
@@ -63,13 +65,15 @@ def generate_tree(
     candidates: int | None = None,
     max_slots: int = MAX_SLOTS,
     implementation: str | None = None,
+    proposer: Proposer | None = None,
+    proposer_weights: Any = None,
     **unknown: object,
 ) -> list[Completion]:
     """Tree decoding: the same tokens as `generate`, in fewer forwards of the target.
 
     Args:
         target: The target.
-        draft_head: A draft head made for it.
+        draft_head: A draft head made for it; None with a proposer.
         prompts: Token ids of each prompt, or any other form that `LLM.generate` takes.
         sampling_params: One for all prompts, or one for each.
         budget: Most nodes of a tree, root included, 1..256; 1 is plain decoding.
@@ -81,6 +85,8 @@ def generate_tree(
             algorithm's default.
         max_slots: Most prompts that decode at the same time, per copy of the target.
         implementation: Tree attention implementation; None picks the best.
+        proposer: A source of drafts in place of a draft head, see `jetspec_jax.Proposer`.
+        proposer_weights: Its parameters; on a mesh, in shards of its ``weight_specs``.
         **unknown: Refused.
 
     Raises:
@@ -90,9 +96,12 @@ def generate_tree(
         DeviceMemoryError: The device cannot hold the stores and a round's workspace.
     """
     refuse_unknown(generate_tree, unknown, {"routing": ROUTING_INSTEAD})
-    check_type("the draft head", draft_head, Head, "a Head, as load_draft_head returns it")
+    check_given(proposer)
+    if proposer is None:
+        check_type("the draft head", draft_head, Head, "a Head, as load_draft_head returns it")
     settings = TreeSettings(budget, width, depth, algorithm, candidates)
-    return _run(target, draft_head, settings, prompts, sampling_params, max_slots, implementation)
+    given = target, draft_head, settings, prompts, sampling_params, max_slots, implementation
+    return _run(*given, proposer, proposer_weights)
 
 
 def _run(
@@ -103,9 +112,14 @@ def _run(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     max_slots: int,
     implementation: str | None,
+    proposer: Proposer | None = None,
+    proposer_weights: Any = None,
 ) -> list[Completion]:
     """Makes engines, serves the prompts, and closes the engines."""
     check_models(target, head)
+    check_given(proposer, len(target.meshes))
+    if head is not None:
+        head.check_finite()
     if spans(target.mesh):
         raise ValueError(
             "several processes share the target: use LLM, whose process 0 generates while the others call "
@@ -113,8 +127,10 @@ def _run(
         )
     models = target.config, None if head is None else head.config
     options = {"slots": max_slots, "implementation": implementation, "mesh": target.mesh}
-    plan = plan_engine(*models, settings, target.dtype, **options)
+    plan = plan_engine(*models, settings, target.dtype, proposer=proposer, **options)
     requests = make_requests(target, plan, settings, prompts, sampling_params)
-    engines = Engines(target, head, plan, longer_slots=True, fewer_slots=True)
+    engines = Engines(
+        target, head, plan, longer_slots=True, fewer_slots=True, proposer_weights=proposer_weights
+    )
     with contextlib.closing(engines):
         return complete(engines, requests, target.tokenizer)

@@ -15,6 +15,7 @@ from jetspec_jax.arguments import (
     check_type,
     either,
     refuse_unknown,
+    refusing_attributes,
     shown,
 )
 from jetspec_jax.checkpoint.chat_template import (
@@ -29,6 +30,7 @@ from jetspec_jax.checkpoint.packing import with_storage
 from jetspec_jax.checkpoint.pairs import default_draft_head, draft_head_at
 from jetspec_jax.checkpoint.source import AUTO, Source, resolve_dtype
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.decode.proposer import DraftHeadProposer, Proposer, check_given, prepared_bytes, selected_of
 from jetspec_jax.decode.settings import PLAIN, TreeSettings, fastest_settings
 from jetspec_jax.demo import DEMO
 from jetspec_jax.device.compilation_cache import enable_compilation_cache
@@ -50,7 +52,7 @@ from jetspec_jax.engine.worker import check_alike
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Algorithm
 from jetspec_jax.tree.routing import ROUTING_INSTEAD
-from jetspec_jax.vllm_names import CALLS, ENGINE
+from jetspec_jax.vllm_names import ATTRIBUTES, CALLS, ENGINE
 
 _log = logging.getLogger("jetspec_jax")
 
@@ -67,6 +69,7 @@ class _Unnamed(str):
 UNNAMED = _Unnamed(DEMO)
 
 
+@refusing_attributes(ATTRIBUTES)
 class LLM:
     """A target, its draft head, and their tokenizer.
 
@@ -100,6 +103,8 @@ class LLM:
         chat_template: str | Path | None = None,
         mxfp4: str = AUTO,
         compilation_cache: str | Path = "auto",
+        proposer: Proposer | None = None,
+        proposer_weights: Any = None,
         mesh: Mesh | None = None,
         tensor_parallel_size: int = 1,
         expert_parallel_size: int = 1,
@@ -139,12 +144,14 @@ class LLM:
                 effect; known keys cannot be ignored.
             allow_nonfinite: Whether weights may be NaN or infinite, which decode to garbage.
             tokenizer: A folder, a GGUF file or a hub id whose tokenizer replaces the target's own.
-            chat_template: A file or a Jinja text that replaces the tokenizer's chat template; a value with
-                braces or several lines is a text.
+            chat_template: A file, "chatml-tools" (ChatML with tools) or a Jinja text, which replaces the
+                tokenizer's chat template; a value with braces or several lines is a text.
             mxfp4: Whether experts in MXFP4 stay "packed" on the devices or are "widened" on loading; "auto"
                 is the faster form if it fits, else the smaller one. Loaded targets keep theirs.
             compilation_cache: Folder of compiled programs for later processes, for this whole process:
                 "auto", a folder, or "off". See `jetspec_jax.enable_compilation_cache`.
+            proposer: A source of drafts in place of a draft head, see `jetspec_jax.Proposer`.
+            proposer_weights: Its parameters; on a mesh, in shards of its ``weight_specs``.
             mesh: The devices that share the models, a mesh with the axes "expert" and "tensor", or one of
                 them. Without it the next three sizes select the first devices; if they are 1, one device
                 decodes. Loaded models stay on their devices.
@@ -169,7 +176,8 @@ class LLM:
         check_type("compilation_cache", compilation_cache, str | Path, 'a folder, "auto" or "off"')
         if isinstance(ignore_config_keys, str) or not isinstance(ignore_config_keys, Collection):
             raise TypeError(f"ignore_config_keys must be a list of keys, not {shown(ignore_config_keys)}")
-        if draft_head is None:
+        check_given(proposer)
+        if draft_head is None and proposer is None:
             draft_head = default_draft_head(target)
         reading = Source("", dtype, ignore_config_keys, allow_nonfinite, mxfp4=mxfp4)
         template = None if chat_template is None else read_chat_template(chat_template)
@@ -186,6 +194,8 @@ class LLM:
         head: Head | Source | None = None
         if draft_head is not None:
             loaded = isinstance(draft_head, Head)
+            if loaded and not allow_nonfinite:
+                draft_head.check_finite()
             head = draft_head if loaded else replace(reading, path_or_id=draft_head_at(draft_head))
         resolved = resolve_dtype(dtype)
         unread: dict[str, ModelConfig | DraftHeadConfig] = {}
@@ -199,18 +209,19 @@ class LLM:
             head_config = head.config
         elif head is not None:
             head_config = unread[HEAD_WEIGHTS] = head.head_config
+        drafts = proposer if head_config is None else DraftHeadProposer(head_config)
         tree = {"budget": budget, "width": width, "depth": depth}
         tree |= {"algorithm": algorithm, "candidates": candidates}
         options: dict[str, Any] = {name: value for name, value in tree.items() if value is not None}
         settings = TreeSettings(**options) if options else fastest_settings()
         # Logged after the check of the first request, so that bad input shows its error alone.
-        self._notice = None if options or settings != PLAIN or head_config is None else PLAIN_NOTICE
-        if head_config is not None:
-            settings = settings.for_selected(head_config.selected)
-        settings.check(config, None if head_config is None else head_config.depth)
-        self.settings = PLAIN if head_config is None else settings
+        self._notice = None if options or settings != PLAIN or drafts is None else PLAIN_NOTICE
+        settings = settings.for_selected(selected_of(drafts))
+        settings.check(config, None if drafts is None else drafts.depth)
+        self.settings = PLAIN if drafts is None else settings
         sizes = tensor_parallel_size, expert_parallel_size, data_parallel_size
         meshes = _meshes_of(ours, head, config, mesh, *sizes)
+        check_given(proposer, len(meshes))
         if isinstance(ours, Source):
             ours = with_storage(ours, *meshes)
             config = unread[TARGET_WEIGHTS] = ours.target_config
@@ -222,15 +233,21 @@ class LLM:
             stores_dtype,
             slots=max_slots,
             capacity=capacity,
+            proposer=proposer,
             implementation=implementation,
             mesh=meshes[0],
         )
         check_alike(plan)
         alone = replace(plan, size=plan.size.with_slots(1))  # an engine has the slots that fit
+        prepared = {}
+        if proposer is not None and meshes[0] is None:  # on a mesh they are prepared in rounds
+            prepared["prepared weights of the proposer"] = prepared_bytes(proposer, proposer_weights)
         for group in meshes:
             check_engine_memory(
                 alone.on(group),
-                lambda mesh: {name: weight_bytes(kind, resolved, mesh) for name, kind in unread.items()},
+                lambda mesh: (
+                    {name: weight_bytes(kind, resolved, mesh) for name, kind in unread.items()} | prepared
+                ),
             )
         enable_compilation_cache(compilation_cache, together=spans(meshes[0]))
         if mesh is None and isinstance(ours, Source):
@@ -238,7 +255,12 @@ class LLM:
         self.target = read_target(ours, *meshes) if isinstance(ours, Source) else ours
         self.draft_head = read_draft_head(head, self.target) if isinstance(head, Source) else head
         self.engines = Engines(
-            self.target, self.draft_head, plan, longer_slots=capacity is None, fewer_slots=True
+            self.target,
+            self.draft_head,
+            plan,
+            longer_slots=capacity is None,
+            fewer_slots=True,
+            proposer_weights=proposer_weights,
         )
 
     def __enter__(self) -> "LLM":
@@ -413,6 +435,9 @@ class LLM:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, with the tokenizer's special tokens around a text.
+
+        Unlike vLLM's method of this name it runs no model and pools nothing: `jetspec_jax.hidden_states`
+        gives states to pool.
 
         Raises:
             TypeError: It is not a prompt.

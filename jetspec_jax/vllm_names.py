@@ -19,6 +19,18 @@ IMPORTS = {
     "PoolingParams": _POOLS,
 }
 
+_STATES = f"{_POOLS}; jetspec_jax.hidden_states gives the states to pool"
+#: Attributes of vLLM's `LLM` and `AsyncLLM`.
+ATTRIBUTES = {
+    **dict.fromkeys(("classify", "embed", "reward", "score"), _STATES),
+    "beam_search": IMPORTS["BeamSearchParams"],
+    "from_engine_args": "pass its settings to the class itself, as LLM(model=…, max_model_len=…)",
+    "from_vllm_config": "pass its settings to the class itself, as LLM(model=…, max_model_len=…)",
+    "get_default_sampling_params": "SamplingParams() has the defaults; generation_config.json changes none",
+    "get_metrics": "Completion.metrics has a request's figures, and AsyncLLM.stats() those of all requests",
+    "llm_engine": IMPORTS["AsyncLLMEngine"],
+}
+
 _PROCESSORS = "requests say logit_bias, bad_words, allowed_token_ids or structured_outputs"
 _CONFIG = "edit config.json in a copy of the checkpoint"
 _ALWAYS = "leave it out: it is always on"

@@ -1,5 +1,6 @@
 """Loads targets and draft heads with their weights, from a local folder or the Hugging Face hub."""
 
+import functools
 import logging
 import os
 from collections.abc import Collection
@@ -7,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -89,12 +91,14 @@ class Head:
         weights: The parameters, a plain pytree.
         mesh: The devices that share the weights, as for `load_target`.
         copies: Replicas of the head on the devices of the target's copies.
+        allow_nonfinite: Whether weights may be NaN or infinite; else decoding with them is refused.
     """
 
     config: DraftHeadConfig
     weights: Weights
     mesh: Mesh | None = None
     copies: "tuple[Head, ...]" = ()
+    allow_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         _complete_axes(self)
@@ -104,9 +108,33 @@ class Head:
         """The meshes of the head and of its copies."""
         return self.mesh, *(copy.mesh for copy in self.copies)
 
+    def check_finite(self) -> None:
+        """Checks the weights, once.
+
+        Raises:
+            ValueError: Parameters are NaN or infinite, and the head does not allow it. The first are named.
+        """
+        if self._nonfinite and not self.allow_nonfinite:
+            raise ValueError(
+                f"{len(self._nonfinite)} parameters of the draft head are NaN or infinite "
+                f"({', '.join(self._nonfinite[:3])}), so it drafts garbage; allow_nonfinite=True takes it"
+            )
+
+    @functools.cached_property
+    def _nonfinite(self) -> list[str]:
+        finite = jax.device_get(_finite(self.weights))
+        places = jax.tree_util.tree_leaves_with_path(finite)
+        return [jax.tree_util.keystr(path, simple=True, separator=".") for path, fine in places if not fine]
+
     def __repr__(self) -> str:
         attention = "causal" if self.config.causal else "bidirectional"
         return f"Head({_size(self.config.layers)}, block size {self.config.block_size}, {attention})"
+
+
+@jax.jit
+def _finite(weights: Weights) -> Any:
+    """Of each parameter, whether all its values are finite."""
+    return jax.tree.map(lambda array: jnp.isfinite(array).all(), weights)
 
 
 def _complete_axes(model: Target | Head) -> None:
@@ -142,7 +170,8 @@ def load_target(
         ignore_config_keys: As in `Source`.
         allow_nonfinite: As in `Source`.
         tokenizer: As in `Source`.
-        chat_template: A file, one of `TEMPLATES`, or a Jinja text, which replaces the tokenizer's template.
+        chat_template: A file, "chatml-tools" (ChatML with tools) or a Jinja text, which replaces the
+            tokenizer's template.
         mxfp4: Whether experts in MXFP4 stay "packed" on the devices or are "widened" when they are read.
             "auto" chooses the faster, or "packed" if memory is short.
 
@@ -257,8 +286,9 @@ def read_draft_head(source: Source, target: Target | None = None, mesh: Mesh | N
         check_memory(
             lambda replica=replica: {HEAD_WEIGHTS: weight_bytes(config, dtype, replica)}, mesh=replica
         )
-    copies = tuple(Head(config, _read(source, config, other), other) for other in others)
-    return Head(config, _read(source, config, mesh), mesh, copies)
+    head = Head(config, _read(source, config, mesh), mesh, allow_nonfinite=source.allow_nonfinite)
+    copies = tuple(replace(head, weights=_read(source, config, other), mesh=other) for other in others)
+    return replace(head, copies=copies)
 
 
 def _warn_of_formats(head: DraftHeadConfig, target: ModelConfig) -> None:

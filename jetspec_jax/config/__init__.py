@@ -22,7 +22,6 @@ from jetspec_jax.config.geometry import (
 )
 from jetspec_jax.config.head_dialects import MAX_SELECTED, causality_by_engine, dialect_of
 from jetspec_jax.config.target import (
-    MODEL_TYPES,
     is_draft_head,
     parse_eos_token_ids,
     parse_model_config,
@@ -31,7 +30,6 @@ from jetspec_jax.config.target import (
 __all__ = [
     "IGNORE_OPTION",
     "MAX_SELECTED",
-    "MODEL_TYPES",
     "DraftHeadConfig",
     "Experts",
     "LayerConfig",

@@ -173,6 +173,8 @@ class ModelConfig:
         logit_softcap: A value c makes the logits ``c * tanh(logits / c)``; None leaves them.
         further_layers: Extra layers for multi-token prediction that checkpoints may hold; they are not run.
         quantization: How weights are quantised; None if they are not.
+        module: The class of a family that `jetspec_jax.register_family` has added; None is the package's. It
+            tells programs of a class that was defined again from those of the earlier class.
     """
 
     model_type: str
@@ -186,6 +188,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     further_layers: int = 0
     quantization: Quantization | None = None
+    module: Any = None
 
     @classmethod
     def uniform(cls, model_type: str, num_layers: int, **geometry: Any) -> "ModelConfig":

@@ -38,8 +38,8 @@ class Wrapper(NamedTuple):
     inert: tuple[str, ...]
 
 
-#: The reader of each supported family; `jetspec_jax.models` has a class for each.
-READERS: Mapping[str, Read] = {
+#: The reader of each family; `jetspec_jax.models` has a class for each, and adds families at run time.
+READERS: dict[str, Read] = {
     "llama": llama.read,
     "mistral": mistral.read,
     "qwen2": qwen2.read,
@@ -61,7 +61,6 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "qwen3_5": Wrapper("qwen3_5_text", qwen3_5.WRAPPER_KEYS),
     "qwen3_5_moe": Wrapper("qwen3_5_moe_text", qwen3_5.WRAPPER_KEYS),
 }
-MODEL_TYPES = (*READERS, *WRAPPERS)
 
 _POSITIONS = "its rotary embedding has positions on three axes, and images enter several layers"
 #: Unsupported relatives of these families, with the reason; text models have the suffix "_text".
@@ -109,7 +108,7 @@ def parse_model_config(
         known = f"unknown model_type {shown(given)}"
         if reason is not None:
             known = f"model_type {model_type!r} is not supported: {reason}"
-        raise ValueError(f"{where}: {known}; supported: {', '.join(MODEL_TYPES)}")
+        raise ValueError(f"{where}: {known}; supported: {', '.join((*READERS, *WRAPPERS))}")
     fields.done(top=True)
     return config
 

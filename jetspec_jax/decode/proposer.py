@@ -7,15 +7,18 @@ are committed. The draft head is a proposer; the decoder uses it only through th
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32, Int
 
+from jetspec_jax.arguments import check_type
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import chain_path, commit, empty_stores
 from jetspec_jax.config import MAX_SELECTED, DraftHeadConfig
+from jetspec_jax.device.memory import array_bytes
 from jetspec_jax.device.mesh import WHOLE
 from jetspec_jax.device.partition import is_split, parameter_specs, spread
 from jetspec_jax.models import DraftHead, Transformer, Weights, bind
@@ -30,6 +33,7 @@ from pallas_kernels.quantized import Quantized
 class Proposer(Protocol):
     """The static part of a proposer: hashable, without arrays. Its state is any pytree.
 
+    Programs are cached by it, so two proposers that compare as equal must draft alike.
     A proposer may also have ``draft_scales``, a positive number per row: see `scales_of`.
     """
 
@@ -139,6 +143,28 @@ def split_proposer(proposer: Proposer) -> SplitProposer:
     """A proposer that `check_proposer` has accepted for a mesh, with its type."""
     assert isinstance(proposer, SplitProposer)
     return proposer
+
+
+def check_given(proposer: object, copies: int = 1) -> None:
+    """Checks a proposer that a caller gives in place of a draft head.
+
+    Raises:
+        TypeError: It is not a proposer, or not hashable.
+        ValueError: There are several copies of the target: the proposer's parameters are on one device.
+    """
+    check_type("proposer", proposer, Proposer | None, "an object with the methods of Proposer, or None")
+    try:
+        hash(proposer)
+    except TypeError as error:
+        raise TypeError(f"proposer must be hashable, as a frozen dataclass is: {error}") from error
+    if proposer is not None and copies > 1:
+        raise ValueError("data_parallel_size must be 1 for a proposer, whose parameters are on one device")
+
+
+def prepared_bytes(proposer: Proposer, weights: Any) -> int:
+    """Bytes by which a proposer's prepared parameters exceed the given ones."""
+    given, prepared = (array_bytes(jax.eval_shape(make, weights)) for make in (lambda w: w, proposer.prepare))
+    return max(prepared - given, 0)
 
 
 def selected_of(proposer: Proposer | None) -> int | None:

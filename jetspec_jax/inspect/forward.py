@@ -1,4 +1,4 @@
-"""Forward passes for inspection: logits of a sequence, of a token tree, and of the draft head.
+"""Forward passes for inspection: logits and hidden states of a sequence, of a token tree, of the draft head.
 
 They run the same modules, stores and proposer as decoding.
 """
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from jetspec_jax.arguments import check_type, shown
+from jetspec_jax.arguments import check_integer, check_type, shown
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.slots import Slots
@@ -52,6 +52,32 @@ def logits(target: Target, token_ids: TokenIds) -> Float[Array, "B T V"]:
 
 
 @without_mesh
+def hidden_states(
+    target: Target, token_ids: TokenIds, *, layers: Sequence[int] | None = None
+) -> Float[Array, "*L B T M"]:
+    """float32 hidden states of whole sequences: what the output head reads, or the outputs of some layers.
+
+    Args:
+        target: The target.
+        token_ids: ``[B, T]``, at least one token each.
+        layers: None gives the final-normed states ``[B, T, M]``. Numbers of layers, 0-based, give the outputs
+            ``[L, B, T, M]`` of these layers, before the final norm: ``hidden_states[i + 1]`` of transformers,
+            except that its last one is normed.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: The ids are misshapen or out of range, or there is no such layer.
+    """
+    check_models(target, None)
+    last = target.config.num_layers - 1
+    if layers is not None:
+        check_type("layers", layers, Sequence, "numbers of layers or None")
+        layers = tuple(check_integer(f"layers[{n}]", layer, 0, last) for n, layer in enumerate(layers))
+    ids = _ids(target, token_ids, "token_ids", least=1)
+    return _hidden_states(target.config, target.mesh, layers, target.weights, ids)
+
+
+@without_mesh
 def next_token_logits(target: Target, token_ids: Sequence[int]) -> Float[Array, "1 1 V"]:
     """float32 logits of the token after a sequence; one program serves all lengths up to a power of two.
 
@@ -62,7 +88,7 @@ def next_token_logits(target: Target, token_ids: Sequence[int]) -> Float[Array, 
     ids = _ids(target, [list(token_ids)], "token_ids", least=1)
     count = ids.shape[1]
     ids = np.pad(ids, ((0, 0), (0, (1 << (count - 1).bit_length()) - count)))
-    return _last_logits(target.config, target.mesh, target.weights, ids, np.int32(count))
+    return _logits(target.config, target.mesh, target.weights, ids, np.int32(count))
 
 
 @without_mesh
@@ -118,26 +144,41 @@ _jit = functools.partial(jax.jit, static_argnums=(0, 1))
 
 @_jit
 def _logits(
-    config: ModelConfig, mesh: Mesh | None, weights: Weights, ids: Int[Array, "B T"]
-) -> Float[Array, "B T V"]:
-    def run(weights: Weights, ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    config: ModelConfig,
+    mesh: Mesh | None,
+    weights: Weights,
+    ids: Int[Array, "B T"],
+    count: Int[Array, ""] | None = None,
+) -> Float[Array, "B t V"]:
+    """Logits of all tokens, or of the last of ``count``, which does not attend to the padding behind it."""
+
+    def run(weights: Weights, ids: Int[Array, "B T"], count: Int[Array, ""] | None) -> Float[Array, "B t V"]:
         target = bind(config, weights)
-        return target.logits(_forward(target, ids).hidden).astype(jnp.float32)
-
-    return _together(config, mesh, run)(weights, ids)
-
-
-@_jit
-def _last_logits(
-    config: ModelConfig, mesh: Mesh | None, weights: Weights, ids: Int[Array, "1 T"], count: Int[Array, ""]
-) -> Float[Array, "1 1 V"]:
-    def run(weights: Weights, ids: Int[Array, "1 T"], count: Int[Array, ""]) -> Float[Array, "1 1 V"]:
-        target = bind(config, weights)
-        # The last token does not attend to the padding behind it.
         hidden = _forward(target, ids).hidden
-        return target.logits(jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1, axis=1))
+        if count is not None:
+            hidden = jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1, axis=1)
+        return target.logits(hidden).astype(jnp.float32)
 
     return _together(config, mesh, run)(weights, ids, count)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _hidden_states(
+    config: ModelConfig,
+    mesh: Mesh | None,
+    layers: tuple[int, ...] | None,
+    weights: Weights,
+    ids: Int[Array, "B T"],
+) -> Float[Array, "*L B T M"]:
+    def run(weights: Weights, ids: Int[Array, "B T"]) -> Float[Array, "*L B T M"]:
+        hidden, taps, _ = _forward(bind(config, weights), ids, taps=layers or ())
+        if layers is not None:
+            hidden = jnp.moveaxis(taps.reshape(*ids.shape, len(layers), config.hidden_size), 2, 0)
+        return hidden.astype(jnp.float32)
+
+    if mesh is not None:
+        run = everywhere(mesh, run, (parameter_specs(config, mesh), WHOLE), WHOLE)
+    return run(weights, ids)
 
 
 @_jit

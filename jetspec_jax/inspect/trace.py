@@ -200,6 +200,8 @@ def trace_rounds(
         DeviceMemoryError: The device cannot hold the stores and a round's workspace.
     """
     check_models(target, head)
+    if head is not None:
+        head.check_finite()
     _check_traced(target, params)
     algorithm = algorithm_of(settings.algorithm)
     if isinstance(algorithm, Auto):  # a trace chooses no budgets

@@ -6,7 +6,7 @@ milliseconds per call.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, overload
 
@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jetspec_jax.arguments import check_type, is_redefinition, shown
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.config.quantization import PACKED, Quantization
+from jetspec_jax.config.target import READERS, WRAPPERS, Read
 from jetspec_jax.models.draft_head import DraftHead
 from jetspec_jax.models.gemma3 import Gemma3
 from jetspec_jax.models.gemma4 import Gemma4
@@ -45,8 +47,43 @@ FAMILIES: dict[str, type[Transformer]] = {
     "qwen3_next": Qwen3Next,
 }
 
+_BUILT_IN = frozenset((*FAMILIES, *WRAPPERS))
+
 #: Nested dicts (and integer-keyed dicts for layers) of arrays: a module's parameters.
 Weights = dict[str, Any]
+
+
+def register_family(model_type: str, *, read: Read, module: type[Transformer]) -> None:
+    """Adds a family of targets, whose checkpoints can then be loaded.
+
+    A class outside this package takes the place of an earlier one of the same module and qualified name, so
+    that a cell of a notebook can run again. Loaded targets keep the earlier class.
+
+    Args:
+        model_type: The ``model_type`` of the family's ``config.json``.
+        read: Makes the config of a `Fields`, the object of a ``config.json``; a key that it does not read is
+            an error. Its ``model_type`` is replaced.
+        module: A subclass of `Transformer` with the family's key table.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: The model type is taken.
+    """
+    check_type("model_type", model_type, str, "a text")
+    check_type("read", read, Callable, "a function of Fields")
+    if not (isinstance(module, type) and issubclass(module, Transformer)):
+        raise TypeError(f"module must be a subclass of Transformer, not {shown(module)}")
+    known = FAMILIES.get(model_type, module)
+    if model_type in _BUILT_IN or (known is not module and not is_redefinition(known, module)):
+        taken = ", ".join((*FAMILIES, *WRAPPERS))
+        raise ValueError(f"model_type {model_type!r} is taken; choose another name than {taken}")
+    FAMILIES[model_type] = module
+    READERS[model_type] = lambda fields: replace(read(fields), model_type=model_type, module=module)
+
+
+def family_of(config: ModelConfig) -> type[Transformer]:
+    """The class of a config's family."""
+    return config.module or FAMILIES[config.model_type]
 
 
 def build(
@@ -113,7 +150,7 @@ def _build(
     """The module without quantised parameters."""
     if isinstance(config, DraftHeadConfig):
         return DraftHead(config, rngs=rngs, dtype=dtype)
-    return FAMILIES[config.model_type](config, rngs=rngs, dtype=dtype)
+    return family_of(config)(config, rngs=rngs, dtype=dtype)
 
 
 def dtype_of(
@@ -128,7 +165,7 @@ def dtype_of(
         if quantization is not None and quantization.is_mxfp4:
             return jnp.dtype(jnp.uint8)
         return FP8 if path[-1] == VALUES else jnp.dtype(jnp.float32)
-    family = DraftHead if isinstance(config, DraftHeadConfig) else FAMILIES[config.model_type]
+    family = DraftHead if isinstance(config, DraftHeadConfig) else family_of(config)
     name = ".".join("{}" if isinstance(part, int) else part for part in path)
     return jnp.dtype(jnp.float32) if name in family.FLOAT32 else dtype
 

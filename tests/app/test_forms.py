@@ -203,6 +203,14 @@ class TestRefused:
             exec(f"from jetspec_jax import {name}")
         assert not hasattr(jetspec_jax, f"{name}s")
 
+    @pytest.mark.parametrize("name", vllm_names.ATTRIBUTES)
+    def test_attributes_of_vllm_s(self, llm, name):
+        for thing, kind in ((llm, "LLM"), (LLM, "LLM"), (AsyncLLM, "AsyncLLM")):
+            assert not hasattr(thing, name)
+            with pytest.raises(AttributeError, match=f"^{kind} has no {name}: .*") as error:
+                getattr(thing, name)
+            assert vllm_names.ATTRIBUTES[name] in str(error.value)
+
     def test_the_module_of_sampling_parameters(self):
         assert sampling_params.SamplingParams is SamplingParams
         assert sampling_params.StructuredOutputsParams is StructuredOutputsParams

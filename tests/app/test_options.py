@@ -29,7 +29,7 @@ class TestTable:
     @pytest.mark.parametrize("group", [SAMPLING, MODELS], ids=lambda group: group.title)
     def test_every_argument_of_python_has_an_option(self, group):
         known = set(inspect.signature(group.python).parameters)
-        no_text = {"mesh", "structured_outputs", "unknown"}
+        no_text = {"mesh", "proposer", "proposer_weights", "structured_outputs", "unknown"}
         other_names = {"model", "max_model_len", "max_num_seqs"}
         assert {option.field for option in group.options} == known - no_text - other_names
 

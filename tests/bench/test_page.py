@@ -1,5 +1,6 @@
 """Tables of pages are those of kept reports."""
 
+import itertools
 import json
 import re
 
@@ -74,24 +75,37 @@ def test_tables_of_the_pages_are_those_of_their_reports():
         assert page.with_tables(text, path.name) == text, f"run: python -m bench page {path}"
 
 
-def test_rounds_in_the_readme_are_those_of_their_reports():
+# A row of a table of rounds: its report, the rest of its first cell, and its cells.
+_ROUNDS = re.compile(r"^\| \[[^]]+\]\([./]*bench/results/(rounds/[\w.-]+)\.json\)([^|]*)\|(.*)\|$")
+
+
+@pytest.mark.parametrize(("name", "count"), [("README.md", 5), ("docs/benchmarks.md", 11)])
+def test_tables_of_rounds_are_those_of_their_reports(name, count):
     """In a loop on the device, and of the tree algorithm that the row names."""
-    text = (page.DOCS.parent / "README.md").read_text("utf-8")
-    row = re.compile(
-        r"^\| \[[^]]+\]\(bench/results/(rounds/[\w.-]+)\.json\)(.*?) \|(.*)\|$\n(?:^\| its floor \|(.*)\|$)?",
-        re.M,
-    )
-    found = row.findall(text)
-    assert len(found) == 5
-    for report, named, times, floors in found:
-        rows = read_report(page.RESULTS / f"{report}.json")["rows"]
-        algorithm = "top_nodes" if "top_nodes" in named else "accum_logp"
-        by_budget = {own["budget"]: own for own in rows if own["algorithm"] in (algorithm, "plain")}
-        for shown, key in ((times, "round_ms"), (floors, "floor_ms")):
-            for budget, cell in zip((1, 64, 128, 256), shown.split("|"), strict=False):
-                if cell.strip():
-                    value = by_budget[budget][key]
-                    assert cell.strip() == f"{value:.{1 if value >= 9.95 else 2}f}", (report, budget, key)
+    text, found = (page.DOCS.parent / name).read_text("utf-8"), 0
+    for table in re.findall(r"(?:^\|.*\|\n)+", text, re.M):
+        first, *titles = (cell.strip() for cell in table.splitlines()[0].strip("|").split("|"))
+        # "plain step" is a tree of one node; columns of other things have no such number.
+        budgets = [re.fullmatch(r"(plain)( step)?|(?:tree of )?(\d+)( nodes)?", title) for title in titles]
+        for row, after in itertools.pairwise([*table.splitlines(), ""]):
+            if (match := _ROUNDS.match(row)) is None or not any(budgets):
+                continue
+            report, named, cells = match.groups()
+            floors = after.startswith("| its floor |") and after.removeprefix("| its floor |").strip("|")
+            rows = read_report(page.RESULTS / f"{report}.json")["rows"]
+            kinds = {own.get("algorithm") for own in rows} - {"plain", "chain"}
+            kind = "top_nodes" if "top_nodes" in named or "accum_logp" not in kinds else "accum_logp"
+            by_budget = {own["budget"]: own for own in rows if own.get("algorithm") in (kind, "plain", None)}
+            shown = [(cells, "times_floor" if "times its floor" in first else "round_ms")]
+            for line, key in [*shown, *([(floors, "floor_ms")] if floors else [])]:
+                for budget, cell in zip(budgets, line.split("|"), strict=False):
+                    if budget and cell.strip():
+                        digits = len(cell.strip().partition(".")[2])
+                        assert digits
+                        value = by_budget[1 if budget[1] else int(budget[3])][key]
+                        assert cell.strip() == f"{value:.{digits}f}", (report, budget[0], key)
+            found += 1
+    assert found == count
 
 
 def test_tables_of_other_reports(results):

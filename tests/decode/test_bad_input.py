@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 
+import jax
 import pytest
 
 from jetspec_jax import LLM, Head, SamplingParams, TreeDecoder, draft_logits, generate, generate_tree
@@ -313,3 +314,23 @@ def test_an_engine_goes_on_after_an_error(target):
     assert len(good.tokens) == 30
     [again] = serve(engine, [GOOD], [SamplingParams(max_tokens=30)])
     assert again.token_ids == good.tokens
+
+
+def test_a_head_that_is_not_finite(target, head):
+    """It is refused when it is taken; where it is allowed, tokens are the target's."""
+    weights = jax.tree.map(lambda array: array, head.weights)
+    weights["layers"][0]["mlp"]["down_proj"] = weights["layers"][0]["mlp"]["down_proj"].at[0, 0].set(math.inf)
+    weights["fc"] = weights["fc"].at[1].set(math.nan)
+    broken = Head(head.config, weights)
+    for take in (
+        lambda: LLM(target, broken),
+        lambda: generate_tree(target, broken, [GOOD], SHORT),
+        lambda: trace_rounds(target, broken, GOOD, SHORT),
+    ):
+        with pytest.raises(ValueError, match=r"2 parameters .*\(fc, layers\.0\.mlp\.down_proj\).*allow"):
+            take()
+    expected = generate(target, [GOOD], SHORT)[0].token_ids
+    allowed = dataclasses.replace(broken, allow_nonfinite=True)
+    assert generate_tree(target, allowed, [GOOD], SHORT, budget=16)[0].token_ids == expected
+    with LLM(target, broken, budget=16, allow_nonfinite=True) as llm:
+        assert llm.generate([GOOD], SHORT, use_tqdm=False)[0].token_ids == expected

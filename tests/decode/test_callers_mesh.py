@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from jetspec_jax import LLM, SamplingParams, generate, generate_tree, load_target, logits
+from jetspec_jax import LLM, SamplingParams, generate, generate_tree, hidden_states, load_target, logits
 from jetspec_jax.inspect.trace import trace_rounds
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, save_tiny_pair, with_windows, word_tokenizer
@@ -61,11 +61,12 @@ def test_what_is_loaded_there_decodes_there_and_elsewhere(mesh, tmp_path):
 
 
 def test_a_traced_caller_is_told_what_can_be_traced():
-    target = random_target(CONFIG, 0)
-
-    @jax.jit
-    def traced(number):
-        return generate(target, [PROMPT], PARAMS)
-
-    with pytest.raises(TypeError, match=r"generate cannot be traced, as by jax.jit: .*TreeDecoder"):
-        traced(1)
+    target, head = random_target(CONFIG, 0), random_head(CONFIG, 0)
+    for name, call in {
+        "generate": lambda: generate(target, [PROMPT], PARAMS),
+        "generate_tree": lambda: generate_tree(target, head, [PROMPT], PARAMS),
+        "hidden_states": lambda: hidden_states(target, [PROMPT]),
+        "LLM": lambda: LLM(target),
+    }.items():
+        with pytest.raises(TypeError, match=rf"^{name} cannot be traced, as by jax.jit: .*TreeDecoder"):
+            jax.jit(lambda number, call=call: call())(1)

@@ -2,13 +2,16 @@
 
 import inspect
 import shutil
+from pathlib import Path
 
 import jinja2
 import pytest
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from jetspec_jax import LLM, load_target
 from jetspec_jax.checkpoint.chat_template import (
+    TEMPLATES,
     Ending,
     TemplateFailed,
     check_template_arguments,
@@ -312,6 +315,11 @@ class TestTemplatesThatAreGiven:
         )
         (tmp_path / "chatml-tools").write_text("{{ messages }}", encoding="utf-8")
         assert read_chat_template("chatml-tools") == "{{ messages }}"
+
+    def test_pages_and_docstrings_name_them(self):
+        pages = [page.read_text() for page in Path(__file__).parents[2].glob("docs/*.md")]
+        texts = [LLM.__init__.__doc__, load_target.__doc__, *(p for p in pages if "--chat-template`" in p)]
+        assert all(name in text for name in TEMPLATES for text in texts)
 
     def test_too_large(self, tmp_path):
         (tmp_path / "long").write_text("{{ messages }}" + "a" * 2**20)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetspec_jax import Head, Target, draft_logits, logits, tree_logits
+from jetspec_jax import Head, Target, draft_logits, hidden_states, logits, tree_logits
 from jetspec_jax.tree import TokenTree
 from tests.decode.tiny import random_weights
 from tests.float64 import rounding_of
@@ -90,3 +90,10 @@ def test_a_head_that_cannot_be_split():
     assert all(array.is_fully_replicated for array in jax.tree.leaves(whole.weights))
     found = draft_logits(split, whole, IDS)
     np.testing.assert_allclose(found, draft_logits(target, head, IDS), rtol=0, atol=TOLERANCE)
+
+
+def test_hidden_states_are_joined():
+    split, _ = on_mesh(pair("qwen3"), mesh_of(1, 2))
+    for layers in (None, (1, 0)):
+        found, whole = (hidden_states(target, IDS, layers=layers) for target in (split, pair("qwen3")[0]))
+        np.testing.assert_allclose(found, whole, rtol=0, atol=TOLERANCE)

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from jetspec_jax import SamplingParams, generate, load_target, logits
+from jetspec_jax import SamplingParams, generate, hidden_states, load_target, logits
 from tests.parity.oracle import (
     SHAPES,
+    TOLERANCE,
     VOCAB,
     assert_close,
     oracle_logits,
@@ -32,6 +33,15 @@ class TestLogits:
         ours = np.asarray(logits(newer, ids))
         assert_close(ours, theirs)
         np.testing.assert_array_equal(logits(older, ids), ours)
+
+    def test_hidden_states(self, tmp_path):
+        model, ids = random_model(), random_ids(0, 2, 40)
+        with torch.no_grad():
+            states = model(torch.tensor(ids, dtype=torch.long), output_hidden_states=True).hidden_states
+        target = load_target(save_newer(model, tmp_path / "saved"), dtype="float32")
+        found = [*hidden_states(target, ids, layers=range(3)), hidden_states(target, ids)]
+        for ours, theirs in zip(found, states[1:], strict=True):
+            np.testing.assert_allclose(ours, theirs.numpy(), rtol=0, atol=TOLERANCE)
 
     def test_shards(self, tmp_path):
         model = random_model()

@@ -139,7 +139,8 @@ class HeadEvaluator:
         record = {f"validation_{name}": value for name, value in means.items()}
         if not self.held.prompts:
             return Evaluated(record, -means["loss"])
-        head = Head(self.config, on_one_device(self._as_shipped(weights)))
+        # Weights that are not finite are for the log to report, which ends the run with its last good step.
+        head = Head(self.config, on_one_device(self._as_shipped(weights)), allow_nonfinite=True)
         record |= tau_record(self.decode(head), self.held.sources)
         if self.config.selector is not None:
             if self._without is None or not self._fixed:
@@ -163,7 +164,7 @@ class HeadEvaluator:
             target = replace(target, weights=jax.device_put(target.weights, device))
             head = replace(head, weights=jax.device_put(head.weights, device))
         elif head.mesh is None:
-            head = Head(head.config, place(head.weights, head.config, group), group)
+            head = replace(head, weights=place(head.weights, head.config, group), mesh=group)
         trees = {
             budget: evaluation_trees(self.config, self.settings, budget) for budget in self.settings.budgets
         }

@@ -1,0 +1,87 @@
+"""Proposers that a caller gives in place of a draft head."""
+
+import asyncio
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from jetspec_jax import LLM, AsyncLLM, DeviceMemoryError, SamplingParams, generate, generate_tree
+from jetspec_jax.device import memory
+from tests.decode.oracle import OracleProposer, plant
+from tests.decode.tiny import TINY, random_head, random_target, with_windows
+from tests.meshes import mesh_of
+
+CONFIG = with_windows(TINY, None)
+PROMPT, PARAMS = [3, 1, 4, 1, 5], SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.8, seed=3)
+ORACLE = OracleProposer(CONFIG.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(CONFIG, 0)
+
+
+@pytest.fixture(scope="module")
+def drafts(target):
+    """A proposer of the continuation, and the tokens that it proposes."""
+    tokens = generate(target, [PROMPT], PARAMS)[0].token_ids
+    weights = plant([[*PROMPT, *tokens]] * 8, 64)
+    return {"proposer": ORACLE, "proposer_weights": weights}, tokens
+
+
+def test_its_drafts_are_accepted(target, drafts):
+    given, expected = drafts
+
+    async def served():
+        async with AsyncLLM(target, budget=16, **given) as llm:
+            return [delta async for delta in llm.generate(PROMPT, PARAMS)][-1].completion
+
+    with LLM(target, budget=16, **given) as llm:
+        found = [
+            *llm.generate([PROMPT], PARAMS, use_tqdm=False),
+            *generate_tree(target, None, [PROMPT], PARAMS, budget=16, **given),
+            asyncio.run(served()),
+        ]
+    for completion in found:
+        assert completion.token_ids == expected
+        assert completion.mean_acceptance_length > 2
+
+
+class Changeable(OracleProposer):
+    __hash__ = None
+
+
+def test_what_is_refused(target, drafts):
+    given, head = drafts[0], random_head(CONFIG, 0)
+    copies = dataclasses.replace(target, copies=(target,))
+    split = dataclasses.replace(target, mesh=mesh_of(1, 2))
+    for call in (LLM, lambda target, head=None, **given: generate_tree(target, head, [PROMPT], **given)):
+        with pytest.raises(ValueError, match="give a draft head or another proposer, not both"):
+            call(target, head, budget=16, **given)
+        with pytest.raises(TypeError, match=r"proposer must be .* methods of Proposer"):
+            call(target, budget=16, proposer=head)
+        with pytest.raises(TypeError, match=r"proposer must be hashable, .*'Changeable'"):
+            call(target, budget=16, proposer=Changeable(64))
+        with pytest.raises(ValueError, match="data_parallel_size must be 1 for a proposer"):
+            call(copies, budget=16, **given)
+        with pytest.raises(ValueError, match="OracleProposer does not say how a mesh splits it"):
+            call(split, budget=16, **given)
+    with pytest.raises(ValueError, match=r"depth must lie in 1\.\.9"):
+        LLM(target, budget=16, depth=10, **given)
+
+
+def test_its_arrays_are_counted(target, monkeypatch):
+    class Wide(OracleProposer):
+        def empty_state(self, num_pages, page_size, dtype):
+            return jnp.zeros((num_pages, page_size, 2**20), dtype)
+
+        def prepare(self, weights):
+            return weights, jnp.zeros(2**28)
+
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh=None: 2**20)
+    with pytest.raises(DeviceMemoryError) as error:
+        LLM(target, budget=16, max_slots=1, proposer=Wide(64), proposer_weights=plant([[]], 64))
+    parts = [line.split() for line in str(error.value).splitlines()]
+    assert ["prepared", "weights", "of", "the", "proposer", "1.00", "GiB"] in parts
+    assert ["stores", "of", "1", "x", "256", "tokens", "1.00", "GiB"] in parts
