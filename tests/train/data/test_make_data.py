@@ -21,7 +21,7 @@ from train.data import command as data
 from train.data import make_data, regenerate
 from train.data.documents import Documents, Writer
 from train.data.manifest import HELDOUT, TRAIN, DocumentsManifest
-from train.data.records import Document, learn_spans
+from train.data.records import learn_spans
 from train.data.regenerate import Prompts, document_seed, regeneration_settings
 from train.loop.stages import Deadline, OutOfTime
 
@@ -109,11 +109,6 @@ class TestRegenerate:
         assert [d.tokens.tolist() for d in read(tmp_path)] == [d.tokens.tolist() for d in read(made)]
 
     @pytest.mark.wide
-    def test_a_draft_head_changes_nothing(self, made, target, prompts, tmp_path):
-        make(tmp_path, target, prompts, head=random_head(TINY, 1), tree=TreeSettings(16, 3))
-        assert contents(tmp_path) == contents(made)
-
-    @pytest.mark.wide
     def test_devices_that_share_the_models_change_nothing(self, made, target, prompts, tmp_path):
         mesh, head = mesh_of(1, 2), random_head(TINY, 1)
         target, head = (
@@ -153,18 +148,6 @@ class TestRegenerate:
             make(made, target, prompts, seed=8)
         with pytest.raises(ValueError, match="the seed must be at least 0, not -1"):
             make(made, target, prompts, seed=-1)
-
-    def test_requests_are_checked_before_anything_is_written(self, target, prompts, tmp_path):
-        params = [*prompts.params[:-1], SamplingParams(max_tokens=1000)]
-        with pytest.raises(ValueError, match="max_tokens=1000"):
-            make(tmp_path, target, Prompts(prompts.tokens, params))
-        assert not list(tmp_path.glob("*.array_record"))
-
-    def test_one_progress_over_all_documents(self, target, prompts, tmp_path, capsys):
-        make(tmp_path, target, prompts)
-        lines = [line for line in capsys.readouterr().err.splitlines() if " of " in line]
-        assert all(line.startswith("regenerate: ") for line in lines)
-        assert f": {COUNT} of {COUNT} documents after " in lines[-1]
 
 
 def run(*arguments):
@@ -354,34 +337,6 @@ def test_settings_are_checked_before_weights_are_loaded(lines, tmp_path, weightl
 
 
 @pytest.mark.parametrize("mode", ["regenerate", "corpus"])
-def test_equal_prompts_are_on_one_side(lines, tmp_path, mode, monkeypatch):
-    monkeypatch.setattr(make_data, "read_target", lambda *_, **__: None)
-    monkeypatch.setattr(make_data, "regenerate", answer)
-    names = [*"abababab", *"cdefghij"]
-    path, out = lines(*({"text": f"import {name}\n"} for name in names)), tmp_path / "out"
-    made = make_data.make_data("demo", path, out, mode=mode, heldout=5)
-    assert (made.documents, made.heldout, made.duplicates) == (16, 5, 6)
-    words = make_data.load_tokenizer(DEMO_TARGET)
-    texts = [
-        {words.decode(document.tokens.tolist()) for document in Documents.open(out, split)}
-        for split in (TRAIN, HELDOUT)
-    ]
-    assert not texts[0] & texts[1]
-    assert len(texts[0] | texts[1]) == 10
-    printed = data.summary(made)
-    assert "16 documents, 11 to train on and 5 held out" in printed
-    assert "duplicates: 6 documents" in printed
-    assert "python -m train head" not in printed
-
-
-def answer(writer, _target, prompts, **_):
-    """Documents that are their prompts: what a target would add is the same for equal ones when greedy."""
-    for plan in writer.missing:
-        tokens = [prompts.tokens[i] for i in plan.indices]
-        writer.write(plan, [Document(own, np.arange(len(own)) > 0) for own in tokens], 0)
-
-
-@pytest.mark.parametrize("mode", ["regenerate", "corpus"])
 @pytest.mark.parametrize(
     ("names", "heldout", "message"),
     [
@@ -434,23 +389,6 @@ def test_the_arguments_of_generation_are_those_of_make_data(lines, tmp_path, mon
     assert got.pop("mesh").shape == {"expert": 1, "tensor": 1}
     assert got == {**own, **settings, "prompts": ["p", "q"]}
     assert {*got, "deadline", "mesh", "need_heldout"} == {*parameters}
-
-
-def test_bad_prompts_and_targets_before_weights(lines, tmp_path, weightless):
-    with pytest.raises(ValueError, match=r"none of 2 rows .*prompts\.jsonl:1: expected one of the keys"):
-        make_data.make_data("demo", lines({"txt": "x"}, {"txt": "y"}), tmp_path / "out")
-    with pytest.raises(FileNotFoundError, match="no file"):
-        make_data.make_data("demo", tmp_path / "absent.jsonl", tmp_path / "out")
-    with pytest.raises(FileNotFoundError, match="neither a folder nor a hub id"):
-        make_data.make_data(tmp_path / "absent", lines({"text": "x"}), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_how_a_target_is_called(tmp_path):
-    (tmp_path / "mine").mkdir()
-    assert make_data.name_of("demo") == "demo"
-    assert make_data.name_of("owner/name") == "owner/name"
-    assert make_data.name_of(tmp_path / "mine" / ".." / "mine") == "mine"
 
 
 class TestTraffic:

@@ -172,7 +172,6 @@ REFUSED = [
     ({"messages": [{"role": "narrator", "content": SECRET}]}, "message 0 has the role 'narrator'"),
     ({"messages": [{"role": SECRET * 9, "content": "a"}]}, "message 0 has the role '…'"),
     ({"messages": [{"role": "user", "content": {"a": SECRET}}]}, '"content" of messages[0] must be a string'),
-    ({"messages": [{"content": SECRET}]}, 'message 0 must have "role" and "content"'),
     ({"messages": [ASK, TELL | {"tool_calls": [SECRET]}]}, '"tool_calls" of message 1 must be a list'),
     (
         {"messages": [ASK, TELL | {"tool_calls": [{"function": {"name": "f", "arguments": SECRET}}]}]},
@@ -184,7 +183,6 @@ REFUSED = [
     ),
     ({"messages": [ASK], "tools": SECRET}, '"tools" is a text that is not JSON'),
     ({"messages": [ASK], "tools": {"a": SECRET}}, '"tools" must be a list of objects'),
-    ({"messages": SECRET}, '"messages" must be a list that is not empty, not '),
     ({"prompt": [SECRET]}, '"prompt" must be a string'),
     ({"conversations": [{"from": "alien", "value": SECRET}]}, "turn 0 has the role 'alien'"),
     ({"conversations": [{"value": SECRET}]}, 'turn 0 must have "from" and "value"'),
@@ -210,7 +208,6 @@ REFUSED = [
     ({"custom_id": "b", "error": {"message": SECRET}}, "the request failed"),
     ({"custom_id": [SECRET]}, '"custom_id" must be a text'),
     (f'{{"messages": "{SECRET}', "not JSON"),
-    (f'"{SECRET}"', "expected an object, not '…'"),
 ]
 
 

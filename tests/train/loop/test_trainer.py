@@ -150,23 +150,6 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.wide
-def test_a_run_that_died_in_an_evaluation_goes_on_from_its_last_checkpoint(whole, tmp_path):
-    calls = []
-
-    def evaluate(weights):
-        calls.append(1)
-        if len(calls) == 3:  # at step 18: the last checkpoint is that of step 15
-            raise Killed
-        return score(weights)
-
-    with pytest.raises(Killed):
-        run(tmp_path, evaluate=evaluate)
-    assert records(tmp_path)[-1]["step"] == 18
-    run(tmp_path)
-    assert records(tmp_path) == records(whole[0])
-
-
 def test_a_run_whose_newest_checkpoint_was_damaged_goes_on_from_the_one_before(whole, tmp_path, caplog):
     with pytest.raises(OutOfTime):
         run(tmp_path, StopAfter(12))
