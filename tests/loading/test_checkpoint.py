@@ -31,7 +31,6 @@ from tests.loading.published import (
     write,
     write_index,
 )
-from tests.marks import wide
 
 TIED = {**V4, "tie_word_embeddings": True}
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -126,7 +125,6 @@ class TestLayout:
             (np.float16, "float32"),
             (BFLOAT16, "float32"),
             (BFLOAT16, "float16"),
-            wide(np.float16, "bfloat16"),
         ],
     )
     def test_stored_in_one_type_loaded_in_another(self, tmp_path, stored, dtype):
@@ -222,14 +220,6 @@ class TestTensors:
         assert "model.norm.weight" in str(info.value)
         assert not fetched
 
-    def test_stored_twice_among_other_mistakes(self, tmp_path, tensors):
-        shards = halves(without(tensors, "lm_head.weight"))
-        for shard in shards:
-            shard["model.norm.weight"] = tensors["model.norm.weight"]
-        with pytest.raises(ValueError, match=r"model\.norm\.weight") as info:
-            load_target(write(tmp_path / "wrong", V4, *shards))
-        assert "missing: lm_head.weight" in str(info.value)
-
     def test_draft_head(self, tmp_path):
         tensors = without(random_tensors(head_shapes(HEAD)), "fc.weight")
         tensors["hidden_dim_adapter.proj.weight"] = np.zeros((12, 12), np.float32)
@@ -237,32 +227,22 @@ class TestTensors:
             load_draft_head(write(tmp_path / "head", HEAD, tensors))
         assert "surplus: hidden_dim_adapter.proj.weight" in str(info.value)
 
-    @pytest.mark.parametrize(
-        ("changes", "complaints"),
-        [
-            (
-                {"predecessor_codebook": None, "successor_codebook": (7, 2)},
-                (
-                    "missing: candidate_selector.predecessor_codebook",
-                    r"misshapen: candidate_selector.successor_codebook is [7, 2], expected [19, 2]",
-                ),
-            ),
-            (
-                {"predecessor_codebook": (19, 3), "hidden_projection.weight": (12, 2)},
-                (
-                    "candidate_selector.predecessor_codebook is [19, 3], expected [19, 2]",
-                    "candidate_selector.hidden_projection.weight is [12, 2], expected [2, 12]",
-                ),
-            ),
-        ],
-    )
-    def test_a_selector_with_other_tensors(self, tmp_path, changes, complaints):
+    def test_a_selector_with_other_tensors(self, tmp_path):
+        changes = {
+            "predecessor_codebook": None,
+            "successor_codebook": (7, 2),
+            "hidden_projection.weight": (12, 2),
+        }
         shapes = head_shapes(SELECTING)
         shapes |= {f"candidate_selector.{name}": shape for name, shape in changes.items()}
         tensors = random_tensors({name: shape for name, shape in shapes.items() if shape is not None})
         with pytest.raises(ValueError, match="does not hold the tensors of its config") as info:
             load_draft_head(write(tmp_path / "head", SELECTING, tensors))
-        for complaint in complaints:
+        for complaint in (
+            "missing: candidate_selector.predecessor_codebook",
+            "misshapen: candidate_selector.successor_codebook is [7, 2], expected [19, 2]",
+            "candidate_selector.hidden_projection.weight is [12, 2], expected [2, 12]",
+        ):
             assert complaint in str(info.value)
 
     def test_a_selector_of_an_unread_type(self, tmp_path):
@@ -439,16 +419,6 @@ class TestFiles:
             load_target(folder)
         assert str(folder) in str(info.value)
 
-    def test_ignore_config_keys(self, tmp_path, tensors):
-        folder = write(tmp_path / "target", {**V4, "zoom": 1}, tensors)
-        with pytest.raises(ValueError, match=r"target/config.json: .*ignore_config_keys=\['zoom'\]"):
-            load_target(folder)
-        load_target(folder, ignore_config_keys=["zoom"])
-        head = write(tmp_path / "head", with_dflash(zoom=1), random_tensors(head_shapes(HEAD)))
-        with pytest.raises(ValueError, match=r"head/config.json: .*ignore_config_keys=\['zoom'\]"):
-            load_draft_head(head)
-        load_draft_head(head, ignore_config_keys=["zoom"])
-
     def test_the_wrong_loader(self, folder, head_folder):
         with pytest.raises(ValueError, match="load it with load_draft_head"):
             load_target(head_folder)
@@ -530,10 +500,6 @@ class TestFit:
         with pytest.raises(ValueError, match=r"does not fit the target: .*hidden_size is 16"):
             load_draft_head(without_weights, target=target)
 
-    def test_a_fit(self, folder, head_folder):
-        head = load_draft_head(head_folder, target=load_target(folder))
-        assert_same_weights(head.weights, load_draft_head(head_folder).weights)
-
 
 class TestSave:
     @pytest.fixture
@@ -613,14 +579,3 @@ class TestStreaming:
             tracemalloc.stop()
         assert sorted(fetched) == names  # each once
         assert peak < 4 * largest
-
-    def test_progress(self, folder, monkeypatch):
-        bars = []
-
-        def bar(items, **settings):
-            bars.append((len(items), settings["desc"]))
-            return items
-
-        monkeypatch.setattr(reading, "tqdm", bar)
-        target = load_target(folder)
-        assert bars == [(len(jax.tree.leaves(target.weights)), "loading target")]

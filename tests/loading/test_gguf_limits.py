@@ -13,7 +13,6 @@ from jetspec_jax.checkpoint.gguf.header import read_header
 from jetspec_jax.checkpoint.gguf.tensors import GgufTensors
 from jetspec_jax.checkpoint.gguf.tokenizer import read_tokenizer
 from jetspec_jax.checkpoint.gguf.vocabulary import read_vocabulary
-from jetspec_jax.checkpoint.source import Source
 from tests.loading.gguf_files import CONFIGS, metadata_of, random_tensors, write_gguf
 from tests.loading.test_gguf_tokenizer import CONTROL, NORMAL, byte_level, sentence_piece
 
@@ -67,15 +66,10 @@ class TestMetadata:
         ("key", "content", "complaint"),
         [
             ("x.y", array(BYTE, 2**30 - 200), "'x.y' has 1,073,741,624 elements, and may have 4,096"),
-            ("x.y", array(FLOAT, 2**27), "'x.y' has 134,217,728 elements, and may have 4,096"),
-            ("x.y", array(BOOL, 4097), "'x.y' has 4,097 elements, and may have 4,096"),
             ("x.y", array(STRING, 4097), "'x.y' has 4,097 elements"),
             ("tokenizer.other", array(BYTE, 4097), "'tokenizer.other' has 4,097 elements"),
             ("tokenizer.ggml.tokens", array(STRING, 2**26), "67,108,864 elements, and may have 1,048,576"),
-            ("tokenizer.ggml.merges", array(STRING, 2**26), "67,108,864 elements, and may have 1,048,576"),
-            ("tokenizer.ggml.token_type", array(BYTE, 2**29), "elements, and may have 1,048,576"),
             ("x.y", struct.pack("<IQ", STRING, 2**30 - 200), "1,073,741,624 bytes follow after 'x.y'"),
-            ("x.y", struct.pack("<IQ", STRING, 2**22), "4,194,304 bytes follow after 'x.y'"),
             ("tokenizer.chat_template", struct.pack("<IQ", STRING, 2**25), "'tokenizer.chat_template'"),
             ("tokenizer.ggml.tokens", array(STRING, 1) + struct.pack("<Q", 2**25), "'tokenizer.ggml.tokens'"),
         ],
@@ -126,22 +120,6 @@ class TestMetadata:
                 size=2**30,
             )
             refused(read_header, path, complaint)
-
-    @pytest.mark.parametrize(
-        "key", ["general.type", "general.architecture", "llama.rope.scaling.type", "llama.attention.causal"]
-    )
-    def test_long_values_are_cut_in_errors(self, tmp_path, key):
-        path = write_gguf(tmp_path / "x.gguf", PLAIN, random_tensors(PLAIN), metadata={key: "a" * 2**20})
-        with pytest.raises(CheckpointError, match=r"'aaa.*aaa'") as info:
-            Source(path).raw_config  # noqa: B018
-        assert len(str(info.value)) < 1000
-
-    def test_many_unknown_keys_are_cut_in_errors(self, tmp_path):
-        keys = {f"llama.{'a' * 100}{number}": 1 for number in range(1000)}
-        path = write_gguf(tmp_path / "x.gguf", PLAIN, random_tensors(PLAIN), metadata=keys)
-        with pytest.raises(CheckpointError, match="unknown keys") as info:
-            Source(path).raw_config  # noqa: B018
-        assert len(str(info.value)) < 2500
 
 
 class TestVocabulary:

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from convert import orbax_io
 from convert.conversion import to_orbax
-from jetspec_jax import load_draft_head, load_target, logits
+from jetspec_jax import load_draft_head, load_target
 from jetspec_jax.checkpoint import reading
 from jetspec_jax.checkpoint.orbax import read_orbax_weights
 from jetspec_jax.checkpoint.parts import Placement, place, take_rows
@@ -25,7 +25,7 @@ from jetspec_jax.device.partition import check_partition
 from jetspec_jax.models import kept_packed
 from jetspec_jax.models.mxfp4 import widen
 from tests.decode.tiny import random_weights
-from tests.families.goldens import FOLDER, NAMES
+from tests.families.goldens import FOLDER
 from tests.loading.published import HEAD, V4, head_shapes, random_tensors, target_shapes, write
 from tests.loading.test_gpt_oss import TINY as GPT_OSS
 from tests.marks import wide
@@ -98,10 +98,11 @@ def packed(folder, **changes):
 
 # A mixture, and sinks with biases.
 IN_SHORT = ("qwen3_moe", "gpt_oss")
+IN_FULL = ("gemma4", "qwen3_5", "step3p7")
 
 
 class TestRead:
-    @pytest.mark.parametrize("family", [name if name in IN_SHORT else wide(name) for name in NAMES])
+    @pytest.mark.parametrize("family", [*IN_SHORT, *map(wide, IN_FULL)])
     def test_every_family(self, family):
         config = parse_config(raw_of(FOLDER / family))
         fitting = 0
@@ -137,16 +138,6 @@ class TestRead:
         config, folder, _ = packed(tmp_path)
         config, mesh = kept_packed(config), mesh_of(*shape)
         assert_read_as_placed(folder, config, mesh, jnp.dtype(jnp.float32))
-
-    @pytest.mark.wide
-    def test_what_stays_packed_computes_the_same(self, tmp_path):
-        _, folder, _ = packed(tmp_path)
-        ids, mesh = np.random.default_rng(0).integers(0, 64, (1, 6)), mesh_of(2, 2)
-        wide, kept = (
-            np.asarray(logits(load_target(folder, dtype="float32", mesh=mesh, mxfp4=word), ids))
-            for word in ("widened", "packed")
-        )
-        np.testing.assert_allclose(kept, wide, rtol=0, atol=1e-5 * np.abs(wide).max())
 
     @pytest.mark.parametrize("raw", [FEW, TIED, {**HEAD, "vocab_size": 21}], ids=["few", "tied", "head"])
     @pytest.mark.parametrize("dtype", [None, "bfloat16"])
@@ -270,19 +261,6 @@ class TestRefused:
         folder = write(tmp_path / "it", raw, random_tensors(target_shapes(raw)))
         with pytest.raises(ValueError, match=r"21 features of the dense block over 2 parts \(layers 0-2\)"):
             load_target(folder, mesh=mesh_of(1, 2))
-
-    @pytest.mark.parametrize("name", ["self_attn.v_proj", "mlp.down_proj"])
-    def test_values_that_are_not_finite(self, tmp_path, name):
-        tensors = random_tensors(target_shapes(V4))
-        name = f"model.layers.1.{name}.weight"
-        tensors[name][-1, -1] = np.nan
-        folder = write(tmp_path / "it", V4, tensors)
-        with pytest.raises(ValueError, match=f"{name} holds values that are not finite$"):
-            load_target(folder, dtype="float32", mesh=mesh_of(1, 2))
-        load_target(folder, dtype="float32", mesh=mesh_of(1, 2), allow_nonfinite=True)
-        tensors[name][-1, -1] = 1e5
-        with pytest.raises(ValueError, match=f"{name} holds values that are not finite in float16"):
-            load_target(write(tmp_path / "large", V4, tensors), dtype="float16", mesh=mesh_of(1, 2))
 
     def test_another_head_than_the_tied_one(self, tmp_path, monkeypatch):
         """Each process compares its own rows, of which 0 to 10 are the first device's."""
