@@ -26,7 +26,6 @@ CASES = [
     *(((3, 2, 1100), dtype) for dtype in TOLERANCE),
     ((2, 40), jnp.bfloat16),
     ((1, 2, 1), jnp.float32),
-    wide((7, 2, 1024), jnp.bfloat16),
     ((2, 3, 2, 40), jnp.float16),
     wide((1, 2, 1, 2, 2048), jnp.float32),
 ]
@@ -159,9 +158,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("gate_up", "message"),
         [
-            (jnp.zeros(8), r"gate_up is \(8,\), expected \[..., 2, F\]"),
             (jnp.zeros((3, 8)), r"gate_up is \(3, 8\), expected \[..., 2, F\]"),
-            (jnp.zeros((2, 8), jnp.int32), "gate_up holds int32, expected float32, bfloat16, float16"),
             (jnp.zeros((3, 8), jnp.int8), r"gate_up is \(3, 8\).*gate_up holds int8"),
         ],
     )

@@ -209,20 +209,9 @@ class TestRefusals:
             ("blocks", lambda x: x[1:], "4 pools and 3 blocks"),
             ("pools", lambda x: [x[0][0, 0, 0], *x[1:]], r"pools must be \[P, page, ...\]"),
             ("nodes", lambda x: x[0], r"nodes \[B, R\]"),
-            ("nodes", lambda x: x[1:], r"nodes is \(1, 5\), expected \(2, 5\)"),
-            ("nodes", lambda x: x.astype(np.float32), "nodes holds float32, expected int32"),
-            ("slots", lambda x: x[:, 1:], r"slots is \(2, 4\), expected \(2, 5\)"),
             ("slots", lambda x: x.astype(jnp.int16), "slots holds int16, expected int32"),
-            ("pools", lambda x: [x[0], x[1][1:], *x[2:]], r"pools\[1\] is \(5, 4, 2, 8\), expected \(6, 4"),
-            ("blocks", lambda x: [x[0][..., 1:], *x[1:]], r"blocks\[0\] is \(2, 9, 2, 7\), expected"),
             ("blocks", lambda x: [*x[:3], x[3][:, 1:]], r"blocks\[3\] is \(2, 8, 2, 8\), expected"),
-            (
-                "blocks",
-                lambda x: [*x[:3], x[3].astype(jnp.bfloat16)],
-                r"blocks\[3\] holds bfloat16, expected",
-            ),
             ("nodes", lambda x: x[:, :0], r"nodes is \(2, 0\): no elements"),
-            ("pools", lambda x: [pool[:0] for pool in x], r"pools\[0\] is \(0, 4, 2, 8\): no elements"),
         ],
     )
     def test_arrays(self, call, name, change, message):

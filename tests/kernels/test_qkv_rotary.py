@@ -220,14 +220,13 @@ class TestPallasTritonInterpreted(QkvRotarySuite):
             np.testing.assert_allclose(one, other, rtol=0, atol=8 * TOLERANCE[dtype] * np.abs(other).max())
 
 
-@pytest.mark.parametrize("norms", [wide(""), "qk"])
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
+    ("shape", "dtype", "norms"),
     [
-        *(((2, 128, 8, 4, 128), dtype) for dtype in TOLERANCE),
-        *starmap(wide, [*CASES, *MORE_CASES]),
-        wide((1, 1, 2, 8, 512), jnp.bfloat16),
-        ((1, 1, 1, 71, 64), jnp.bfloat16),
+        *(((2, 128, 8, 4, 128), dtype, "qk") for dtype in TOLERANCE),
+        ((1, 1, 1, 71, 64), jnp.bfloat16, "qk"),
+        wide((1, 1, 2, 8, 512), jnp.bfloat16, ""),
+        wide((1, 2, 2, 0, 32), jnp.float32, ""),
     ],
 )
 def test_lowers_for_cuda(shape, dtype, norms):
@@ -240,11 +239,9 @@ def test_lowers_for_cuda(shape, dtype, norms):
     ("shape", "reason"),
     [
         ((1, 1, 8, 6, 128), None),
-        ((1, 1, 8, 2, 128), None),
         ((1, 1, 1, 130, 128), None),
         ((1, 1, 1, 131, 128), "129 query heads of 128 elements are too many for one program"),
         ((1, 1, 8, 6, 96), "head size 96 is not a power of two in 16..512"),
-        ((1, 1, 8, 6, 8), "head size 8 is not a power of two in 16..512"),
         ((1, 1, 8, 6, 1024), "head size 1024 is not a power of two in 16..512"),
         ((1, 0, 8, 6, 128), "qkv has no elements"),
     ],
@@ -265,9 +262,7 @@ class TestRefusals:
             ("qkv", lambda x: x[:, :, :, :1], "qkv has 1 heads in a group: no key or no value"),
             ("qkv", lambda x: x[..., :15], "heads of 15 elements do not split into halves"),
             ("q_weight", lambda x: x[1:], r"q_weight is \(15,\), expected \(16,\)"),
-            ("k_weight", lambda x: x.astype(np.int32), "k_weight holds int32, expected floating"),
             ("cos", lambda x: x[:, 1:], r"cos is \(1, 2, 8\), expected \(1, 3, 8\)"),
-            ("sin", lambda x: x.astype(jnp.bfloat16), "sin holds bfloat16, expected float32"),
         ],
     )
     def test_arrays(self, name, change, message):

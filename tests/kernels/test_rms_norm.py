@@ -20,7 +20,6 @@ CASES = [
     *(((5, 128), dtype) for dtype in TOLERANCE),
     ((96,), jnp.bfloat16),
     ((1, 1), jnp.float32),
-    wide((7, 40), jnp.float32),
     wide((2, 3, 96), jnp.float16),
     ((2, 1, 2, 1000), jnp.bfloat16),
 ]
@@ -219,9 +218,6 @@ class TestRefusals:
             ({"x": jnp.float32(1)}, r"x must be \[..., M\], got a scalar"),
             ({"x": jnp.zeros((3, 8), jnp.int32)}, "x holds int32, expected float32, bfloat16, float16"),
             ({"weight": jnp.zeros(7)}, r"weight is \(7,\), expected \(8,\)"),
-            ({"weight": jnp.zeros((1, 8))}, r"weight is \(1, 8\), expected \(8,\)"),
-            ({"weight": jnp.zeros(8, jnp.int32)}, "weight holds int32, expected floating"),
-            ({"delta": jnp.zeros(8)}, r"delta is \(8,\), expected \(3, 8\)"),
             ({"delta": jnp.zeros((3, 8), jnp.bfloat16)}, "delta holds bfloat16, expected float32"),
             ({"weight_scale": 0.5}, "weight_scale is 0.5 without a weight_offset, say 0.0"),
             ({"weight": jnp.zeros(7), "delta": jnp.zeros(8)}, r"weight is \(7,\).*delta is \(8,\)"),

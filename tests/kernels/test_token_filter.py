@@ -267,12 +267,9 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"logits": np.zeros((2, 5))}, r"logits must be floating \[B, N, V\], got float64 \(2, 5\)"),
             ({"logits": np.zeros((2, 3, 5), np.int32)}, "logits must be floating .*, got int32"),
             ({"temperature": np.zeros(3, np.float32)}, r"temperature is \(3,\), expected \(2,\)"),
-            ({"temperature": np.zeros(2, np.int32)}, "temperature holds int32, expected float32"),
             ({"top_k": np.zeros(2, np.float32)}, "top_k holds float32, expected integer"),
-            ({"top_p": np.zeros((2, 1), np.float32)}, r"top_p is \(2, 1\), expected \(2,\)"),
             (
                 {"top_p": np.zeros(1, np.float32), "min_p": np.zeros(2, np.int8)},
                 "top_p is .*; min_p holds int8",

@@ -385,16 +385,11 @@ class TestRefusals:
         [
             ("q", lambda x: x[0], r"q must be \[B, N, H, E\]"),
             ("q", lambda x: x[:, :, :3], "3 query heads do not divide among 2"),
-            ("q", lambda x: x.astype(jnp.int32), "q holds int32, expected float32, bfloat16, float16"),
             ("k", lambda x: x[:, :32], r"k is \(5, 32, 2, 16\), expected \(5, 33, 2, 16\)"),
-            ("v", lambda x: x[:, :, :1], "v is "),
             ("v", lambda x: x.astype(jnp.bfloat16), "v holds bfloat16, expected float32"),
             ("mask", lambda x: x[:, :, :1], r"mask is \(5, 33, 1\), expected \(5, 33, 2\)"),
-            ("mask", lambda x: x.astype(jnp.int32), "mask holds int32, expected uint32"),
-            ("prefix", lambda x: replace(x, v_pages=x.v_pages[:-1]), "prefix.v_pages is "),
             ("prefix", lambda x: replace(x, k_pages=x.k_pages[..., :4]), "prefix.k_pages is "),
             ("prefix", lambda x: replace(x, block_tables=x.block_tables[0]), "block_tables is "),
-            ("prefix", lambda x: replace(x, lengths=x.lengths[:2]), r"lengths is \(2,\)"),
             ("prefix", lambda x: replace(x, lengths=x.lengths * 1.0), "lengths holds float32"),
             ("prefix", lambda x: replace(x, k_pages=x.k_pages[:0]), "no page or no slot"),
         ],
@@ -408,9 +403,7 @@ class TestRefusals:
         [
             ({"scale": 0.0}, "scale is 0.0"),
             ({"window": 0}, "window is 0"),
-            ({"window": 2**31}, "window is 2147483648"),
             ({"depths": jnp.zeros((5, 32), jnp.int32)}, r"depths is \(5, 32\)"),
-            ({"depths": jnp.zeros((5, 33))}, "depths holds float32, expected signedinteger"),
             ({"sinks": jnp.zeros(2)}, r"sinks is \(2,\), expected \(4,\)"),
         ],
     )
