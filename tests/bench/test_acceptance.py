@@ -120,25 +120,6 @@ def rounds(pair, work):
 
 
 @pytest.mark.wide
-def test_counts_equal_a_plain_loop_over_plain_decoding(texts, rounds):
-    hits, nodes = {}, {}
-    for one in rounds:
-        for depth, row in enumerate(one.trace.candidate_tokens.tolist()):
-            place = one.trace.start + 1 + depth
-            if place >= len(texts[one.prompt]):
-                break
-            token = texts[one.prompt][place]
-            nodes[depth] = nodes.get(depth, 0) + 1
-            if token not in row:
-                break
-            hits[depth, row.index(token)] = hits.get((depth, row.index(token)), 0) + 1
-    found = count_reached(rounds)
-    assert {d: int(n) for d, n in enumerate(found.nodes) if n} == nodes
-    assert {(int(d), int(r)): int(found.hits[d, r]) for d, r in np.argwhere(found.hits)} == hits
-    assert count_tree(rounds).nodes.sum() == sum((one.trace.depths < 7).sum() for one in rounds)
-
-
-@pytest.mark.wide
 @pytest.mark.parametrize("name", ["depth_rank_histogram", "class_histogram"])
 def test_a_profile_is_what_the_algorithms_read(pair, work, texts, rounds, name):
     made = json.loads(json.dumps(tables(rounds, least_share=0.3)))
@@ -197,13 +178,9 @@ def test_the_command_writes_a_report_and_a_picture(pair, work, report_of, monkey
     ("command", "arguments", "message"),
     [
         ("profile", ["--least-share", "2"], "--least-share must lie in 0..1, not 2.0"),
-        ("profile", ["--least-nodes", "0"], "--least-nodes must be at least 1, not 0"),
         ("acceptance", ["--candidates", "7", "0"], "--candidates must be at least 1, not 0"),
         ("acceptance", ["--algorithms", "chain", "auto"], "--algorithms auto: auto chooses budgets"),
-        ("profile", ["--algorithm", "best"], "unknown tree algorithm 'best'"),
-        ("profile", ["--algorithm", "auto"], "--algorithm auto: auto chooses budgets"),
         ("profile", ["--budget", "1"], "--budget must be in 2..256 (nodes, root and a draft included)"),
-        ("profile", ["--budget", "257"], "--budget must be in 2..256"),
         ("profile", ["--temperature", "nan"], "temperature must be 0 or lie in [1e-30, 1e+30], not nan"),
     ],
 )

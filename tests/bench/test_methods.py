@@ -62,10 +62,8 @@ def profile(tmp_path):
     ("theirs", "ours", "both"),
     [
         (run_of("demo", 0, 64), run_of("demo", 0, 32), 32),
-        (run_of("demo", 32, 64), run_of("demo", 0, 33), 1),
         (run_of("demo", 32, 64), run_of("demo", 90, 20), 6),
         (run_of("demo", 32, 64), run_of("demo", 0, 32), 0),
-        (run_of("demo", 0, 32), run_of("demo", 32, 64), 0),
         (run_of("gsm8k", 0, 64), run_of("demo", 0, 64), 0),
         (run_of("mine.jsonl", 0, 4), run_of("elsewhere/mine.jsonl", 2, 9), 2),
         # Of a time when prompts could not be skipped.

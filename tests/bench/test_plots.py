@@ -25,17 +25,7 @@ QUICK = [
     RESULTS / "rounds/qwen3-8b-h200.json",
     OWN / "kernel.json",
 ]
-SLOW = (
-    *("demo/acceptance-h200", "demo/decode-h200", "demo/profile", "demo/round-h200-algorithms"),
-    *("engine/load-demo-cpu", "kernels/experts-h200-fp8", "kernels/matmul-h200"),
-    *("rounds/gemma4-26b-a4b-h200", "rounds/qwen3-8b-h200-x2", "rounds/qwen3.6-35b-a3b-h200"),
-    *(
-        "smollm2/acceptance-gsm8k-h200",
-        "smollm2/gsm8k-cpu",
-        "smollm2/gsm8k-gpu-exactness",
-        "smollm2/round-gpu",
-    ),
-)
+SLOW = ("demo/decode-h200", "demo/profile", "kernels/experts-h200-fp8", "rounds/qwen3-8b-h200-x2")
 REPORTS = [*QUICK, *(wide(RESULTS / f"{name}.json") for name in SLOW)]
 
 

@@ -159,19 +159,6 @@ def test_a_layer_that_differs_counts_as_it_is():
     assert other.bytes - one.bytes == wide.kv_size - DENSE.kv_size
 
 
-def test_random_biases_leave_tokens_apart():
-    """Norms are 1; a bias of 1 would make all tokens alike, and they would all choose the same experts."""
-    experts = dataclasses.replace(ROUTED.experts, biases=True)
-    layer = dataclasses.replace(ROUTED, experts=experts, qkv_bias=True, output_bias=True)
-    target = dataclasses.replace(TARGET, model_type="gpt_oss", layers=(layer,))
-    weights = random_weights(target, jnp.dtype(jnp.float32), 0)["layers"][0]
-    assert (weights["input_layernorm"]["weight"] == 1).all()
-    attention, experts = weights["self_attn"], weights["mlp"]["experts"]
-    for bias in (attention["qkv_bias"], attention["o_bias"], attention["sinks"], experts["down_bias"]):
-        assert abs(bias).max() < 0.2
-        assert bias.std() > 0.005
-
-
 class TestWork:
     # Of the tiny shape, by hand. A layer: queries and output 64 x 64 each, keys and values 64 x 32 each,
     # three of 64 x 128 for the feed-forward block, norms of 64, 64, 16 and 16.
