@@ -61,10 +61,9 @@ class TestTokens:
         [
             (lambda: {"tensor_parallel_size": 2}, [(0, 1)]),
             (lambda: {"mesh": one_axis()}, [(0, 1)]),
-            wide(lambda: {"mesh": mesh_of(1, 1)}, [(0,)]),
             wide(lambda: {"data_parallel_size": 2}, [(0,), (1,)]),
         ],
-        ids=["sizes", "one explicit axis", "one device", "copies"],
+        ids=["sizes", "one explicit axis", "copies"],
     )
     def test_are_those_of_one_device(self, folders, expected, places, devices):
         llm = LLM(*folders, **TREE, **places())

@@ -310,21 +310,6 @@ def test_a_template_that_reads_none_of_it_is_named_once(http, caplog):
     ]
 
 
-def test_openai_s_fields_that_mean_nothing_here(client):
-    """They are about accounts, records and caches of OpenAI's own."""
-    given = {"messages": MESSAGES, "max_tokens": 4, "seed": 1}
-    extra = {
-        "prompt_cache_key": "a",
-        "safety_identifier": "b",
-        "modalities": ["text"],
-        "user": "c",
-        "metadata": {"d": "e"},
-        "store": True,
-    }
-    plain = client.chat.completions.create(model=MODEL, **given)
-    assert client.chat.completions.create(model=MODEL, **given, **extra).choices == plain.choices
-
-
 @pytest.mark.parametrize(
     "extra",
     [

@@ -90,28 +90,6 @@ def test_too_many_are_told_when_to_come_again(server):
     assert caught.value.response.headers["Retry-After"] == "1"
 
 
-def test_requests_of_a_key_are_bounded(target):
-    gate = threading.Semaphore(0)
-    llm = Scripted(target, "abc", size=1, gate=gate)
-    with served(llm, api_key=["k", "other"], max_requests_per_key=1) as own, own.client() as http:
-        key = {"Authorization": "Bearer k"}
-        first = threading.Thread(
-            target=http.post, args=(COMPLETION,), kwargs={"json": {"prompt": "a"}, "headers": key}
-        )
-        first.start()
-        until(lambda: llm.open == 1)
-        llm.gate = None  # the others are answered at once
-        got = http.post(COMPLETION, json={"prompt": "a"}, headers=key)
-        assert refused(got, 429, None, "1 requests")["type"] == "rate_limit_error"
-        assert got.headers["Retry-After"] == "1"
-        assert http.post(
-            COMPLETION, json={"prompt": "a"}, headers={"Authorization": "Bearer other"}
-        ).is_success
-        gate.release(3)
-        join(first)
-        assert http.post(COMPLETION, json={"prompt": "a"}, headers=key).is_success
-
-
 def test_a_deadline(llm):
     with served(llm, request_timeout=0.001) as own, own.client() as http:
         refused(http.post(COMPLETION, json=LONG), 504, None, "in its time")
@@ -269,30 +247,6 @@ def test_an_error_s_type_says_whose_fault_it_is(target, monkeypatch):
         monkeypatch.setattr(Scripted, "errored", errored)
         with served(llm) as own, own.client() as http:
             refused(http.post(COMPLETION, json={"prompt": "a"}), status, param, word)
-
-
-def test_an_error_of_the_engine_ends_all_of_its_requests(server, llm, monkeypatch):
-    def broken(*_):
-        raise RuntimeError("the device is gone")
-
-    with server.client() as http, monkeypatch.context() as patch:
-        patch.setattr(TreeDecoder, "decode", broken)
-        got = []
-
-        def ask():
-            got.append(http.post(COMPLETION, json=LONG))
-
-        threads = [threading.Thread(target=ask) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        join(*threads)
-        assert len(got) == 6
-        for one in got:
-            refused(one, 500, None, "RuntimeError")
-        refused(http.get("/health"), 503, None, "engine")
-    with server.client() as http:
-        assert http.post(COMPLETION, json={"prompt": "a"}).is_success
-        assert http.get("/health").json()["status"] == "ok"
 
 
 def test_an_error_of_the_engine_ends_streams_that_run_and_requests_that_wait(server, llm, monkeypatch):

@@ -337,13 +337,8 @@ def test_a_trace_ends_with_its_reader(http, llm, gate):
     [
         ({"prompt": PROMPT, "messages": []}, "prompt", "and not both"),
         ({}, "prompt", "must be given"),
-        ({"prompt": ""}, "prompt", "empty"),
         ({"messages": []}, "messages", "no messages"),
-        ({"messages": [{"role": "user"}]}, "messages", 'no "content"'),
         ({"prompt": PROMPT, "budget": 512}, "budget", "at most"),
-        ({"prompt": PROMPT, "budget": 0}, "budget", "at least 1"),
-        ({"prompt": PROMPT, "temperature": -1}, "temperature", "temperature"),
-        ({"prompt": PROMPT, "max_tokens": 5000}, "max_tokens", "at most"),
         ({"prompt": PROMPT, "stream": True}, "stream", "/v1/completions"),
         ({"prompt": PROMPT, "tempratur": 1}, "tempratur", "did you mean temperature"),
     ],
