@@ -103,7 +103,6 @@ def test_the_prompt_may_come_from_standard_input(capsys, monkeypatch, llm):
 @pytest.mark.parametrize("command", ["generate", "tree"])
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_terminal_is_told_that_the_prompt_is_read_from_it(capsys, monkeypatch, command, terminal):
-    """An empty prompt ends either command before it loads a model."""
     typed = io.TextIOWrapper(io.BytesIO(b""))
     typed.isatty = lambda: terminal
     monkeypatch.setattr("sys.stdin", typed)

@@ -31,7 +31,6 @@ TREE = {"budget": 16, "width": 3}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A tiny random pair on disk."""
     need_devices(4)
     return save_tiny_pair(tmp_path_factory.mktemp("pair"))
 
@@ -123,8 +122,6 @@ class TestMeshesOfCallers:
 class TestWhatCannotBe:
     @pytest.fixture(autouse=True)
     def nothing_is_read(self, monkeypatch, loaded):
-        """No weights are read, no stores are made."""
-
         def fail(*_, **__):
             raise AssertionError("work began before everything was checked")
 

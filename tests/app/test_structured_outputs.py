@@ -75,7 +75,6 @@ def llm(plain):
 
 @pytest.mark.wide
 def test_trees_give_the_tokens_of_plain_decoding(plain, llm):
-    """Some of the kinds are greedy, the others sampled."""
     params = [
         SamplingParams(
             temperature=0.0 if kind in ("json", "choice", "grammar") else 1.0,

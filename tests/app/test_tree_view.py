@@ -59,7 +59,6 @@ DRAWING = """\
 
 @functools.cache
 def words():
-    """A tokenizer of a few words."""
     backend = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: token for token, word in WORDS.items()}, unk_token=":")
     )

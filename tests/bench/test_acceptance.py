@@ -109,7 +109,6 @@ def work():
 
 @pytest.fixture(scope="module")
 def texts(pair, work):
-    """The prompts with plain decoding's tokens."""
     completions = generate(pair.target, work.ids, PARAMS)
     return [[*ids, *own.token_ids] for ids, own in zip(work.ids, completions, strict=True)]
 

@@ -40,7 +40,6 @@ def read(path):
 
 @pytest.fixture(scope="module")
 def tiny_pair(pair):
-    """What `run` decodes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "load_pair", lambda *_: pair)
         patch.setattr(decode, "make_workloads", random_workloads)

@@ -48,7 +48,6 @@ def broken(monkeypatch):
 
 @pytest.mark.wide
 def test_a_right_tree_has_an_empty_ledger(tmp_path):
-    """With a profile of one of its prompts, which is noted."""
     path = tmp_path / "profile.json"
     measured = {"prompts": "demo", "skip_prompts": 1, "num_prompts": 5}
     path.write_text(json.dumps({"depth_rank_accept": [[0.5]], "meta": {"arguments": measured}}))

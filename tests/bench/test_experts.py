@@ -135,7 +135,6 @@ class TestCases:
             assert np.isfinite(leaf[:-1]).all()
 
     def test_calls_of_a_chain_wait_for_each_other(self):
-        """Each is given what the one before it made."""
         choices = random_choices(np.random.default_rng(0), PLAIN, 4, 3)
         layer = random_layer(PLAIN, jnp.dtype("float32"))
         seen = expert_cases.chain_experts(
@@ -156,7 +155,6 @@ def test_a_routers_kernel_counts_alone():
 
 
 def test_tuning(tmp_path, monkeypatch, capsys):
-    """The fastest of each launch is found; what does not run is passed over."""
     configs = expert_tune.candidates(expert_speed.config_of(PLAIN, 4, 2), 2)
     assert len(set(configs)) == len(configs) > 20
     monkeypatch.setattr(expert_tune, "candidates", lambda *_: configs[:3])

@@ -160,7 +160,6 @@ class TestCases:
         assert unseen.any()
 
     def test_tables_of_layers(self):
-        """The example of the docstring, and no page of two layers."""
         order = np.random.default_rng(0).permutation(6)
         expected = order[np.asarray([[0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 0, 1]])]
         np.testing.assert_array_equal(layer_tables(6, 3, 1, 4, 2)[:, 0], expected)

@@ -91,7 +91,6 @@ def test_what_cannot_be(refusal, words, said):
 
 
 def test_a_report_that_goes_on(tmp_path, monkeypatch):
-    """Parts that are there are kept, and a report of another shape is refused."""
     path = tmp_path / "out.json"
     measured = []
 

@@ -75,7 +75,6 @@ def test_tables_of_the_pages_are_those_of_their_reports():
 
 
 def test_rounds_in_the_readme_are_those_of_their_reports():
-    """In a loop on the device, and of the tree algorithm that the row names."""
     text = (page.DOCS.parent / "README.md").read_text("utf-8")
     row = re.compile(
         r"^\| \[[^]]+\]\(bench/results/(rounds/[\w.-]+)\.json\)(.*?) \|(.*)\|$\n(?:^\| its floor \|(.*)\|$)?",

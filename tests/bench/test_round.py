@@ -165,7 +165,6 @@ class TestReport:
 class TestMeasuring:
     @pytest.mark.wide
     def test_phases_in_a_row_are_a_round(self):
-        """However often each is repeated."""
         case = RoundCase(batch=2, context=70, budget=16, algorithm="hybrid")
         decoder, scene = SETUP.decoder(case, TINY), SETUP.scene(case, TINY)
         weights = DecodeWeights(

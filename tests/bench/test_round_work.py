@@ -132,7 +132,6 @@ def test_the_floor_reads_them_once_and_computes_those_of_every_row():
 
 
 def test_a_device_of_a_mesh_has_its_part_and_all_of_a_head_that_stays_whole():
-    """Two devices do not divide a head's dense block of odd size."""
     mesh, given = mesh_of(1, 2), {"batch": 2, "context": 10, "budget": 16, "itemsize": 2}
     head, odd = head_config(TINY), head_config(with_mlp(TINY, 47))
     whole, split = (round_work(TINY, head, **given, mesh=own) for own in (None, mesh))

@@ -20,7 +20,6 @@ def report_of(path, *words):
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    """One device, though there are more."""
     return report_of(tmp_path_factory.mktemp("one") / "train.json")
 
 

@@ -73,7 +73,6 @@ class TestThereAndBack:
         ids=["target", "draft-head", "target-verified"],
     )
     def test_the_demo_pair(self, tmp_path, folder, options, capsys):
-        """The file itself is what it was, byte for byte."""
         assert main([str(folder), str(tmp_path / "orbax"), *options]) == 0
         said = "verify: all 66 parameters are equal, bit for bit\n" in capsys.readouterr().out
         assert said == bool(options)

@@ -127,7 +127,6 @@ class TestWrong:
         assert not found.ok
 
     def test_the_sign_of_a_zero(self, tmp_path):
-        """Equal as a number, but not the bits that were there."""
         tensors = random_values(shapes_of(DRAFT))
         tensors["fc.weight"][0, 0] = 0.0
         make(tmp_path / "source", DRAFT, tensors)

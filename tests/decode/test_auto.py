@@ -144,8 +144,6 @@ def test_the_choice_follows_what_is_accepted(target, head, oracle):
 
 @pytest.mark.wide
 def test_nothing_compiles_after_a_first_request(target, head, monkeypatch):
-    """In other engines of the same kind."""
-
     def run(tokens):
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)
         settings = {"budget": 32, "width": 3, "algorithm": "auto"}

@@ -42,8 +42,6 @@ def head():
 
 @pytest.fixture
 def nothing_runs(monkeypatch):
-    """No request gets as far as the device."""
-
     def fail(*_):
         raise AssertionError("work began before everything was checked")
 

@@ -39,7 +39,6 @@ def head():
 
 @pytest.fixture(scope="module")
 def alone(target):
-    """Plain decoding of one request alone."""
     return lambda prompt, params: generate(target, [prompt], params)[0]
 
 

@@ -114,7 +114,6 @@ def test_prompts_that_are_prefilled_together(case):
     ids=str,
 )
 def test_live_slots_in_any_order(case, turns):
-    """Also such as have ended, which idle beside the others."""
     tokens, state = case.serve(case.begin(), turns * 40)
     assert tokens == case.expected
     assert not state.active.any()
@@ -147,7 +146,6 @@ def test_the_others_keep_every_bit(case):
 
 
 def test_single_rounds_are_the_loop(case):
-    """Round for round; and rounds after all ends keep everything."""
     single = dataclasses.replace(case.decoder, max_rounds=1)
     expected, seen = case.decoder.decode(case.weights, case.begin(), np.int32(32))
     state, found = case.begin(), [[] for _ in range(SLOTS)]

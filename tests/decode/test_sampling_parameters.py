@@ -105,7 +105,6 @@ ORACLE = OracleProposer(CONFIG.vocab_size)
 
 @pytest.mark.wide
 def test_deep_scattered_paths(target):
-    """Of an oracle's trees: what plain decoding says lies among decoys."""
     prompts, params = requests("everything")
     alone = [generate(target, [prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)]
     # What it says beyond the end does not matter.
@@ -140,7 +139,6 @@ def come_and_go():
 
 @pytest.mark.wide
 def test_requests_that_come_and_go(target, head):
-    """They take over each other's slots, lose their slots and go on."""
     prompts, params = come_and_go()
     alone = [generate(target, [prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)]
     engine = TinyEngine(target, head, TreeSettings(budget=16, width=3), slots=2, capacity=192, num_pages=3)

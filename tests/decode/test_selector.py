@@ -111,8 +111,6 @@ def test_scores_of_zero_give_the_trees_of_the_head_without(target):
 
 @pytest.mark.parametrize("value", [None, wide(np.nan)])
 def test_a_batch_s_tokens_are_plain_decoding_s(target, value):
-    """With a random selector, and with one of whose rows many are no numbers."""
-
     def change(name, values):
         if value is None or name != "successors":
             return 4 * values
@@ -174,8 +172,6 @@ def test_parents_of_the_drawn_example():
 
 
 class TestBreadth:
-    """Width and candidates of a head whose selector chooses among five."""
-
     @pytest.mark.parametrize(
         ("algorithm", "width", "candidates", "expected"),
         [

@@ -13,7 +13,6 @@ from tests.decode.tiny import serve
 
 
 def with_nan(stores):
-    """What no commit has written may be anything."""
     return jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), stores)
 
 

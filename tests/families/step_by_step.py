@@ -73,7 +73,6 @@ def normalised(raw, x, rounded):
 
 
 def centered_norm(raw, weight, x, rounded):
-    """The norm whose weight is stored less one."""
     return rounded(normalised(raw, x, rounded) * (1 + weight))
 
 
@@ -83,7 +82,6 @@ def gated(tensors, x, rounded, prefix=""):
 
 
 def sizes_of(raw):
-    """Key heads, value heads, and the sizes of both."""
     names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"
     return tuple(raw[f"linear_{name}"] for name in names)
 

@@ -48,7 +48,6 @@ def recurrence_of(name, layer, x, history):
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
 @pytest.mark.parametrize("count", [200, wide(600), wide(1)])
 def test_recurrence_of_a_sequence(name, count):
-    """Longer than a chunk."""
     raw, tensors = part(name, 1, "linear_attn")
     x = rows(0, 1, count, 32)
     added, left = recurrence_of(name, 1, x, History(None, None, None))
@@ -111,7 +110,6 @@ def test_recurrence_of_a_tree(name):
 
 @pytest.mark.parametrize("name", ["qwen3_5"])
 def test_attention(name):
-    """Gates take turns with queries, and a part of a head turns."""
     raw, tensors = part(name, 3, "self_attn")
     target, x = golden_target(name), rows(5, 1, 40, 32)
 
@@ -127,7 +125,6 @@ def test_attention(name):
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next"])
 def test_mixture(name):
-    """Weights that add up to one, and as they are; the shared expert's gate."""
     raw, tensors = part(name, 2, "mlp")
     target, x = golden_target(name), rows(6, 1, 20, 32)
 

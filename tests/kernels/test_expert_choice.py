@@ -38,7 +38,6 @@ def make_case(tokens, num_experts):
 
 
 def oracle(logits, routing, bias, expert_scale):
-    """The rules, with a stable sort."""
     logits = logits.astype(np.float64)
     if routing.scores == "sigmoid":
         scores = 1 / (1 + np.exp(-logits))
@@ -55,14 +54,11 @@ def oracle(logits, routing, bias, expert_scale):
 
 
 class ExpertChoiceSuite:
-    """What every implementation must pass; a subclass names one."""
-
     implementation: str
 
     @classmethod
     @cache
     def jitted(cls):
-        """One function per class, so that tests share their compilations."""
         run = partial(expert_choice, implementation=cls.implementation)
         return jax.jit(run, static_argnames="routing")
 
@@ -153,7 +149,6 @@ class TestPallasTritonInterpreted(ExpertChoiceSuite):
 
 @pytest.mark.parametrize("rule", ["gemma", "step"])
 def test_lowers_for_cuda(rule):
-    """To one kernel, on a machine without a GPU too."""
     routing, biased, scaled = RULES[rule]
     experts = jax.ShapeDtypeStruct((288,), jnp.bfloat16)
     bias, expert_scale = experts if biased else None, experts if scaled else None
@@ -169,8 +164,6 @@ def test_unsupported_shape():
 
 @pytest.mark.usefixtures("no_type_checks")
 class TestRefusals:
-    """Static mistakes are ValueErrors with or without run-time type checking."""
-
     @pytest.mark.parametrize(
         ("call", "message"),
         [

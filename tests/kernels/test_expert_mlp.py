@@ -24,8 +24,6 @@ TOLERANCE = {jnp.float32: 2e-6, jnp.bfloat16: 1e-2, jnp.float16: 1.5e-3}
 
 
 class Case(NamedTuple):
-    """A call: T, E, K, M, I, and the rest."""
-
     tokens: int
     experts: int
     top_k: int
@@ -79,7 +77,6 @@ def make_case(case, seed=0):
 
 
 def oracle(case, arrays):
-    """The definition."""
     dtype = arrays[0].dtype
     experts = np.asarray(arrays[3])
     x, gate_up, down, _, weights, *biases = (
@@ -170,15 +167,11 @@ def test_lowers_for_cuda_with_quantised_experts(stored, tokens):
 
 
 class ExpertMLPSuite:
-    """What every implementation must pass; a subclass names one."""
-
     implementation: str
 
     @classmethod
     @cache
     def jitted(cls):
-        """One function per class, so that tests share their compilations."""
-
         def run(x, gate_up, down, experts, weights, gate_up_bias, down_bias, activation):
             biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
             arrays = x, gate_up, down, experts, weights
@@ -226,7 +219,6 @@ class TestXla(ExpertMLPSuite):
     implementation = "xla"
 
     def test_gradients(self):
-        """Of all floating arguments, against differences."""
         case = MORE_CASES[1]._replace(tokens=1)
         *arrays, gate_up_bias, down_bias = make_case(case)
         x, gate_up, down, experts, weights = arrays
@@ -265,7 +257,6 @@ PUBLISHED = [
     "case", [*CASES[1:3], *PUBLISHED[:3:2], *map(wide, [CASES[5], *PUBLISHED[4::3]])], ids=name_of
 )
 def test_lowers_for_cuda(case):
-    """To two kernels, on a machine without a GPU too."""
     arrays = list(jax.eval_shape(partial(make_shapes, case)))
     arrays[5:] = arrays[5:] if case.biases else (None, None)
     run = partial(pallas_triton.expert_mlp, activation=case.activation)
@@ -321,8 +312,6 @@ def test_xla_takes_no_kernel_for_its_products(monkeypatch):
 
 @pytest.mark.usefixtures("no_type_checks")
 class TestRefusals:
-    """Static mistakes are ValueErrors with or without run-time type checking."""
-
     @pytest.mark.parametrize(
         ("changes", "message"),
         [

@@ -415,7 +415,6 @@ def test_configurations_are_checked():
     ids=str,
 )
 def test_lowers_for_cuda(shape, stored, rows):
-    """To one kernel, on a machine without a GPU too."""
     depth, columns = shape.depth, shape.columns
     made = {
         "plain": ([((depth, columns), jnp.bfloat16)], lambda w: w),

@@ -29,8 +29,6 @@ MORE_CASES = [((1, 1, 2, 4, 16), jnp.bfloat16), ((1, 7, 1, 3, 128), jnp.float16)
 
 @dataclass(frozen=True)
 class Case:
-    """One call's arrays on the host."""
-
     qkv: np.ndarray
     q_weight: np.ndarray | None
     k_weight: np.ndarray | None
@@ -39,12 +37,10 @@ class Case:
     norm_values: bool = False
 
     def args(self):
-        """The operation's positional arguments."""
         return astuple(self)[:-1]
 
 
 def make_case(shape, dtype=jnp.float32, weight_dtype=None, half=None):
-    """Random heads at random angles."""
     batch, nodes, groups, ratio, size = shape
     rng = np.random.default_rng(0)
     angles = rng.uniform(-4, 4, (batch, nodes, half or size // 2))
@@ -89,14 +85,11 @@ def oracle(case):
 
 
 class QkvRotarySuite:
-    """What every implementation must pass; a subclass names one."""
-
     implementation: str
 
     @classmethod
     @cache
     def jitted(cls):
-        """One function per class, so that tests share their compilations."""
         function = partial(qkv_rotary, eps=EPS, implementation=cls.implementation)
         return jax.jit(function, static_argnames=("weight_offset", "norm_values"))
 
@@ -122,7 +115,6 @@ class QkvRotarySuite:
 
     @pytest.mark.parametrize("norms", [wide(""), "q", "k"])
     def test_norms(self, norms):
-        """Of one of the two or neither, and in the third dtype."""
         self.check(only(norms, make_case((2, 3, 2, 4, 16), jnp.float16)))
 
     @pytest.mark.parametrize("dtype", [wide(jnp.float32), jnp.bfloat16])
@@ -202,7 +194,6 @@ class TestPallasTritonInterpreted(QkvRotarySuite):
         ],
     )
     def test_gradients(self, norms, dtype, settings):
-        """Those of the reference, with respect to every array."""
         case = only(norms, make_case((2, 3, 2, 3, 16), dtype))
 
         def loss(function, *args):
@@ -230,7 +221,6 @@ class TestPallasTritonInterpreted(QkvRotarySuite):
     ],
 )
 def test_lowers_for_cuda(shape, dtype, norms):
-    """To one kernel, on a machine without a GPU too."""
     args = only(norms, make_case(shape, dtype)).args()
     assert lower_for_gpu(partial(pallas_triton.qkv_rotary, eps=EPS), *args).count(KERNEL) == 1
 
@@ -252,8 +242,6 @@ def test_unsupported_shape(shape, reason):
 
 @pytest.mark.usefixtures("no_type_checks")
 class TestRefusals:
-    """Static mistakes are ValueErrors with or without run-time type checking."""
-
     @pytest.mark.parametrize(
         ("name", "change", "message"),
         [

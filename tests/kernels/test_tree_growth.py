@@ -26,8 +26,6 @@ SEEDS = range(8)
 
 @dataclass(frozen=True)
 class Case:
-    """One call's arrays on the host, as the oracle reads them."""
-
     log_probs: np.ndarray
     fan_out: np.ndarray
     budget: np.ndarray
@@ -103,15 +101,12 @@ def assert_same(growth, expected):
 
 
 class TreeGrowthSuite:
-    """What every implementation must pass in both ways to grow; a subclass names them."""
-
     implementation: str
     one_by_one = False
 
     @classmethod
     @cache
     def jitted(cls, num_nodes):
-        """One function per class and size, so that tests share their compilations."""
         grow = partial(tree_growth, num_nodes=num_nodes, one_by_one=cls.one_by_one)
         return jax.jit(partial(grow, implementation=cls.implementation))
 
@@ -121,7 +116,6 @@ class TreeGrowthSuite:
         return jax.tree.map(np.asarray, grow(case.log_probs, case.fan_out, case.budget))
 
     def oracle(self, case):
-        """The definition for a batch."""
         # All parents of a level have one row, and a child's candidate is its place in it.
         rows = np.repeat(case.log_probs[:, :, None], case.log_probs.shape[2], axis=2)
         places = np.broadcast_to(np.arange(rows.shape[3]), rows.shape)
@@ -175,8 +169,6 @@ class TreeGrowthSuite:
 
 
 class SiblingsSuite(TreeGrowthSuite):
-    """Growth by all children of a node."""
-
     def test_the_drawn_example(self):
         growth = self.run(
             Case(
@@ -202,8 +194,6 @@ class SiblingsSuite(TreeGrowthSuite):
 
 
 class OneByOneSuite(TreeGrowthSuite):
-    """Growth by single children."""
-
     one_by_one = True
 
     def test_the_best_nodes_of_all(self):
@@ -219,8 +209,6 @@ class OneByOneSuite(TreeGrowthSuite):
 
 
 class Interpreted:
-    """Runs the kernel without a GPU."""
-
     implementation = "pallas_triton"
 
     @pytest.fixture(autouse=True)
@@ -249,7 +237,6 @@ class TestPallasTritonInterpretedOneByOne(Interpreted, OneByOneSuite):
     "size", [SIZES[1], MORE_SIZES[-1], wide(MORE_SIZES[0]), wide((1, 15, 7, 256))], ids=str
 )
 def test_lowers_for_cuda(size, one_by_one):
-    """To Triton's language, which needs no GPU and refuses what Triton cannot do."""
     batch, levels, width, num_nodes = size
     arrays = (
         jax.ShapeDtypeStruct((batch, levels, width), jnp.float32),
@@ -282,8 +269,6 @@ class TestUnsupportedShape:
 
 @pytest.mark.usefixtures("no_type_checks")
 class TestRefusals:
-    """Static mistakes are ValueErrors with or without run-time type checking."""
-
     @pytest.mark.parametrize(
         ("changes", "message"),
         [

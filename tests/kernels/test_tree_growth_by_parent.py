@@ -22,8 +22,6 @@ SEEDS = range(4)
 
 @dataclass(frozen=True)
 class Case:
-    """One call's arrays on the host, as the oracle reads them."""
-
     log_probs: np.ndarray
     children: np.ndarray
     fan_out: np.ndarray
@@ -56,15 +54,12 @@ def rough_case(rng, batch, levels, candidates, width, num_nodes):
 
 
 class ByParentSuite:
-    """What every implementation must pass in both ways to grow; a subclass names them."""
-
     implementation: str
     one_by_one = False
 
     @classmethod
     @cache
     def jitted(cls, num_nodes):
-        """One function per class and size, so that tests share their compilations."""
         grow = partial(tree_growth, num_nodes=num_nodes, one_by_one=cls.one_by_one)
         return jax.jit(partial(grow, implementation=cls.implementation))
 
@@ -137,7 +132,6 @@ class TestPallasTritonInterpretedOneByOne(Interpreted, ByParentSuite):
 @pytest.mark.parametrize("one_by_one", [False, True], ids=["siblings", "one_by_one"])
 @pytest.mark.parametrize("size", [SIZES[1], wide(MORE_SIZES[1]), wide((2, 15, 32, 7, 256))], ids=str)
 def test_lowers_for_cuda(size, one_by_one):
-    """To Triton's language, which needs no GPU and refuses what Triton cannot do."""
     batch, levels, candidates, width, num_nodes = size
     table = (batch, levels, candidates, width)
 

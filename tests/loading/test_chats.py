@@ -184,8 +184,6 @@ BEGUN = {"role": "assistant", "content": "The answer is "}
 
 
 class TestHowAPromptEnds:
-    """With the demo's template, which writes an end mark after every message."""
-
     @pytest.mark.parametrize(
         ("given", "end"),
         [

@@ -101,7 +101,6 @@ class TestLayout:
         ],
     )
     def test_written_as_it_was_read(self, tmp_path, raw, dtype):
-        """Names, shapes, types and every bit of the file."""
         is_head = "dflash_config" in raw
         shapes = (head_shapes if is_head else target_shapes)(raw)
         tensors = random_tensors(shapes, jnp.dtype(dtype))
@@ -291,7 +290,6 @@ class TestTensors:
 
     @pytest.mark.parametrize("dtype", ["float32", "float16"])
     def test_tied_and_stored_in_another_type(self, tmp_path, dtype):
-        """Values count: both types hold these."""
         tensors = random_tensors(target_shapes(TIED), np.float16)
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].astype(dtype)
         tensors["lm_head.weight"][2, 3] = tensors["model.embed_tokens.weight"][2, 3] = np.nan
@@ -332,7 +330,6 @@ class TestTensors:
         ],
     )
     def test_tied_and_what_cannot_be_the_embedding(self, tmp_path, head, message):
-        """Found without reading, so `info` finds it too."""
         tensors = random_tensors(target_shapes(TIED)) | {"lm_head.weight": head}
         folder = write(tmp_path / "tied", TIED, tensors)
         for look in (load_target, describe):
@@ -351,8 +348,6 @@ class TestTensors:
 
 
 class Touch:
-    """What unpickles as a call."""
-
     def __init__(self, path):
         self.path = path
 
@@ -403,7 +398,6 @@ class TestFiles:
         self.unreadable(folder, path)
 
     def test_a_tensor_beyond_the_end(self, folder):
-        """A header that is valid but for one tensor's place."""
         path = folder / "model.safetensors"
         content = path.read_bytes()
         size = int.from_bytes(content[:8], "little")
@@ -466,7 +460,6 @@ class TestPlaces:
             load(tmp_path)
 
     def test_nowhere(self, folder):
-        """A file is no folder either."""
         places = ("nowhere", "/nowhere/at/all", "https://host/owner/name", "a b/c")
         for place in (*places, folder / "model.safetensors"):
             with pytest.raises(FileNotFoundError, match=f"{place} is neither a folder nor a hub id"):

@@ -135,7 +135,6 @@ CHANGES = [
 
 
 def each(raw, complaint, key, *values):
-    """Rows of values that are refused alike."""
     return [(raw, {complaint: {key: value}}) for value in values]
 
 
@@ -373,7 +372,6 @@ class TestWrapper:
                 parse_model_config({**raw, **changes})
 
     def test_unknown_keys(self, text):
-        """Also one that only the text model understands, above it."""
         raw = {**WRAPPED[text["model_type"]]({**text, "zoom": 2}), "hidden_size": 3}
         with pytest.raises(ValueError, match=r"config.json: text_config: unknown keys \['zoom'\]"):
             parse_model_config(raw)

@@ -93,8 +93,6 @@ def test_written_again_it_is_the_same_file(tmp_path, kind):
 
 
 class TestRefused:
-    """What a file may not hold, each named."""
-
     def complaint(self, folder, raw, tensors):
         with pytest.raises(CheckpointError) as error:
             read(folder, raw, tensors)
@@ -196,7 +194,6 @@ class TestScales:
             read(tmp_path / "x", raw, tensors)
 
     def test_garbage_that_is_allowed(self, tmp_path):
-        """Weights may then be infinite, but no scale is zero or negative."""
         for name, value in (("nan", np.nan), ("inf", np.inf), ("large", 1e38)):
             raw, tensors, _ = self.stored("channels", value)
             folder = write(tmp_path / name, raw, tensors)
@@ -298,8 +295,6 @@ def test_every_layout_keeps_each_weight_s_scale(family, kind):
 
 
 class TestMesh:
-    """Each device has the scales of its own values."""
-
     def placed(self, folder, mesh, config, **changes):
         raw, tensors = make({**LARGER, "intermediate_size": 64, **changes}, config)
         parsed = parse_model_config(raw)

@@ -98,7 +98,6 @@ def test_rows_alone(tmp_path):
 
 @pytest.mark.parametrize("name", ["llama_biased", "qwen3moe"])
 def test_on_a_mesh(tmp_path, name):
-    """Four parts of two KV heads: rows of keys are read twice."""
     raw, mesh = CONFIGS[name], mesh_of(1, 4)
     config = parse_model_config(raw)
     path = write_gguf(tmp_path / "x.gguf", raw, random_tensors(raw), kind=Kind.Q8_0)
@@ -149,7 +148,6 @@ class TestConfig:
         assert described(metadata, raw) == parse_model_config({**raw, "rope_scaling": scaling})
 
     def test_gemma_27b(self):
-        """Its attention is scaled by the model's size a head."""
         raw = {**CONFIGS["gemma3"], "num_hidden_layers": 62, "query_pre_attn_scalar": 16}
         assert described({}, raw) == parse_model_config(raw)
 
@@ -248,7 +246,6 @@ class TestRefused:
             load_target(path)
 
     def test_integers(self, tmp_path):
-        """A type that the package does not widen."""
         tensors = random_tensors(LLAMA)
         tensors["model.layers.0.mlp.up_proj.weight"] = np.ones((96, 64), np.int32)
         path = write_gguf(tmp_path / "x.gguf", LLAMA, tensors)
@@ -281,15 +278,12 @@ class TestRefused:
 
 @pytest.fixture(scope="module")
 def content(tmp_path_factory):
-    """The bytes of a file."""
     path = tmp_path_factory.mktemp("gguf") / "x.gguf"
     metadata = {"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.scores": [1.0, 2.0]}
     return write_gguf(path, LLAMA, random_tensors(LLAMA), metadata=metadata).read_bytes()
 
 
 class TestDamage:
-    """Whatever is done to a file, it is refused by name, at once."""
-
     def refused(self, tmp_path, content, complaint):
         path = tmp_path / "x.gguf"
         path.write_bytes(content)

@@ -14,7 +14,6 @@ from tests.loading.test_gguf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, US
 
 
 def control(words):
-    """Control tokens, as types by text."""
     return dict.fromkeys(words.split(), CONTROL)
 
 
@@ -27,7 +26,6 @@ HARMONY = control("<|endoftext|> <|return|> <|channel|> <|start|> <|end|> <|mess
 
 
 def header_of(specials, types=None, **metadata):
-    """A file of these tokens behind the letter a."""
     tokens = ["a", *specials]
     given = {
         "tokenizer.ggml.model": "gpt2",
@@ -80,7 +78,6 @@ def test_the_text_decides_whatever_the_type(kind):
 
 class TestWrongTypes:
     def tokenizer(self, specials):
-        """A byte-level tokenizer with further tokens."""
         metadata = byte_level()
         metadata["ggml.tokens"][0] = "<stop>"  # <|end|> may be one of the others
         tokens, types = metadata["ggml.tokens"], metadata["ggml.token_type"]
@@ -122,7 +119,6 @@ class TestWrongTypes:
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    """A target whose metadata name one of two ends."""
     raw = {**CONFIGS["qwen2"], "vocab_size": 300}
     metadata = byte_level(ggml__eos_token_id=None, ggml__bos_token_id=None)
     tokens, types = metadata["ggml.tokens"], metadata["ggml.token_type"]
@@ -137,8 +133,6 @@ def llm(tmp_path_factory):
 
 
 class TestDecoding:
-    """An end that only its text names, as all others."""
-
     def generate(self, llm, words, **settings):
         tokenizer = llm.target.tokenizer
         allowed = [tokenizer.convert_tokens_to_ids(word) for word in words]

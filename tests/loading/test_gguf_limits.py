@@ -23,18 +23,15 @@ FEW_BYTES = 2**20
 
 
 def packed(text):
-    """A string as a file has it."""
     data = text if isinstance(text, bytes) else text.encode()
     return struct.pack("<Q", len(data)) + data
 
 
 def array(kind, count):
-    """The beginning of an array of metadata."""
     return struct.pack("<IIQ", ARRAY, kind, count)
 
 
 def value(text):
-    """A metadata value that is a string."""
     return struct.pack("<I", STRING) + packed(text)
 
 
@@ -90,7 +87,6 @@ class TestMetadata:
         assert len(read_header(write_header(tmp_path / "x.gguf", fewer)).metadata) == 10
 
     def test_as_large_as_may_be(self, tmp_path):
-        """Arrays of a tokenizer have limits apart from the others."""
         metadata = {
             "x.numbers": array(BYTE, 4096) + b"\xff" * 4096,
             "x.text": value("é" * 2**20),
@@ -183,7 +179,6 @@ class TestVocabulary:
             load_target(path)
 
     def test_without_an_embedding(self, tmp_path):
-        """A file of a tokenizer alone has no rows to compare with."""
         metadata = {"tokenizer.ggml.tokens": array(STRING, 1) + packed("a")}
         header = read_header(write_header(tmp_path / "x.gguf", metadata))
         assert read_vocabulary(header).tokens == ["a"]
@@ -223,7 +218,6 @@ class TestPlaces:
         refused(read_header, path, f"tensors are misaligned or overlap:.*{complaint}")
 
     def test_right_ones(self, tmp_path):
-        """In any order, with gaps, and at another alignment."""
         places = [("c", 8, 64), ("a", 8, 0), ("d", 2, 128), ("b", 8, 32)]
         header = read_header(write_places(tmp_path / "x.gguf", *places))
         assert [header.tensors[name].start - header.tensors["a"].start for name in "abcd"] == [0, 32, 64, 128]
@@ -232,7 +226,6 @@ class TestPlaces:
         refused(read_header, path, "b begins at byte 1056, which is no multiple of 64")
 
     def test_all_at_one_place(self, tmp_path):
-        """The first are named, in one short error."""
         path = write_gguf(tmp_path / "x.gguf", PLAIN, random_tensors(PLAIN))
         content, names = path.read_bytes(), list(read_header(path).tensors)
         for name in names:
@@ -269,7 +262,6 @@ class TestShapes:
 
     @pytest.mark.parametrize("part", ["attn_q", "attn_k"])
     def test_rows_of_queries_and_keys(self, tmp_path, part):
-        """Their order is made when they are read."""
         path = self.write(tmp_path / "x.gguf", f"blk.0.{part}.weight", (2**28, 1), PLAIN)
         tracemalloc.start()
         file = GgufTensors.open(path)

@@ -207,7 +207,6 @@ class TestBounds:
 
     @pytest.mark.wide
     def test_the_most_layers(self, folder):
-        """As many as are read at all are still held against the files in seconds."""
         (folder / "config.json").write_text(json.dumps({**V4, "num_hidden_layers": 512}))
         refused(folder, "missing: model.layers.")
 
@@ -245,7 +244,6 @@ class TestShards:
         refused(sharded, "index names shards that are not there", INDEX)
 
     def test_of_the_hubs_cache(self, tmp_path, sharded, tensors):
-        """Files of a snapshot are links to blobs beside it."""
         cache = tmp_path / "models--owner--model"
         snapshot, blobs = cache / "snapshots" / ("0" * 40), cache / "blobs"
         snapshot.mkdir(parents=True)

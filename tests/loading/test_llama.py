@@ -223,7 +223,6 @@ def names_of(raw):
 
 
 def biases_of(raw):
-    """The names of those that are biases."""
     names = {name for name in names_of(raw) if name.endswith(".bias")}
     return {name.removeprefix("model.layers.0.").removesuffix("_proj.bias") for name in names}
 

@@ -57,7 +57,6 @@ def test_memory_has_the_file_s_bytes_and_they_are_written_again(folder, tmp_path
     ],
 )
 def test_who_decides(folder, word, faster, room, kept, monkeypatch):
-    """The caller, else what is faster, else what the memory has room for."""
     asked = []
 
     def fits(needs, mesh):

@@ -38,7 +38,6 @@ TIED = {**FEW, "tie_word_embeddings": True}
 
 
 def assert_same(ours, theirs):
-    """The same bits on the same devices."""
     for (path, own), other in zip(
         jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True
     ):
@@ -219,7 +218,6 @@ class TestBytes:
 class TestOrbax:
     @pytest.mark.parametrize("family", ["qwen3_next", wide("gpt_oss"), wide("gemma4")])
     def test_families(self, tmp_path, monkeypatch, family):
-        """In chunks that no part coincides with."""
         monkeypatch.setattr(orbax_io, "CHUNK_BYTES", 300)
         to_orbax(FOLDER / family, tmp_path / "orbax")
         config = parse_config(raw_of(FOLDER / family))

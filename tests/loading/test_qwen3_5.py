@@ -125,7 +125,6 @@ ROPE = TEXT_35B["rope_parameters"]
 
 
 def wrapped(text):
-    """A model of text and images, dense or mixed."""
     return {
         "architectures": ["Qwen3_5MoeForConditionalGeneration"],
         "image_token_id": 248056,

@@ -102,7 +102,6 @@ class TestConfig:
         [({}, False), ({"norm_topk_prob": None}, False), ({"norm_topk_prob": True}, True)],
     )
     def test_weights_that_add_up_to_one(self, said, renormalise):
-        """Only of a file that says so, though every published one does."""
         config = parse_model_config(without(OLDER, "norm_topk_prob") | said)
         assert config.layers[1].experts.routing.renormalise is renormalise
 
@@ -156,7 +155,6 @@ def other_tensors():
 
 @pytest.fixture
 def experts():
-    """Of three layers."""
     return random_experts({**MIXED, "intermediate_size": MIXED["moe_intermediate_size"]})
 
 

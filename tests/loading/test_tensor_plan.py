@@ -52,7 +52,6 @@ def assert_are(weights, experts):
 
 
 def moved(tensors, prefix):
-    """The tensors of the body under another prefix."""
     return {re.sub(r"^model\.", prefix, name): tensor for name, tensor in tensors.items()}
 
 

@@ -43,7 +43,6 @@ class Family:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether layers keep a state."""
         return "linear_attention" in (getattr(self.config(), "layer_types", None) or ())
 
     def build(self) -> torch.nn.Module:
@@ -135,7 +134,6 @@ def llama(*, golden=False, **changes):
 
 
 def mistral(**changes):
-    """A Mistral."""
     settings = {**COMMON, "intermediate_size": 48, **changes}
     return Family(
         lambda: transformers.MistralConfig(**settings), transformers.MistralForCausalLM, golden=False
@@ -143,7 +141,6 @@ def mistral(**changes):
 
 
 def stretched(kind, **settings):
-    """The rotary embedding of a rope type."""
     return {"rope_type": kind, "rope_theta": 5e5, "factor": 4.0, **settings}
 
 

@@ -75,7 +75,6 @@ def test_our_own_plain_forwards(tmp_path, shape, prefix_length, num_nodes):
 
 
 def test_padding_nodes_change_nothing(tmp_path):
-    """A tree alone, without the padding that its larger neighbour brings."""
     _, target, prefix, tree = case(tmp_path, "untied", 19, (64, 37))
     together = np.asarray(tree_logits(target, prefix, tree))[1, :37]
     (alone,) = np.asarray(tree_logits(target, prefix[1:], first_nodes(tree, 37)))

@@ -36,7 +36,6 @@ def listing(key, value=INT, **more):
 
 
 def test_the_usual_schema_of_a_model(tokens):
-    """As Pydantic writes it: objects by reference, in lists, and optional."""
     schema = {
         "$defs": {"Pet": {"properties": {"a": INT}, "required": ["a"], "title": "Pet", "type": "object"}},
         "properties": {
@@ -120,7 +119,6 @@ OPEN = [
 
 @pytest.mark.parametrize(("schema", "value"), OPEN, ids=str)
 def test_not_closed(tokens, schema, value):
-    """Nothing that other keywords list, require or name is forbidden."""
     opened = StructuredOutputsParams(json=schema, disable_additional_properties=False)
     assert admits(tokens, opened, value), "the test's value must be one of the schema as it is"
     assert admits(tokens, StructuredOutputsParams(json=schema), value)

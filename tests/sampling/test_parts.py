@@ -99,7 +99,6 @@ def test_the_noise_has_the_bits_of_the_whole(partitionable):
 
 
 def test_a_choice_is_one_gather_beside_the_filters():
-    """Counted in the lowered text; none is as large as the logits."""
     rows, *others = make_case(jnp.bfloat16)
     rows = padded(rows, 8)
     text = on_parts(choose_on(), 2, 4).lower(rows, *others).as_text()
@@ -125,7 +124,6 @@ def test_the_size_of_the_whole_must_be_known(vocab):
 
 
 def test_a_mesh_of_one_device_is_whole():
-    """Nothing is gathered, and the size need not be said."""
     rows, *others = make_case(jnp.float32)
     run = on_parts(choose_on(None), 1, 1)
     assert "stablehlo.all_" not in run.lower(rows, *others).as_text()

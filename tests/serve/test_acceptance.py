@@ -111,7 +111,6 @@ def whole(http, path, **given):
 
 
 def streamed(http, path, **given):
-    """The tokens of each round, and the usage chunk."""
     *chunks, last = [
         json.loads(line.removeprefix("data: "))
         for line in http.post(

@@ -63,7 +63,6 @@ def tooled(scripted):
 
 
 def streamed(client, **given):
-    """What the pieces of a stream make together."""
     made = {"content": "", "reasoning_content": "", "tool_calls": [], "reason": None, "chunks": 0}
     for chunk in client.chat.completions.create(model=MODEL, stream=True, **given):
         [choice] = chunk.choices

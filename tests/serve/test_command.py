@@ -164,7 +164,6 @@ def test_a_port_in_use_is_said_before_anything_is_loaded(capsys, monkeypatch):
 
 
 def test_a_port_that_another_took_since(capsys):
-    """Two sockets may have one address, until one of them listens."""
     with bind("127.0.0.1", 0) as own, bind("127.0.0.1", own.getsockname()[1]) as other:
         other.listen()
         port = own.getsockname()[1]

@@ -56,7 +56,6 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def server(tokenizer):
-    """One engine for all ways."""
     config = dataclasses.replace(SMALL, vocab_size=len(TOKENS))
     target = random_target(config, 0, tokenizer=tokenizer, eos=(EOS,))
     llm = Kept(target, random_head(config, 0), max_slots=4, **TREE)

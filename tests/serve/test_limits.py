@@ -49,7 +49,6 @@ def client_of(server):
 
 
 def test_a_stream_arrives_in_pieces(target):
-    """Each before the next one is there."""
     body, gate = {"prompt": "a", "stream": True}, threading.Semaphore(1)
     with (
         served(Scripted(target, "abcdef", size=1, gate=gate)) as own,
@@ -138,7 +137,6 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 def counted(server):
-    """HTTP requests for completions by status."""
     families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
     samples = (sample for family in families for sample in family.samples)
     return {
@@ -315,7 +313,6 @@ def test_a_server_that_ends_lets_streams_end_and_takes_no_more(target):
 
 
 def test_a_server_whose_time_is_over_ends_its_requests(target):
-    """Closing the engine ends what it does."""
     gate = threading.Semaphore(1)
     llm = Scripted(target, "abcdef", size=1, gate=gate, error=RuntimeError("this AsyncLLM was closed"))
 

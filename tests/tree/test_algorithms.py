@@ -53,7 +53,6 @@ def scored_paths(tokens, parents, scores):
 
 
 def paths_of(tree, b=0):
-    """The valid nodes of a sequence: {path: score}."""
     count = int(tree.num_nodes[b])
     return scored_paths(*(np.asarray(x[b][:count]) for x in (tree.tokens, tree.parents, tree.scores)))
 
@@ -406,7 +405,6 @@ class TestProfiles:
         assert get_algorithm(name) == type(get_algorithm(name))()  # none at all is none that lacks anything
 
     def test_under_another_algorithm(self):
-        """It goes to the algorithm that an option names, and to nobody else."""
         raw = {"depth_rank_accept": [[0.5, 0.2]]}
         auto = get_algorithm("auto", {"tree": "depth_rank_histogram"}, raw)
         assert auto.shape == get_algorithm("depth_rank_histogram", profile=raw)
@@ -493,7 +491,6 @@ class TestRegistry:
 
 
 def test_plans_are_traceable():
-    """Inside a compiled round: no plan looks at values."""
     candidates = _candidates(jnp.asarray(random_logits(2, 4, 20)), 3)
     for name in algorithm_names():
         algorithm = get_algorithm(name)

@@ -137,7 +137,6 @@ class TestGrow:
             assert nodes_of(tree, b) == nodes_of(clean, b)
 
     def test_implementation(self, candidates):
-        """Passed on to the kernels, which know what there is."""
         roots, caps, *limits = (
             jnp.asarray(x, jnp.int32) for x in (np.arange(6), np.full((6, 7), 3), [32] * 6, [7] * 6)
         )

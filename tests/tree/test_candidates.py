@@ -26,7 +26,6 @@ jitted = jax.jit(top_candidates, static_argnums=1)
     ],
 )
 def test_is_top_k(vocabulary, width, dtype):
-    """Also among equals: the lower id comes first."""
     rng = np.random.default_rng(vocabulary + width)
     shape = (2, 3, vocabulary)
     for values in (rng.normal(0, 3, shape), rng.integers(0, 5, shape)):
@@ -70,7 +69,6 @@ def best(count):
     ],
 )
 def test_parts_have_the_candidates_of_the_whole(mesh, vocabulary, width, dtype):
-    """Also among equals, within a part or in several."""
     rng = np.random.default_rng(vocabulary + width)
     shape = (2, 3, vocabulary)
     for values in (rng.normal(0, 3, shape), rng.integers(0, 5, shape), np.full(shape, -300)):

@@ -67,8 +67,6 @@ def build(algorithm, *, width=WIDTH, **settings):
 
 
 class TestWithoutValues:
-    """Said by every function that plans, while it traces."""
-
     @pytest.mark.parametrize(
         ("plan", "message"),
         [
@@ -169,8 +167,6 @@ def _poisoned(value):
 
 
 class TestValues:
-    """Said in the checked mode, which looks at real ones."""
-
     @pytest.mark.parametrize(
         ("plan", "message"),
         [

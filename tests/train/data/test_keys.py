@@ -40,7 +40,6 @@ def entries(tmp_path, *rows, ignored=()):
 
 
 def learnt(encoder, entry):
-    """The learnt texts of each document."""
     texts = []
     for document in encoder.documents(entry):
         edges = np.flatnonzero(np.diff(document.learn.astype(int), prepend=0, append=0))

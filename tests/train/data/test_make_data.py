@@ -31,7 +31,6 @@ EOS = 5
 
 @pytest.fixture(scope="module")
 def target():
-    """A random target that often ends a text."""
     return random_target(TINY, 0, eos=(EOS,))
 
 
@@ -61,8 +60,6 @@ def make(folder, target, prompts, *, shard_documents=4, slots=4, seed=7, deadlin
 
 
 class Stops(Deadline):
-    """Passes when a folder has so many shards."""
-
     def __init__(self, folder, shards):
         super().__init__()
         self.folder, self.shards = folder, shards
@@ -151,7 +148,6 @@ class TestRegenerate:
 
 
 def run(*arguments):
-    """The command with these arguments."""
     parser = argparse.ArgumentParser()
     data.add_command(parser.add_subparsers(required=True))
     parsed = parser.parse_args(["data", *map(str, arguments)])
@@ -180,8 +176,6 @@ def lines(tmp_path):
 
 @pytest.fixture
 def weightless(monkeypatch):
-    """Nothing that loads weights can be called."""
-
     def refuse(*_, **__):
         raise AssertionError("weights were loaded")
 
@@ -392,8 +386,6 @@ def test_the_arguments_of_generation_are_those_of_make_data(lines, tmp_path, mon
 
 
 class TestTraffic:
-    """From logs to folders, with nothing generated."""
-
     TURNS = ("import a", "x = 1", "import b", "y = 2")
 
     def conversation(self, *texts):

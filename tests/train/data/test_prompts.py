@@ -53,7 +53,6 @@ def chat(*messages):
 
 
 def answers(encoder, document):
-    """The texts of the marked runs."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], document.learn.astype(int), [0]))))
     return [
         encoder.tokenizer.decode(document.tokens[a:b].tolist(), skip_special_tokens=False)

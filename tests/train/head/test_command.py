@@ -322,7 +322,6 @@ def test_fine_tuning_refuses_a_head_with_a_selector_unless_told_what_to_do_with_
 def test_the_pair_smollm2_has_a_recipe_of_its_head_and_selector(
     tmp_path, monkeypatch, capsys, model, options, begins
 ):
-    """Without a recipe; others are asked for a head, or refuse its selector."""
     asked = {}
     monkeypatch.setattr(
         head_command, "check_start", lambda *given: asked.update(zip("shc", given, strict=True))

@@ -47,7 +47,6 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, data):
-    """An uninterrupted run on one device."""
     work = tmp_path_factory.mktemp("whole")
     train(data, [(work, {})])
     return work

@@ -184,8 +184,6 @@ def test_a_recipe_s_ranges(changes, message):
 
 
 class OneStep(Deadline):
-    """Passes after the first step of a run."""
-
     def passed(self):
         return True
 

@@ -366,8 +366,6 @@ class TestTensorBoard:
 
 
 class Remote:
-    """A tracker that keeps what it gets."""
-
     def __init__(self):
         self.rows, self.failed = [], None
 

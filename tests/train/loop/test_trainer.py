@@ -28,8 +28,6 @@ GOAL = jnp.arange(6.0).reshape(3, 2)
 
 
 class StopAfter(Deadline):
-    """A limit on the number of looks at the clock."""
-
     def __init__(self, looks):
         super().__init__()
         self.looks = looks

@@ -117,7 +117,6 @@ def drafts(pair):
 
 
 def expected(pair, drafts, objective, loss, temperature):
-    """The loss's means in plain loops."""
     target, _, weights = pair
     selector = {name: np.asarray(own, np.float64) for name, own in weights["selector"].items()}
     teacher = np.asarray(logits(target, TOKENS), np.float64)
