@@ -103,17 +103,7 @@ def project(raw, tensors, x):
 
 
 def recurrent(raw, tensors, x, parents, before, state, rounded=exact):
-    """What a recurrent layer adds to the stream, and the state after each token.
-
-    Args:
-        raw: The ``config.json``.
-        tensors: The layer's.
-        x: Its input, normed, ``[..., T, M]``.
-        parents: Of each token the one before it, -1 for none.
-        before: Rows before the convolution of the tokens before the block, the oldest first; None is zero.
-        state: After the last of those, ``[V, D, E]``; None is zero.
-        rounded: See above.
-    """
+    """What a recurrent layer adds to the stream, and the state after each token."""
     key_heads, value_heads, d, e = sizes_of(raw)
     lead, ratio = x.shape[:-2], value_heads // key_heads
     rows, z, b, a = map(rounded, project(raw, tensors, x))

@@ -25,15 +25,7 @@ COMMON = {
 
 @dataclass(frozen=True)
 class Family:
-    """A tiny model of transformers.
-
-    Attributes:
-        config: Makes its config.
-        model: Its class, or what makes a model with logits of a config.
-        louder: By part of a name, what its values are multiplied with: so that clamps are reached.
-        centered: Whether its norms are stored less one.
-        golden: Whether its logits are stored; others are compared live alone.
-    """
+    """A tiny model of transformers."""
 
     config: Callable[[], transformers.PretrainedConfig]
     model: Callable[..., torch.nn.Module]
