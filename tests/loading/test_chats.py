@@ -119,21 +119,16 @@ def test_what_templates_read_is_kept():
     ("messages", "error", "message"),
     [
         ("hello", TypeError, "^messages must be a list such as .*, or several, not 'hello'"),
-        (HELLO, TypeError, "^messages must be a list such as"),
         (["hello"], TypeError, r"^messages\[0\] must be a list such as .*, not 'hello'"),
         ([HELLO, "hello"], TypeError, r"^messages\[1\] must be a mapping with \"role\""),
-        ([[HELLO, None]], TypeError, r"^messages\[0\]\[1\] must be a mapping"),
         ([], ValueError, "^there are no messages to answer"),
-        ([{"content": "hello"}], TypeError, r'"role" of messages\[0\] must be a string, not None'),
         ([{"role": "user"}], ValueError, r'messages\[0\] has no "content"'),
         ([{"role": "user", "content": 5}], TypeError, '"content" of .* must be a string, or a list'),
-        ([{"role": "user", "content": ["hello"]}], TypeError, r"content\[0\] of messages\[0\] must be"),
         (
             [{"role": "user", "content": [part("a"), {"type": "image_url", "image_url": {"url": "x"}}]}],
             ValueError,
             r"content\[1\] of messages\[0\] is of type 'image_url'; \"text\" alone is supported",
         ),
-        ([{"role": "user", "content": [{"type": "text"}]}], TypeError, '"text" of .* not None'),
         ([{"role": "user", "content": [part("a", cache=1)]}], ValueError, r"unknown keys: \['cache'\]"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
@@ -227,7 +222,6 @@ class TestHowAPromptEnds:
                 ValueError,
                 "^continue_final_message and add_generation_prompt cannot both be true",
             ),
-            ((1, False), TypeError, "^add_generation_prompt must be True or False, not 1"),
             ((None, "yes"), TypeError, "^continue_final_message must be True or False, not 'yes'"),
         ],
     )
@@ -323,9 +317,7 @@ class TestTemplatesThatAreGiven:
                 FileNotFoundError,
                 "^chat_template is 'no/such.jinja', which is no file and none of chatml-tools; a Jinja",
             ),
-            ("x" * 5000, FileNotFoundError, "which is no file"),
             ("{% if %}{{ messages }}", ValueError, "^chat_template is no Jinja template: line 1: "),
-            ("{{ messages | odd }}", ValueError, "line 1: No filter named 'odd'"),
             ("{# messages #}{{ tools }}", ValueError, "^chat_template does not read `messages`"),
             (5, TypeError, "^chat_template must be a file or a Jinja text, not 5"),
         ],
@@ -366,7 +358,6 @@ class TestTemplatesThatAreGiven:
             "{{ " + "(" * 100_000 + "messages" + ")" * 100_000 + " }}",
             "{{ messages" + ".a" * 3000 + " }}",
             # What Jinja reads and Python does not compile.
-            *(begin * 120 + "{{ messages }}" + end * 120 for begin, end in BLOCKS),
             "{% for m in messages %}" * 25 + "{% endfor %}" * 25,
         ],
         ids=lambda template: f"{template[:6]} {len(template)}",

@@ -219,40 +219,6 @@ class TestTensors:
         assert "model.norm.weight" in str(info.value)
         assert not fetched
 
-    def test_draft_head(self, tmp_path):
-        tensors = without(random_tensors(head_shapes(HEAD)), "fc.weight")
-        tensors["hidden_dim_adapter.proj.weight"] = np.zeros((12, 12), np.float32)
-        with pytest.raises(ValueError, match=r"missing: fc\.weight") as info:
-            load_draft_head(write(tmp_path / "head", HEAD, tensors))
-        assert "surplus: hidden_dim_adapter.proj.weight" in str(info.value)
-
-    def test_a_selector_with_other_tensors(self, tmp_path):
-        changes = {
-            "predecessor_codebook": None,
-            "successor_codebook": (7, 2),
-            "hidden_projection.weight": (12, 2),
-        }
-        shapes = head_shapes(SELECTING)
-        shapes |= {f"candidate_selector.{name}": shape for name, shape in changes.items()}
-        tensors = random_tensors({name: shape for name, shape in shapes.items() if shape is not None})
-        with pytest.raises(ValueError, match="does not hold the tensors of its config") as info:
-            load_draft_head(write(tmp_path / "head", SELECTING, tensors))
-        for complaint in (
-            "missing: candidate_selector.predecessor_codebook",
-            "misshapen: candidate_selector.successor_codebook is [7, 2], expected [19, 2]",
-            "candidate_selector.hidden_projection.weight is [12, 2], expected [2, 12]",
-        ):
-            assert complaint in str(info.value)
-
-    def test_a_selector_of_an_unread_type(self, tmp_path):
-        tensors = random_tensors(head_shapes(SELECTING))
-        for name in tensors:
-            if name.endswith("codebook"):
-                tensors[name] = tensors[name].astype(np.int8)
-        with pytest.raises(ValueError, match=r"unsupported type: \S*predecessor_codebook is I8") as info:
-            load_draft_head(write(tmp_path / "head", SELECTING, tensors))
-        assert "successor_codebook is I8" in str(info.value)
-
     def test_a_selector_of_tensors_or_of_keys_alone(self, tmp_path):
         with pytest.raises(ValueError, match=r"missing: candidate_selector\.predecessor_codebook") as info:
             load_draft_head(write(tmp_path / "keys", SELECTING, random_tensors(head_shapes(HEAD))))
@@ -335,16 +301,6 @@ class TestTensors:
         for look in (load_target, describe):
             with pytest.raises(ValueError, match=f"does not hold the tensors of its config:\n  {message}$"):
                 look(folder)
-
-    def test_tied_without_an_embedding(self, tmp_path):
-        tensors = random_tensors(target_shapes(TIED))
-        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
-        with pytest.raises(ValueError, match=r"config:\n  missing: model\.embed_tokens\.weight$"):
-            load_target(write(tmp_path / "tied", TIED, tensors))
-
-    def test_untied_without_lm_head(self, tmp_path):
-        with pytest.raises(ValueError, match=r"missing: lm_head\.weight"):
-            load_target(write(tmp_path / "target", V4, random_tensors(target_shapes(TIED))))
 
 
 class Touch:

@@ -157,7 +157,6 @@ REFUSED = [
         {
             "num_experts_per_tok 4 of 3 experts": {"num_experts_per_tok": 4},
             "num_experts and num_local_experts mean the same and differ": {"num_local_experts": 4},
-            r"mlp_only_layers must be a list of layers, not \[0, 5\]": {"mlp_only_layers": [0, 5]},
             "unsupported rope type 'linear'": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
             "rope_theta is given twice and differs": {"rope_parameters": {"rope_theta": 1e6}},
             r"unknown keys \['shared_expert_intermediate_size'\]": {"shared_expert_intermediate_size": 5},
@@ -192,8 +191,6 @@ REFUSED = [
                 f"full_attention: partial_rotary_factor={part} makes {size} of 16": turning(part)
                 for part, size in ((1.5, 24), (0.1, 1), (0.01, 0))
             },
-            "top_k_experts 7 of 6 experts": {"top_k_experts": 7},
-            "sliding_window must be an integer": {"sliding_window": None},
             r"unknown keys \['attn_logit_softcapping'\]": {"attn_logit_softcapping": 50.0},
             "per_layer_config and global_head_dim, num_global_key_value_heads mean the": {
                 "per_layer_config": {}
@@ -223,9 +220,7 @@ REFUSED = [
         gpt_oss.GPT_OSS_20B,
         {
             "num_experts_per_tok and experts_per_token mean the same and differ": {"experts_per_token": 2},
-            "num_experts_per_tok 4 of 3 experts": {"num_local_experts": 3},
             "sliding_window must be an integer of at least 1": {"sliding_window": None},
-            "swiglu_limit must be a positive number": {"swiglu_limit": 0.0},
             "quant_method 'fp8' is not supported": {"quantization_config": FP8},
             r"quantization_config: unknown keys \['group_size'\]": {
                 "quantization_config": {"quant_method": "mxfp4", "group_size": 16}
@@ -252,8 +247,6 @@ REFUSED = [
             "mlp_layer_types and moe_layers_enum mean the same and differ": {
                 "mlp_layer_types": ["sparse"] * 45
             },
-            "moe_top_k 300 of 288 experts": {"moe_top_k": 300},
-            "sliding_window must be an integer": {"sliding_window": None},
             "rope_theta must be a list of positive numbers": {"rope_theta": [5e6, None] * 24},
             "partial_rotary_factors must be a list of positive": {"partial_rotary_factors": [0.5, "1"] * 24},
             **{
@@ -263,17 +256,7 @@ REFUSED = [
                 for part, size in ((1.5, 192), (1.001, 128), (0.004, 0), (0.4, 51))
             },
             "unsupported rope type 'yarn' in rope_scaling": {"rope_scaling": {"rope_type": "yarn"}},
-            "has 96 heads, and num_sliding_attention_heads is 80": {"num_sliding_attention_heads": 80},
         },
-    ),
-    *each(step.HUB_TEXT, "rope_theta must be a list", "rope_theta", 1e4, None),
-    *each(
-        step.HUB_TEXT,
-        "swiglu_limits must be bounds that are not negative",
-        *("swiglu_limits", [-1.0] * 48, [True] * 48),
-    ),
-    *each(
-        step.HUB_TEXT, "moe_layers_enum must be the layers that have experts", "moe_layers_enum", None, "3,x"
     ),
     *(
         (step.HUB_TEXT, {complaint: {"attention_other_setting": {"num_attention_heads": 96, **other}}})
@@ -286,7 +269,6 @@ REFUSED = [
         (step.NEWER_TEXT, {complaint: {"per_layer_config": layers}})
         for complaint, layers in (
             ("layer 1 80 heads, and its type 96", {"01": {"num_attention_heads": 80}}),
-            ("there is no layer '45'", {"45": {}}),
             ("per_layer_config: layer 1 is there twice", {"1": {}, "01": {}}),
             ("gives layer 1 64 heads, and its type 96", {}),
             (

@@ -102,9 +102,6 @@ class TestRefused:
         raw, tensors = make(*KINDS["partial blocks"])
         name = "model.layers.0.mlp.up_proj.weight"
         scale = f"{name}_scale_inv"
-        short = tensors[scale][:-1]
-        found = self.complaint(tmp_path / "short", raw, {**tensors, scale: short})
-        assert f"misshapen: {scale} is [4, 2], expected [5, 2] for FP8 in blocks of 16 x 32" in found
         found = self.complaint(
             tmp_path / "none", raw, {key: own for key, own in tensors.items() if key != scale}
         )

@@ -51,13 +51,10 @@ def ends_of(specials, **metadata):
         ({**QWEN, "</s>": NORMAL, "<eos>": USER_DEFINED}, "<|im_end|>", ["<|im_end|>", "<|endoftext|>"]),
         (LLAMA3, "<|eot_id|>", ["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"]),
         (GEMMA, "<end_of_turn>", ["<end_of_turn>", "<eos>"]),
-        (GEMMA, "<eos>", ["<eos>", "<end_of_turn>"]),
-        (MISTRAL, "</s>", ["</s>"]),
         ({**MISTRAL, **QWEN}, "<|im_end|>", ["<|im_end|>", "</s>", "<|endoftext|>"]),  # taught ChatML
         (PHI, "<|endoftext|>", ["<|endoftext|>", "<|end|>"]),
         # Messages of a turn end in <|end|>, after which the model goes on.
         (HARMONY, "<|return|>", ["<|return|>", "<|endoftext|>", "<|call|>"]),
-        ({**PHI, "<|call|>": CONTROL}, "<|end|>", ["<|end|>", "<|endoftext|>"]),
         ({"<|end_of_thought|>": CONTROL}, "<|end_of_thought|>", ["<|end_of_thought|>"]),
         ({"<think>": CONTROL, "</think>": CONTROL, "[/INST]": CONTROL}, None, []),
     ],

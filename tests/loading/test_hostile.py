@@ -363,8 +363,6 @@ class TestArguments:
         [
             ({"dtype": 5}, "dtype must be a string"),
             ({"ignore_config_keys": "zoom"}, "ignore_config_keys must be a list of strings"),
-            ({"ignore_config_keys": [5]}, "ignore_config_keys must be a list of strings"),
-            ({"ignore_config_keys": None}, "ignore_config_keys must be a list of strings"),
             ({"allow_nonfinite": "no"}, "allow_nonfinite must be true or false"),
         ],
         ids=str,
@@ -382,14 +380,11 @@ class TestArguments:
         ("settings", "kind", "message"),
         [
             ({"raw_config": 5}, TypeError, "raw_config must be a mapping"),
-            ({"weights": [1]}, TypeError, "weights must be a mapping"),
             ({"weights": {"embed_tokens": 5}}, ValueError, "not those of the config"),
             ({"dtype": 5}, TypeError, "dtype must be a string"),
             ({"dtype": "int8"}, ValueError, "dtype must be one of float32, bfloat16, float16, or None"),
-            ({"max_shard_bytes": "5GB"}, TypeError, "max_shard_bytes must be an integer"),
             ({"max_shard_bytes": 0}, ValueError, "max_shard_bytes must be at least 1"),
             ({"extra_files": {"../x": ""}}, ValueError, r"'\.\./x' lies outside the folder"),
-            ({"extra_files": {5: ""}}, TypeError, "named by strings"),
         ],
         ids=str,
     )

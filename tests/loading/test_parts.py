@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from convert import orbax_io
 from convert.conversion import to_orbax
-from jetspec_jax import load_draft_head, load_target
+from jetspec_jax import load_target
 from jetspec_jax.checkpoint import reading
 from jetspec_jax.checkpoint.orbax import read_orbax_weights
 from jetspec_jax.checkpoint.parts import Placement, place, take_rows
@@ -146,23 +146,6 @@ class TestRead:
         for shape in MESHES[::2]:
             dtype = None if dtype is None else jnp.dtype(dtype)
             assert_read_as_placed(folder, parse_config(raw), mesh_of(*shape), dtype)
-
-    def test_a_model_is_read_onto_its_mesh(self, monkeypatch):
-        bars = []
-
-        def bar(items, **settings):
-            bars.append((len(items), settings["desc"]))
-            return items
-
-        monkeypatch.setattr(reading, "tqdm", bar)
-        target = load_target(DEMO_TARGET, dtype="float32", mesh=mesh_of(1, 2))
-        head = load_draft_head(DEMO_DRAFT_HEAD, dtype="float32", target=target)
-        assert bars == [
-            (len(jax.tree.leaves(model.weights)), f"loading {folder.name}")
-            for model, folder in ((target, DEMO_TARGET), (head, DEMO_DRAFT_HEAD))
-        ]
-        for leaf in jax.tree.leaves((target.weights, head.weights)):
-            assert leaf.sharding.mesh == target.mesh
 
 
 class TestBytes:

@@ -311,14 +311,10 @@ def test_where_the_context_ends_a_continuation_is_shorter(lines, tmp_path, monke
     ("arguments", "message"),
     [
         (["--temperature", -1], "temperature must be"),
-        (["--seed", -1], "seed must be at least 0"),
-        (["--dtype", "float8"], "dtype must be"),
-        (["--limit", 0], "at least 1 entry"),
         (["--heldout", 2], r"0\.\.1 can"),
         (["--draft-head", "demo", "--budget", 1000], "1000"),
         (["--mode", "corpus", "--draft-head", "demo"], "mode corpus generates nothing; leave out draft_head"),
         (["--template-arguments", "{"], "--template-arguments is not JSON"),
-        (["--template-arguments", "[1]"], "must be a JSON object"),
         (["--template-arguments", '{"tokenize": true}'], "tokenize cannot be"),
         (["--slots", 0], "slots must be at least 1"),
     ],
@@ -335,7 +331,6 @@ def test_settings_are_checked_before_weights_are_loaded(lines, tmp_path, weightl
     ("names", "heldout", "message"),
     [
         ("a", None, "at least 2 different prompts are needed, one of them to measure the head on"),
-        ("aaaa", None, "at least 2 different prompts are needed, one of them to measure the head on"),
         ("ab", 0, "at least 1 document must be held out"),
     ],
 )

@@ -92,14 +92,10 @@ class TestReading:
         [
             (b'{"text": "a"', "not JSON .*every line must be a JSON object"),
             (b"", "an empty line"),
-            (b"[1]", r"expected an object, not \[1\]"),
             (b"{}", r"expected one of the keys messages, text, prompt, there are \[\]"),
             (b'{"text": ""}', '"text" is empty'),
-            (b'{"text": null}', '"text" must be a string, not None'),
             (b'{"text": "\\ud800"}', "half a surrogate pair"),
             (b'{"text": "\xff"}', "not UTF-8: invalid start byte at its byte 10"),
-            (b'{"messages": []}', "must be a list that is not empty"),
-            (b'{"messages": ["hi"]}', 'message 0 must have "role" and "content"'),
             (b'{"messages": [{"role": "user"}]}', r'messages\[0\] has no "content"'),
         ],
     )
@@ -270,12 +266,10 @@ class TestRefusals:
         [
             ("prompt", chat(ANSWER), "no message stands before"),
             ("prompt", chat(SYSTEM), "a message of the system stands before"),
-            ("prompt", chat(SYSTEM, ANSWER), "a message of the system stands before"),
             ("prompt", chat(USER, ANSWER, ANSWER), "a message of the assistant stands before"),
             ("document", chat(USER), "a document without assistant tokens"),
             ("document", chat(ANSWER, USER), "the conversation begins with the assistant"),
             ("document", Entry("f:3", "prompt", "x = "), 'a "prompt" has no continuation'),
-            ("document", Entry("f:3", "text", "x"), "a document without assistant tokens; it needs at least"),
             # The newline of the header and those of the answer are one token.
             (
                 "document",

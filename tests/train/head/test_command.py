@@ -316,7 +316,6 @@ def test_fine_tuning_refuses_a_head_with_a_selector_unless_told_what_to_do_with_
         ("smollm2", ["--draft-head", "smollm2"], "smollm2"),
         ("smollm2", ["--recipe", "smollm2-finetune"], None),
         ("demo", ["--draft-head", "demo"], None),
-        ("smollm2", ["--draft-head", "demo"], None),
     ],
 )
 def test_the_pair_smollm2_has_a_recipe_of_its_head_and_selector(
@@ -349,7 +348,6 @@ def test_the_pair_smollm2_has_a_recipe_of_its_head_and_selector(
         ("corpus", [], False, False),
         ("regenerate", ["objective.loss=sft"], False, False),
         ("corpus", ["objective.loss=sft", "selector.rank=2"], False, True),  # only the selector learns
-        ("corpus", ["objective.loss=sft", "selector.rank=2", "selector.joint=true"], True, False),
     ],
 )
 def test_hard_labels_of_texts_that_the_target_may_not_write(

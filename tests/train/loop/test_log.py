@@ -303,9 +303,7 @@ class TestResume:
         [
             b'{"step": 2, "loss"',
             b'{"step": 2, "loss": NaN}',
-            b"[2]",
             b"",
-            b'{"step": 2, "x": "\xff"}',
             b"[" * 100_000,
         ],
     )

@@ -196,19 +196,3 @@ class TestTraining:
         with pytest.raises(ValueError, match="line 1"):
             plot_training(log, tmp_path / "a.png", "title")
         assert not (tmp_path / "a.png").exists()
-
-
-class TestSmooth:
-    @pytest.mark.parametrize("window", [0, 1, 2, 5, 50])
-    @pytest.mark.parametrize("shape", [(9,), (9, 3), (1,)])
-    def test_against_loops(self, window, shape):
-        rng = np.random.default_rng(0)
-        values = np.where(rng.random(shape) < 0.3, np.nan, rng.normal(size=shape))
-        values[-1] = 2.0
-        reach = window // 2
-        for row, out in enumerate(smooth(values, window)):
-            near = values[max(row - reach, 0) : row + reach + 1]
-            known = np.isfinite(near)
-            sums = np.where(known, near, 0).sum(axis=0)
-            expected = np.where(known.any(axis=0), sums / np.maximum(known.sum(axis=0), 1), np.nan)
-            np.testing.assert_allclose(out, expected, atol=1e-12)
