@@ -85,9 +85,7 @@ class TestUnknownOptions:
             ),
             ("--seed 1", "each request has its own: SamplingParams(seed=…), or seed in a body"),
             ("--enable-auto-tool-choice", "leave it out: --tool-call-parser … is enough"),
-            ("--no-enable-prefix-caching", "leave it out: it is always on"),
             ("-tp 2", "the nearest is --tensor-parallel-size; see"),
-            ("-pp 2", "say --tensor-parallel-size …: layers are not split into stages"),
         ],
     )
     def test_of_vllm_s_options_the_error_says_what_there_is_instead(self, capsys, words, instead):

@@ -6,7 +6,6 @@ import re
 import pytest
 
 from jetspec_jax import LLM, SamplingParams, StructuredOutputsParams
-from jetspec_jax.cli import main
 from jetspec_jax.inspect.exactness import first_divergence
 
 SCHEMA = {
@@ -97,26 +96,3 @@ def test_trees_give_the_tokens_of_plain_decoding(plain, llm):
     assert ended >= 4  # all but any JSON object, which may be long
     # Drafts are of use under a grammar too.
     assert sum(own.rounds for own in trees) < 0.8 * sum(len(own.token_ids) for own in trees)
-
-
-def test_the_command(tmp_path, capsys):
-    schema = tmp_path / "schema.json"
-    schema.write_text(json.dumps(SCHEMA))
-    words = ["--dtype", "float32", "--max-tokens", "40"]
-    assert (
-        main(
-            [
-                "generate",
-                "person = ",
-                "--json-schema",
-                str(schema),
-                "--disable-any-whitespace",
-                *words,
-                "--check",
-            ]
-        )
-        == 0
-    )
-    is_person(capsys.readouterr().out)
-    assert main(["generate", "x", "--regex", "(a", *words]) == 2
-    assert "structured_outputs: regex does not compile" in capsys.readouterr().err

@@ -1,9 +1,7 @@
 """``python -m bench profile``: counts against plain loops."""
 
-import json
 import re
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,14 +14,11 @@ from bench.acceptance.counts import (
     ranks_of,
     trace_requests,
 )
-from bench.acceptance.profile import classes_of, tables
 from bench.common.workload import Workload
-from bench.exactness.decoding import Agreement, decode
 from jetspec_jax import SamplingParams, generate
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.inspect.trace import RoundTrace
-from jetspec_jax.tree import Candidates, Profile, Routing, get_algorithm
-from jetspec_jax.tree.routing import CLASSES
+from jetspec_jax.tree import Profile
 from tests.bench.conftest import text_prompt
 from tests.decode.tiny import TINY
 
@@ -116,40 +111,6 @@ def texts(pair, work):
 @pytest.fixture(scope="module")
 def rounds(pair, work):
     return trace_requests(pair, work, TreeSettings(16, width=3), implementation="xla")
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("name", ["depth_rank_histogram", "class_histogram"])
-def test_a_profile_is_what_the_algorithms_read(pair, work, texts, rounds, name):
-    made = json.loads(json.dumps(tables(rounds, least_share=0.3)))
-    classes = classes_of(rounds)
-    assert set(made["per_class_histograms"]) == {CLASSES[i] for i in classes}
-    # Of the second prompt it is said, of the first it is felt: a random head is sure of nothing.
-    assert [CLASSES[i] for i in classes] == [
-        ("uncertain_task", "decisive_task")[one.prompt] for one in rounds
-    ]
-    parsed = Profile.parse(made)
-    assert parsed.depth_rank_accept == tuple(map(tuple, count_reached(rounds).shares()))
-    for row in made["per_class_histograms"]["uncertain_task"]:
-        assert all(share == 0 or share >= 0.3 for share in row)
-    algorithm = get_algorithm(name, profile=made)
-    settings = TreeSettings(16, width=3, algorithm=algorithm)
-    served = {"max_slots": 2, "implementation": "xla", "agreement": Agreement()}
-    trees = decode(pair.target, pair.head, work, settings, **served)
-    assert [[*ids, *own.token_ids] for ids, own in zip(work.ids, trees, strict=True)] == texts
-    first = rounds[0].trace
-    candidates = Candidates(
-        *(jnp.asarray(own)[None] for own in (first.candidate_tokens, first.candidate_log_probs)),
-        entropies=jnp.zeros((1, 7), jnp.float32),
-    )
-    caps = np.asarray(algorithm.plan(candidates, Routing.unsaid(1)).caps)[0]
-    if name == "depth_rank_histogram":
-        measured = [max(sum(x >= 0.02 for x in row), 1) for row in made["depth_rank_accept"]]
-    else:
-        table = made["per_class_histograms"][CLASSES[classes[0]]]
-        measured = [max([1, *(rank + 1 for rank, x in enumerate(row) if x > 0)]) for row in table]
-    assert caps[: len(measured)].tolist() == measured
-    assert min(measured) < 3
 
 
 def decode_only(patch, pair, work):

@@ -359,7 +359,6 @@ class TestBadInput:
         [
             (["--algorithms", "hybrid", "--algorithm-option", "beta=1"], "it has: alpha"),
             (["--algorithms", "hybrid", "--algorithm-option", "alpha=x"], "with a JSON value, not 'alpha=x'"),
-            (["--profile", "{}/none.json"], "none.json"),
             (
                 ["--algorithms", "class_histogram", "--profile", "{}/profile.json"],
                 "profile.json is version 9",
@@ -398,7 +397,6 @@ class TestBadInput:
             (["--algorithms", "accum_logp", "beam"], "unknown tree algorithm 'beam'; known algorithms: "),
             (["--budgets", "16", "257"], "budget must be in 1..256 (nodes, root included), got 257"),
             (["--temperatures", "0", "-1"], "temperature must be 0 or lie in [1e-30, 1e+30], not -1.0"),
-            (["--num-prompts", "0"], "--num-prompts must be at least 1, not 0"),
         ],
     )
     @pytest.mark.parametrize(("name", "command"), [("decode", decode), ("exactness", exactness)])

@@ -65,16 +65,11 @@ class TestCommand:
         ("arguments", "message"),
         [
             ("--shapes qwen3-8b", "--shapes must be one of plain, oss, not 'qwen3-8b'"),
-            (
-                "--implementation xla --prefixes 64",
-                "--operation experts has no --prefixes, --batch and --again",
-            ),
             ("--implementation pallas_triton", "pallas_triton: expert_mlp: pallas_triton cannot run: no GPU"),
             (
                 "--implementation xla --weights fp8 --baselines ragged_dot",
                 "--weights fp8 goes with neither --tune nor ragged_dot, tokamax",
             ),
-            ("--implementation xla --baselines tokamax", "tokamax: No module named 'tokamax'"),
         ],
     )
     def test_refusals(self, arguments, message, refusal, monkeypatch):

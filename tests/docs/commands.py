@@ -75,16 +75,7 @@ _SETUP = re.compile(r"cat > \S+ <<'END'|python \w+\.py > ")
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a page.
-
-    Attributes:
-        where: Page and line.
-        program: One of `PROGRAMS`.
-        words: What follows the program.
-        plain: Whether nothing but words follows, and nothing but input from another command comes before.
-        feeding: The command line whose output is its input; empty if there is none.
-        reason: Why it is not run; empty if it is.
-    """
+    """A command of a page."""
 
     where: str
     program: str

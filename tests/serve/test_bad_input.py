@@ -60,19 +60,15 @@ def test_bodies(http, raw, kind, status, words):
         ({"prompt": ["a", ""]}, 400, "prompt", ["prompt[1]", "empty"]),
         ({"prompt": "\ud800"}, 400, "prompt", ["surrogate", "U+D800"]),
         ({"prompt": [1, 4096]}, 400, "prompt", ["4096", "0..4095"]),
-        ({"prompt": [1, True]}, 400, "prompt", ["True", "no integer"]),
         ({"prompt": 1}, 400, "prompt", ["a text, token ids"]),
         ({"prompt": "a", "model": "other"}, 404, "model", ["'other'", "'demo'"]),
         ({"prompt": "a", "max_token": 1}, 400, "max_token", ["did you mean max_tokens?"]),
         ({"prompt": "a", "guided_json": {}}, 400, "guided_json", ['{"structured_outputs": {"json": …}}']),
         ({"prompt": "a", "suffix": "b"}, 400, "suffix", ["not supported"]),
-        ({"prompt": "a", "best_of": 2}, 400, "best_of", ["n=1"]),
         ({"prompt": "a", "max_tokens": 2000}, 400, "max_tokens", ["at most 1023"]),
         ({"prompt": "a " * 3000}, 400, "prompt", ["maximum context length is 1024"]),
-        ({"prompt": "a", "max_tokens": 1.5}, 400, "max_tokens", ["integer"]),
         ({"prompt": "a", "temperature": "hot"}, 400, "temperature", ["number", "'hot'"]),
         ({"prompt": "a", "n": 5}, 400, "n", ["4 that decode together", "--max-num-seqs"]),
-        ({"prompt": "a", "n": 200}, 400, "n", ["at most 128"]),
         ({"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", ["token ids"]),
         ({"prompt": "a", "logit_bias": {"5": 1, "005": 2}}, 400, "logit_bias", ["token 5 twice", "'005'"]),
         ({"prompt": "a", "stop": ["a"] * 65}, 400, "stop", ["64 texts", "has 65"]),
@@ -86,29 +82,10 @@ def test_bodies(http, raw, kind, status, words):
             "stream_options.x",
             ["not a parameter", "nothing here has a name like it"],
         ),
-        (
-            {"prompt": "a", "response_format": schema({}) | {"json_shema": {}}},
-            400,
-            "response_format.json_shema",
-            ["did you mean json_schema?"],
-        ),
         ({"prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format.type", ["json_schema"]),
-        ({"prompt": "a", "response_format": {"type": "json_schema"}}, 400, "response_format", ["needs"]),
         ({"prompt": "a", "structured_outputs": {}}, 400, "structured_outputs", ["exactly one"]),
-        (
-            {"prompt": "a", "structured_outputs": {"regex": "("}},
-            400,
-            "structured_outputs",
-            [],
-        ),
         ({"prompt": "a", "priority": 1}, 400, "priority", ["--scheduling-policy priority"]),
         ({"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, 400, "echo", ["leave out stream"]),
-        (
-            {"prompt": "a", "echo": True, "logprobs": 1, "prompt_logprobs": 2},
-            400,
-            "prompt_logprobs",
-            ["leave prompt_logprobs out"],
-        ),
         ({"prompt": "a", "temperature": -1, "what": 1}, 400, "what", ["not a parameter"]),
     ],
 )
@@ -126,7 +103,6 @@ def test_completions(http, llm, body, status, param, words):
     [
         ({"messages": []}, "messages", ["no messages"]),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role", ["assistant"]),
-        ({"messages": [{"content": "a"}]}, "messages[0].role", ["missing"]),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages",
@@ -147,17 +123,7 @@ def test_completions(http, llm, body, status, param, words):
         ),
         ({"messages": USER, "functions": []}, "functions", ["tools"]),
         ({"messages": USER, "prompt": "a"}, "prompt", ["/v1/completions"]),
-        (
-            {"messages": USER, "max_completion_tokens": 0},
-            "max_completion_tokens",
-            ["max_completion_tokens must"],
-        ),
         ({"messages": USER, "logprobs": True, "top_logprobs": 50}, "top_logprobs", ["top_logprobs must"]),
-        (
-            {"messages": USER, "response_format": {"type": "json_object"}, "ignore_eos": True},
-            "response_format",
-            ["response_format and ignore_eos"],
-        ),
         (
             {"messages": USER, "response_format": schema({"type": "nothing"})},
             "response_format",
@@ -167,21 +133,6 @@ def test_completions(http, llm, body, status, param, words):
             {"messages": USER, "tool_choice": {"type": "function", "function": {}}},
             "tool_choice",
             ["tool_choice.function.name is missing"],
-        ),
-        (
-            {
-                "messages": USER,
-                "response_format": {"type": "json_object"},
-                "structured_outputs": {"regex": "a"},
-            },
-            "response_format",
-            ["response_format and structured_outputs"],
-        ),
-        ({"messages": USER, "verbose": "low"}, "verbose", ["did you mean verbosity?"]),
-        (
-            {"messages": USER, "tool_choice": {"type": "function", "functions": {}}},
-            "tool_choice",
-            ["tool_choice.functions is not a parameter", "did you mean function?"],
         ),
     ],
 )
@@ -224,12 +175,9 @@ def test_tools_need_a_parser():
         )
         refused(got, 400, "tool_choice", "'b'")
         for parameters, said in (
-            ({"type": "nothing"}, "json does not compile: Invalid type: nothing"),
             ({"$ref": "#/$defs/b"}, "json does not compile: Pointer '/$defs/b' does not exist"),
             ({"$ref": "http://example.com/b"}, "'http://example.com/b' is not present"),
-            ({"$dynamicRef": "#b"}, "$dynamicRef"),
             ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "json allows no text that ends"),
-            ({"type": "array", "minItems": 10**9}, "minItems in json must be at most"),
         ):
             functions = {"name": "b"}, {"name": "c", "parameters": parameters}
             given = {"tools": [{"type": "function", "function": each} for each in functions]}
@@ -263,12 +211,6 @@ def test_what_exceeds_the_context_is_said_in_the_words_that_clients_look_for(htt
             {"messages": USER, "max_completion_tokens": 5000},
             "max_completion_tokens",
             f"{chat} prompt tokens and max_completion_tokens=5000 need {chat + 5000}; max_completion_tokens ",
-        ),
-        (
-            CHAT,
-            {"messages": USER, "min_tokens": 5000},
-            "min_tokens",
-            f"and min_tokens=5000 need {chat + 5000};",
         ),
         (
             CHAT,
