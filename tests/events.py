@@ -17,7 +17,6 @@ def until(condition, seen=lambda: ""):
 
 
 def join(*threads):
-    """Waits for threads to end."""
     for thread in threads:
         thread.join(PATIENCE)
         assert not thread.is_alive(), thread.name

@@ -37,7 +37,6 @@ class Rounding:
         self._rng = np.random.default_rng(seed)
 
     def sampled(self, x):
-        """An input, once for each sample."""
         x = np.asarray(x, np.float64)
         return np.broadcast_to(x, (1 + SAMPLES, *x.shape))
 

@@ -22,7 +22,6 @@ def mesh_of(expert: int, tensor: int) -> Mesh:
 
 
 def training_mesh(data: int, fsdp: int, expert: int, tensor: int) -> Mesh:
-    """Likewise, as training has it."""
     return _mesh((data, fsdp, expert, tensor), ("data", "fsdp", *shards.ALL))
 
 

@@ -26,8 +26,6 @@ def llm():
 
 
 class Typed:
-    """Standard input that is a terminal."""
-
     def isatty(self):
         return True
 
@@ -91,7 +89,6 @@ def test_words_that_end_a_chat(chat, llm, end):
 
 
 def test_the_demo_pair_says_what_it_is(chat):
-    """In one line, and only where it was not another model that was asked for."""
     line = "jetspec-jax: the demo pair writes Python and little else; a model that chats: "
     for arguments, count in (([], 1), (["demo"], 1), (["--model", str(DEMO_TARGET)], 0)):
         assert chat("/exit", *arguments)[2].count(line) == count
@@ -164,8 +161,6 @@ def test_options_that_a_chat_has_no_use_for_are_not_its(chat):
 
 
 class TestInterrupts:
-    """What an interrupt does in the middle of an answer."""
-
     @pytest.fixture
     def conversation(self, llm):
         """One to which a line was typed that is not answered yet."""

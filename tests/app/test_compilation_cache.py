@@ -32,7 +32,6 @@ def folder_in_use():
 
 @pytest.fixture(autouse=True)
 def jax_settings():
-    """JAX as a user finds it, until the test ends."""
     before = settings()
     assert before[1] == os.environ["PYTEST_COMPILED_PROGRAMS"], "tests never write to the user's cache folder"
     jax.config.update("jax_compilation_cache_dir", None)
@@ -45,7 +44,6 @@ def jax_settings():
 
 @pytest.fixture
 def users_folder(tmp_path, monkeypatch):
-    """The default folder, on a machine with a GPU."""
     monkeypatch.setattr(platformdirs, "user_cache_path", lambda name, appauthor: tmp_path / name)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     return tmp_path / "jetspec_jax" / "compiled"

@@ -113,7 +113,6 @@ class TestNewFolder:
         assert [path.name for path in folder.iterdir()] == ["file"]
 
     def test_a_link_is_not_followed(self, tmp_path):
-        """What is removed is never what somebody's link leads to."""
         kept = tmp_path / "kept"
         kept.mkdir()
         (kept / "notes").write_text("keep")

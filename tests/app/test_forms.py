@@ -180,16 +180,8 @@ class TestRefused:
                     kind(**{argument: "embed"})
             with pytest.raises(ValueError, match="capacity or max_model_len, which are two names of one"):
                 kind(max_model_len=100, capacity=100)
-            with pytest.raises(ValueError, match="max_slots or max_num_seqs, which are two names of one"):
-                kind(max_slots=1, max_num_seqs=1)
-        with pytest.raises(TypeError, match="max_wating; did you mean max_waiting"):
-            AsyncLLM(max_wating=2)
         with pytest.raises(TypeError, match=r"modles; did you mean model\?"):  # not *models
             AsyncLLM(modles="demo")
-        with pytest.raises(
-            TypeError, match=r"^SamplingParams has no argument best_of; say n=… and logprobs="
-        ):
-            SamplingParams(best_of=2)
         with pytest.raises(TypeError, match="max_token; did you mean max_tokens"):
             SamplingParams(max_token=2)
         with pytest.raises(
@@ -345,22 +337,10 @@ class TestRefused:
         ("ids", "error", "message"),
         [
             (None, TypeError, r"must be rows of token ids, \[B, T\], not None"),
-            ("ab", TypeError, "must be rows of token ids"),
-            (5, TypeError, "must be rows of token ids"),
             ([1, 2], TypeError, r"token_ids\[0\] must be a list of token ids, not 1"),
-            (np.array([1, 2]), TypeError, r"token_ids\[0\] must be a list"),
-            ([["a"]], TypeError, r"token_ids\[0\] .* no integer"),
-            ([[1.0]], TypeError, "no integer"),
             (np.ones((1, 2)), TypeError, "float64"),
-            ([[[1]]], TypeError, "no integer"),
-            ([[1], None], TypeError, r"token_ids\[1\] must be a list of token ids, not None"),
-            ([], ValueError, "rows of one length, and there is none"),
-            (np.zeros((0, 4), int), ValueError, "and there is none"),
-            ([[]], ValueError, "at least 1 token"),
-            (np.zeros((2, 0)), ValueError, "at least 1 token"),
             ([[1, 2], [3]], ValueError, "rows of one length, not of 1, 2 tokens"),
             ([[1, 64]], ValueError, r"token id 64 in token_ids\[0\]"),
-            ([[2**70]], ValueError, "token id 1180591620717411303424"),
         ],
         ids=lambda value: str(value)[:30],
     )

@@ -14,7 +14,7 @@ COMMANDS = {
     "bench": ("-m", "bench", "round", "--help"),
 }
 #: Modules whose import Python reports on standard error, when it has ended; the last one is of this package.
-MODULES = ("jaxtyping", "numpy", "jax._src.config", "flax", "jetspec_jax.models.layers")
+MODULES = ("jax._src.config", "jetspec_jax.models.layers")
 
 
 def interrupted(command, module):

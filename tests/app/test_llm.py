@@ -70,7 +70,6 @@ ALTERNATING = """{% for m in messages %}{% if (m['role'] == 'user') != (loop.ind
 class TestChatsThatCannotBe:
     @pytest.fixture
     def template(self, llm, monkeypatch):
-        """Gives the tokenizer another chat template."""
         return lambda text: monkeypatch.setattr(llm.target.tokenizer, "chat_template", text)
 
     def test_the_template_s_own_words(self, llm, template):
@@ -121,7 +120,6 @@ def test_settings_are_checked_also_without_a_head():
 
 @pytest.fixture(scope="class")
 def plain_head(llm, tmp_path_factory):
-    """The demo's head without its selector."""
     folder = tmp_path_factory.mktemp("plain") / "head"
     export_head("demo", folder, "jetspec", without_selector=True)
     return load_draft_head(folder, target=llm.target)

@@ -267,11 +267,8 @@ class TestPrompts:
         "line",
         [
             "7",
-            "[1]",
-            "{}",
             '{"prompt": 1}',
             '{"prompt": "a", "n": 2}',
-            '{"prompt_token_ids": [true]}',
             "{",
             '{"messages": []}',
         ],

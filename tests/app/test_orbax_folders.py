@@ -15,7 +15,6 @@ PROMPT = "def read_lines(path):"
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Target and head of the demo as Orbax folders."""
     folder = tmp_path_factory.mktemp("pair")
     to_orbax(DEMO_TARGET, folder / "target")
     to_orbax(DEMO_DRAFT_HEAD, folder / "head")

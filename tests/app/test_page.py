@@ -102,20 +102,6 @@ def test_a_tree_fits_with_its_accepted_path_in_one_line(data, number, panel, upr
     assert made["size"][1] <= panel[1]
 
 
-def test_where_the_path_is_too_long_the_others_are_as_small():
-    depth, names = 12, ("tokens", "ranks", "target_log_probs", "choices")
-    # Every node of the path has three children, of which the first is the next.
-    parents = [-1, *(max(0, 3 * d - 2) for d in range(depth) for _ in range(3))]
-    path = [0, *(3 * d + 1 for d in range(depth))]
-    one = {name: [9] * len(parents) for name in names} | {"parents": parents, "path": path}
-    one["scores"] = [-float(i) for i in range(len(parents))]
-    width, height = lay_out(one, most=0)["size"]
-    panel = (width / 2, 3 * height)
-    made = lay_out(one, panel)
-    assert len(made["shown"]) == len(parents) + 1
-    assert min(np.divide(panel, made["size"])) >= 0.5
-
-
 def test_folded_and_shown_nodes_are_all_nodes_and_the_likeliest_are_shown(data):
     for one in data["rounds"]:
         shown = lay_out(one)["shown"]
@@ -125,23 +111,6 @@ def test_folded_and_shown_nodes_are_all_nodes_and_the_likeliest_are_shown(data):
         assert all(box["parent"] in indices for box in shown[1:])
         least = min((box["score"] for box in shown if box["kind"] == "rejected"), default=np.inf)
         assert all(score <= least for i, score in enumerate(one["scores"]) if i not in indices)
-
-
-def test_unfolding_shows_what_was_counted_and_nothing_else(data):
-    one = data["rounds"][0]
-    folded = lay_out(one, most=10)["shown"]
-    holder = max(folded, key=lambda box: box["below"])
-    unfolded = lay_out(one, most=10, opened=[holder["index"]])["shown"]
-    more = {box["index"] for box in unfolded} - {box["index"] for box in folded}
-    assert len(unfolded) == len(folded) + len(more) == len(folded) + holder["below"]
-
-    def above(index):
-        while index > 0:
-            index = one["parents"][index]
-            yield index
-
-    assert all(holder["index"] in above(index) for index in more)
-    assert len(lay_out(one, most=NODES)["shown"]) == NODES + 1
 
 
 @pytest.mark.parametrize("upright", [False, True])

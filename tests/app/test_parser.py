@@ -47,10 +47,7 @@ class TestUnknownOptions:
             ("generate --modle x", "--modle", "--model"),
             ("generate --temp=0.5 x", "--temp", "--temperature"),  # no abbreviation
             ("serve --max-num-seq 4", "--max-num-seq", "--max-num-seqs"),
-            ("chat --targt x", "--targt", "--target"),
             ("tree x --max-slot 3", "--max-slot", "--max-num-seqs"),  # a former name is near
-            ("info --jsn", "--jsn", "--json"),
-            ("--verson", "--verson", "--version"),
             ("generate --n 2 x", "--n", "-n"),
             ("generate -budget 2 x", "-budget", "--budget"),
         ],
@@ -63,7 +60,6 @@ class TestUnknownOptions:
         ("call", "words"),
         [
             (train, "head --modle x"),
-            (train, "data --modle x"),
             (bench, "decode --modle x"),
             (convert, "--modle x"),
         ],
@@ -89,9 +85,7 @@ class TestUnknownOptions:
             ),
             ("--seed 1", "each request has its own: SamplingParams(seed=…), or seed in a body"),
             ("--enable-auto-tool-choice", "leave it out: --tool-call-parser … is enough"),
-            ("--no-enable-prefix-caching", "leave it out: it is always on"),
             ("-tp 2", "the nearest is --tensor-parallel-size; see"),
-            ("-pp 2", "say --tensor-parallel-size …: layers are not split into stages"),
         ],
     )
     def test_of_vllm_s_options_the_error_says_what_there_is_instead(self, capsys, words, instead):

@@ -13,8 +13,6 @@ from tests.meshes import mesh_of
 
 
 class Device(SimpleNamespace):
-    """What a device says of itself."""
-
     __hash__ = object.__hash__
 
 
@@ -36,7 +34,6 @@ def said(caplog):
 
 
 def bridged(first, second):
-    """Two pairs."""
     return first // 2 == second // 2
 
 

@@ -59,7 +59,6 @@ DRAWING = """\
 
 @functools.cache
 def words():
-    """A tokenizer of a few words."""
     backend = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: token for token, word in WORDS.items()}, unk_token=":")
     )
@@ -220,18 +219,6 @@ def test_json_is_one_object_with_all_rounds_or_one(capsys, llm, traced):
     code, out, _ = run(capsys, *RUN, "--json", "--round", "2", PROMPT)
     assert code == 0
     assert json.loads(out)["rounds"] == whole["rounds"][1:2]
-
-
-@pytest.mark.wide
-def test_the_object_says_how_the_trees_were_built(capsys):
-    given = ("beta=0.5", "g_0=2.0")
-    more = [part for option in given for part in ("--algorithm-option", option)]
-    code, out, _ = run(capsys, *RUN, "--algorithm", "top2gap_fanout", *more, "--json", PROMPT)
-    assert code == 0
-    settings = json.loads(out)["settings"]
-    assert settings["algorithm"] == "top2gap_fanout"
-    assert settings["algorithm_option"] == ", ".join(given)
-    assert settings["profile"] is settings["task"] is None
 
 
 def test_where_the_terminal_has_ascii_alone(monkeypatch, traced):

@@ -78,5 +78,4 @@ def random_workloads(arguments, target, prompts, temperatures, *, batch=1):
 
 
 def text_prompt(name, text="x", **more):
-    """A text to be continued."""
     return Prompt(name, Entry(name, "text", text), **more)

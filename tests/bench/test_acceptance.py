@@ -1,9 +1,7 @@
 """``python -m bench profile``: counts against plain loops."""
 
-import json
 import re
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,14 +14,11 @@ from bench.acceptance.counts import (
     ranks_of,
     trace_requests,
 )
-from bench.acceptance.profile import classes_of, tables
 from bench.common.workload import Workload
-from bench.exactness.decoding import Agreement, decode
 from jetspec_jax import SamplingParams, generate
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.inspect.trace import RoundTrace
-from jetspec_jax.tree import Candidates, Profile, Routing, get_algorithm
-from jetspec_jax.tree.routing import CLASSES
+from jetspec_jax.tree import Profile
 from tests.bench.conftest import text_prompt
 from tests.decode.tiny import TINY
 
@@ -109,7 +104,6 @@ def work():
 
 @pytest.fixture(scope="module")
 def texts(pair, work):
-    """The prompts with plain decoding's tokens."""
     completions = generate(pair.target, work.ids, PARAMS)
     return [[*ids, *own.token_ids] for ids, own in zip(work.ids, completions, strict=True)]
 
@@ -117,59 +111,6 @@ def texts(pair, work):
 @pytest.fixture(scope="module")
 def rounds(pair, work):
     return trace_requests(pair, work, TreeSettings(16, width=3), implementation="xla")
-
-
-@pytest.mark.wide
-def test_counts_equal_a_plain_loop_over_plain_decoding(texts, rounds):
-    hits, nodes = {}, {}
-    for one in rounds:
-        for depth, row in enumerate(one.trace.candidate_tokens.tolist()):
-            place = one.trace.start + 1 + depth
-            if place >= len(texts[one.prompt]):
-                break
-            token = texts[one.prompt][place]
-            nodes[depth] = nodes.get(depth, 0) + 1
-            if token not in row:
-                break
-            hits[depth, row.index(token)] = hits.get((depth, row.index(token)), 0) + 1
-    found = count_reached(rounds)
-    assert {d: int(n) for d, n in enumerate(found.nodes) if n} == nodes
-    assert {(int(d), int(r)): int(found.hits[d, r]) for d, r in np.argwhere(found.hits)} == hits
-    assert count_tree(rounds).nodes.sum() == sum((one.trace.depths < 7).sum() for one in rounds)
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("name", ["depth_rank_histogram", "class_histogram"])
-def test_a_profile_is_what_the_algorithms_read(pair, work, texts, rounds, name):
-    made = json.loads(json.dumps(tables(rounds, least_share=0.3)))
-    classes = classes_of(rounds)
-    assert set(made["per_class_histograms"]) == {CLASSES[i] for i in classes}
-    # Of the second prompt it is said, of the first it is felt: a random head is sure of nothing.
-    assert [CLASSES[i] for i in classes] == [
-        ("uncertain_task", "decisive_task")[one.prompt] for one in rounds
-    ]
-    parsed = Profile.parse(made)
-    assert parsed.depth_rank_accept == tuple(map(tuple, count_reached(rounds).shares()))
-    for row in made["per_class_histograms"]["uncertain_task"]:
-        assert all(share == 0 or share >= 0.3 for share in row)
-    algorithm = get_algorithm(name, profile=made)
-    settings = TreeSettings(16, width=3, algorithm=algorithm)
-    served = {"max_slots": 2, "implementation": "xla", "agreement": Agreement()}
-    trees = decode(pair.target, pair.head, work, settings, **served)
-    assert [[*ids, *own.token_ids] for ids, own in zip(work.ids, trees, strict=True)] == texts
-    first = rounds[0].trace
-    candidates = Candidates(
-        *(jnp.asarray(own)[None] for own in (first.candidate_tokens, first.candidate_log_probs)),
-        entropies=jnp.zeros((1, 7), jnp.float32),
-    )
-    caps = np.asarray(algorithm.plan(candidates, Routing.unsaid(1)).caps)[0]
-    if name == "depth_rank_histogram":
-        measured = [max(sum(x >= 0.02 for x in row), 1) for row in made["depth_rank_accept"]]
-    else:
-        table = made["per_class_histograms"][CLASSES[classes[0]]]
-        measured = [max([1, *(rank + 1 for rank, x in enumerate(row) if x > 0)]) for row in table]
-    assert caps[: len(measured)].tolist() == measured
-    assert min(measured) < 3
 
 
 def decode_only(patch, pair, work):
@@ -197,13 +138,9 @@ def test_the_command_writes_a_report_and_a_picture(pair, work, report_of, monkey
     ("command", "arguments", "message"),
     [
         ("profile", ["--least-share", "2"], "--least-share must lie in 0..1, not 2.0"),
-        ("profile", ["--least-nodes", "0"], "--least-nodes must be at least 1, not 0"),
         ("acceptance", ["--candidates", "7", "0"], "--candidates must be at least 1, not 0"),
         ("acceptance", ["--algorithms", "chain", "auto"], "--algorithms auto: auto chooses budgets"),
-        ("profile", ["--algorithm", "best"], "unknown tree algorithm 'best'"),
-        ("profile", ["--algorithm", "auto"], "--algorithm auto: auto chooses budgets"),
         ("profile", ["--budget", "1"], "--budget must be in 2..256 (nodes, root and a draft included)"),
-        ("profile", ["--budget", "257"], "--budget must be in 2..256"),
         ("profile", ["--temperature", "nan"], "temperature must be 0 or lie in [1e-30, 1e+30], not nan"),
     ],
 )

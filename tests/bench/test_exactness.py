@@ -1,27 +1,20 @@
 """``python -m bench exactness``: what it lists, what it calls a mistake, and what it counts."""
 
-import argparse
 import dataclasses
 import json
-import shutil
-import weakref
 
 import numpy as np
 import pytest
 
 from bench.__main__ import main
-from bench.common.pair import Pair, add_pair_arguments, describe_pair, load_pair, read_prompts
-from bench.common.picture import write_picture
-from bench.common.workload import Workload, make_workloads
+from bench.common.workload import Workload
 from bench.exactness import command as exactness
 from bench.exactness.decoding import decode
 from bench.exactness.ledger import notes_of, tables_of, total
-from bench.exactness.plot import draw_ledger
 from jetspec_jax import Completion, SamplingParams
-from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.inspect.exactness import TIE_GAP
 from tests.bench.conftest import random_workloads, text_prompt
-from tests.decode.tiny import TINY, random_head, random_target
+from tests.decode.tiny import TINY
 
 SMALL = ["--num-prompts", "2", "--max-tokens", "8", "--budgets", "16", "--batch", "2"]
 
@@ -53,7 +46,6 @@ def broken(monkeypatch):
 
 @pytest.mark.wide
 def test_a_right_tree_has_an_empty_ledger(tmp_path):
-    """With a profile of one of its prompts, which is noted."""
     path = tmp_path / "profile.json"
     measured = {"prompts": "demo", "skip_prompts": 1, "num_prompts": 5}
     path.write_text(json.dumps({"depth_rank_accept": [[0.5]], "meta": {"arguments": measured}}))
@@ -90,23 +82,6 @@ def test_a_mistake_is_listed_and_is_the_exit_code(tmp_path, capsys, broken, pair
     out = capsys.readouterr().out
     assert "MISTAKE" in out
     assert repr(entry["token_text"]) in out
-
-
-@pytest.mark.wide
-def test_a_pair_is_gone_before_the_next_is_loaded(tmp_path, monkeypatch):
-    held = []
-
-    def load(*_):
-        assert [ref for ref in held if ref() is not None] == []
-        own = Pair(random_target(TINY, 0), random_head(TINY, 1))
-        held.extend([weakref.ref(own.target), weakref.ref(own.head)])
-        return own
-
-    monkeypatch.setattr(exactness, "load_pair", load)
-    code, report = run(tmp_path / "ledger.json", "--temperatures", "0")
-    assert code == 0
-    assert len(held) == 4
-    assert report["dtype"] == ["float32", "bfloat16"]
 
 
 @pytest.mark.wide
@@ -153,7 +128,7 @@ def test_the_screen_shows_mistakes_first_and_tokens_as_they_are():
 
 
 @pytest.mark.wide
-def test_totals_count_up_to_the_first_difference(tmp_path):
+def test_totals_count_up_to_the_first_difference():
     outputs = [Completion("", list(range(10)), "length", [2, 4], [16, 16])] * 3
     prompts = [text_prompt(f"p:{i}") for i in range(3)]
     work = Workload(prompts, [[1]] * 3, [SamplingParams()] * 3, [None] * 3)
@@ -172,35 +147,3 @@ def test_totals_count_up_to_the_first_difference(tmp_path):
     one, two = notes_of(rows)
     assert "25 tokens compared, 1 ties" in one
     assert "1 of 3 outputs differ" in two
-    # Exact ties and infinite gaps have a place on the logarithmic axis.
-    given = {"num_prompts": 3, "max_tokens": 10, "batch": 1, "implementation": "xla"}
-    entries = [entry_of("tie", 0.0), entry_of(None, float("inf"))]
-    report = {"rows": rows, "divergences": entries, "arguments": given, "dtype": ["float32"], "device": "cpu"}
-    write_picture(tmp_path / "l.svg", draw_ledger({**report, "jax": "0"}))
-    assert (tmp_path / "l.svg").stat().st_size > 10_000
-
-
-def test_a_pair_with_a_key_that_is_to_be_ignored(tmp_path):
-    for name, folder in (("target", DEMO_TARGET), ("head", DEMO_DRAFT_HEAD)):
-        raw = json.loads((shutil.copytree(folder, tmp_path / name) / "config.json").read_text())
-        (tmp_path / name / "config.json").write_text(json.dumps({**raw, "zoom": 1}))
-    parser = argparse.ArgumentParser()
-    add_pair_arguments(parser, prompts=1, max_tokens=8)
-    pair = ["--target", str(tmp_path / "target"), "--draft-head", str(tmp_path / "head")]
-    with pytest.raises(ValueError, match="--ignore-config-key zoom"):
-        load_pair(parser.parse_args(pair), "float32")
-    own = load_pair(parser.parse_args([*pair, "--ignore-config-key", "zoom"]), "float32")
-    assert own.head.config.num_target_layers == own.target.config.num_layers
-
-
-@pytest.mark.wide
-def test_the_demo_has_500_prompts():
-    parser = argparse.ArgumentParser()
-    add_pair_arguments(parser, prompts=500, max_tokens=8)
-    arguments = parser.parse_args([])
-    own = load_pair(arguments, "float32")
-    [work] = make_workloads(arguments, own.target, read_prompts(arguments), [0.0]).values()
-    assert len({tuple(prompt) for prompt in work.ids}) == 500
-    about = describe_pair(own, [work])
-    assert about["shapes"]["vocab_size"] == own.target.config.vocab_size == 4096
-    assert about["prompt_tokens"][0] >= 60

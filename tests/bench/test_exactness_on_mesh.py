@@ -20,7 +20,6 @@ FILTERS = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """The exit code and the report."""
     need_devices(2)
     monkeypatch.setattr(exactness, "make_workloads", random_workloads)
     target, head = save_tiny_pair(tmp_path / "pair")
@@ -34,7 +33,6 @@ def run(tmp_path, monkeypatch):
 
 
 def test_two_devices_against_themselves_and_against_one(run, monkeypatch):
-    """With filters where there is a temperature."""
     asked = []
 
     def decode(*arguments, **settings):

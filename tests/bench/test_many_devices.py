@@ -23,7 +23,6 @@ PARAMS = [SamplingParams(max_tokens=16, ignore_eos=True, temperature=t, seed=3) 
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory):
-    """Loads a tiny pair as a command line says."""
     need_devices(4)
     target, head = save_tiny_pair(tmp_path_factory.mktemp("pair"))
     parser = argparse.ArgumentParser()

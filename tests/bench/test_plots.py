@@ -10,8 +10,7 @@ from matplotlib.text import Annotation, Text
 
 from bench.__main__ import main
 from bench.common.picture import spread_out
-from bench.decode.plot import draw_budgets
-from bench.plots import BUDGETS, COMPARED, RESULTS, TRACE, kept_reports, photograph, picture_of, read_report
+from bench.plots import RESULTS, TRACE, kept_reports, photograph, picture_of, read_report
 from jetspec_jax.view.page import page_of
 from tests.marks import wide
 from tests.train.figures import assert_apart
@@ -25,17 +24,7 @@ QUICK = [
     RESULTS / "rounds/qwen3-8b-h200.json",
     OWN / "kernel.json",
 ]
-SLOW = (
-    *("demo/acceptance-h200", "demo/decode-h200", "demo/profile", "demo/round-h200-algorithms"),
-    *("engine/load-demo-cpu", "kernels/experts-h200-fp8", "kernels/matmul-h200"),
-    *("rounds/gemma4-26b-a4b-h200", "rounds/qwen3-8b-h200-x2", "rounds/qwen3.6-35b-a3b-h200"),
-    *(
-        "smollm2/acceptance-gsm8k-h200",
-        "smollm2/gsm8k-cpu",
-        "smollm2/gsm8k-gpu-exactness",
-        "smollm2/round-gpu",
-    ),
-)
+SLOW = ("demo/decode-h200", "demo/profile", "kernels/experts-h200-fp8", "rounds/qwen3-8b-h200-x2")
 REPORTS = [*QUICK, *(wide(RESULTS / f"{name}.json") for name in SLOW)]
 
 
@@ -98,24 +87,6 @@ def test_phases_are_those_of_the_report_and_the_note_says_what_they_sum_to():
     said = " ".join(figure.texts[-1].get_text().split())
     assert f"their sums are {min(off):+.0f} to {max(off):+.0f} % off it" in said
     assert axis.get_xlim()[0] == 0
-
-
-def test_budgets_are_those_of_the_report():
-    report = read_report(RESULTS / f"{BUDGETS}.json")
-    figure = drawn(draw_budgets(report, COMPARED))
-    check_looks(figure)
-    for axis, key in zip(figure.axes, ("tau", "speed-up"), strict=True):
-        lines = [line for line in axis.get_lines() if len(line.get_xdata()) > 2]
-        shown = {tuple(line.get_ydata()) for line in lines}
-        assert shown == {
-            tuple(
-                row[key]
-                for row in sorted(report["rows"], key=lambda row: row["budget"])
-                if row["algorithm"] == name and row["temperature"] == temperature
-            )
-            for name in COMPARED
-            for temperature in (0.0, 1.0)
-        }
 
 
 def test_names_beside_lines_keep_apart_and_near():

@@ -9,7 +9,7 @@ import pytest
 from bench.common import programs
 from bench.common.comparison import compare_jobs, compare_rows
 from bench.common.kernel_trace import Kernel
-from bench.common.programs import Program, kernel_micros, split_at_pauses, time_together, trace_apart
+from bench.common.programs import Program, kernel_micros, split_at_pauses, time_together
 
 
 class TestComparison:
@@ -61,19 +61,6 @@ class TestTimes:
         groups = split_at_pauses(kernels)
         assert [[kernel.name for kernel in group] for group in groups] == [["a", "b"], ["c"]]
         assert split_at_pauses([]) == []
-
-    def test_a_stray_pause_costs_a_trace_for_each(self, monkeypatch):
-        traces = []
-
-        def trace_kernels(run):
-            traces.append(run)
-            run()
-            return [Kernel("a", 0, 5)]
-
-        monkeypatch.setattr(programs, "trace_kernels", trace_kernels)
-        assert len(trace_apart([lambda: None])) == len(traces) == 1
-        assert trace_apart([lambda: None, lambda: None]) == [[Kernel("a", 0, 5)]] * 2
-        assert len(traces) == 4
 
     def test_micros_of_a_layer(self, monkeypatch):
         program = Program(lambda: None, (), layers=2, dispatches=2)

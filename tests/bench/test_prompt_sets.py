@@ -192,7 +192,6 @@ class TestTrouble:
         [
             ("gsm8k", {"problem": "x"}, "gsm8k row 0 has no 'question'; its columns are problem"),
             ("mt-bench", {"prompt": [], "category": "math"}, "mt-bench row 0 has no question"),
-            ("mt-bench", {"prompt": "x", "category": "math"}, "mt-bench row 0 has no question"),
             ("mbpp", {"prompt": None}, "mbpp row 0 has no question, or a question that is not a text"),
         ],
     )

@@ -66,7 +66,6 @@ THINKING = "{% if enable_thinking %}<think>{% endif %}{% for m in messages %}{{ 
 
 @pytest.fixture
 def target():
-    """A tiny target with the demo's tokenizer."""
     return random_target(TINY, 0, tokenizer=load_tokenizer(DEMO_TARGET))
 
 

@@ -1,6 +1,5 @@
 """``python -m bench round`` on a tiny shape: what it measures and what it reports."""
 
-import argparse
 import json
 import math
 
@@ -12,19 +11,16 @@ import pytest
 import bench.round.command
 from bench.__main__ import main
 from bench.common.floors import Ceilings
-from bench.common.kernel_trace import Kernel, summarise
-from bench.common.methods import fixed_budget_names
 from bench.common.scene import random_weights
 from bench.common.shapes import SHAPES
 from bench.round import phases
 from bench.round.attention import implementation_of
-from bench.round.command import cases_of, groups
+from bench.round.command import groups
 from bench.round.measure import ROUNDS, CaseRuns, RoundCase, Setup
-from bench.round.report import host_work, tables_of
+from bench.round.report import host_work
 from jetspec_jax import DecodeWeights, SamplingParams
 from jetspec_jax.decode.state import join
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.tree import algorithm_names
 from pallas_kernels.tree_attention import implementations
 
 TINY = SHAPES["tiny"]
@@ -144,52 +140,22 @@ class TestReport:
         assert "x chain" in capsys.readouterr().out
         assert report["arguments"]["algorithms"] == ["chain", "top_nodes", "chain"]
 
-    def test_all_algorithms_are_those_that_are_known(self):
-        arguments = argparse.Namespace(batches=[1], contexts=[70, 40], budgets=[16, 8], algorithms=["all"])
-        cases = cases_of(arguments, TINY, SETUP)
-        # The head drafts 8 nodes: a chain of 16 would be the same.
-        trees = [(budget, name) for budget in (8, 16) for name in fixed_budget_names()]
-        trees.remove((16, "chain"))
-        assert TINY.head.block_size == 8
-        assert set(algorithm_names()) - set(fixed_budget_names()) == {"auto"}
-        assert cases == [
-            case
-            for context in (40, 70)
-            for case in (RoundCase(1, context, 1), *(RoundCase(1, context, *tree) for tree in trees))
-        ]
-        assert str(cases[0]) == "batch 1, context 40, budget 1, plain"
-        assert str(cases[-1]) == "batch 1, context 70, budget 16, top_nodes"
-
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
             ("--shape qwen9", "--shape must be one of tiny"),
             ("--shape tiny --target x --draft-head y", "--shape means random weights"),
             ("--target x", "--draft-head is missing: trees for x need a head"),
-            ("--draft-head x", "--draft-head goes with --model"),
-            ("--shape tiny --selector-rank 0", "--selector-rank must be at least 1"),
             ("--target x --draft-head y --selector-rank 4", "--selector-rank is for random weights"),
-            ("--shape tiny --budgets 300", "budget must be in 1..256"),
-            (
-                "--shape tiny --algorithms chain beam",
-                "unknown tree algorithm 'beam'; known algorithms: accum",
-            ),
             ("--shape tiny --algorithms auto", "--algorithms auto: auto chooses budgets"),
             ("--shape tiny --width 600", "width must lie in 1..512"),
-            ("--shape tiny --contexts 0", "--contexts must be at least 1"),
-            ("--shape tiny --batches 0 2", "--batches must be at least 1"),
             ("--shape tiny --contexts 4090", "context limit of 4096"),
             (
                 "--shape tiny --tensor-parallel-size 1 --phases",
                 "--phases goes with neither --tensor-parallel-size nor",
             ),
             ("--shape tiny --tensor-parallel-size 1000", "needs 1000 devices"),
-            ("--shape tiny --rounds 0", "--rounds must be at least 1"),
-            ("--shape tiny --repeats 0", "--repeats must be at least 1"),
             ("--shape tiny --temperature -1", "temperature"),
-            ("--shape tiny --top-p 2", "top_p"),
-            ("--shape tiny --dtype int8", "dtype must be"),
-            ("--shape tiny --implementation abacus", "--implementation must be one of"),
         ],
     )
     def test_bad_arguments_are_named(self, arguments, message, refusal):
@@ -199,7 +165,6 @@ class TestReport:
 class TestMeasuring:
     @pytest.mark.wide
     def test_phases_in_a_row_are_a_round(self):
-        """However often each is repeated."""
         case = RoundCase(batch=2, context=70, budget=16, algorithm="hybrid")
         decoder, scene = SETUP.decoder(case, TINY), SETUP.scene(case, TINY)
         weights = DecodeWeights(
@@ -254,26 +219,3 @@ def test_attention_is_that_of_the_layers_that_have_some():
     assert target.layers[0].recurrence is not None
     case = RoundCase(batch=2, context=70, budget=12)
     assert implementation_of(target, SETUP.scene(case, TINY), 16, FLOAT32, "xla") == "xla"
-
-
-def test_the_screen_shows_classes_and_the_longest_kernels():
-    kernels = [Kernel("nvjet_a", 0, 4000), Kernel("fusion_1", 5000, 1000)]
-    row = {
-        **RoundCase(1, 70, 16)._asdict(),
-        **dict.fromkeys(("round_ms", "single_ms", "single_over_loop", "floor_ms"), 1.0),
-        **dict.fromkeys(("times_floor", "times_plain", "tokens_per_round"), 1.0),
-        "times_chain": None,
-        "waits_per_256_tokens": 16,
-        "compile_seconds": {"decode": 1.0},
-        "phases_ms": {},
-        "profile": summarise(kernels, rounds=1),
-    }
-    whole, classes, longest = (table for _, table in tables_of([row]))
-    assert [line["budget"] for line in whole] == [16]
-    assert [(line["class"], line["us"], line["launches"]) for line in classes] == [
-        ("matmul", 4.0, 1.0),
-        ("element-wise", 1.0, 1.0),
-        ("(busy)", 5.0, 2.0),
-        ("(idle)", 1.0, 0.0),
-    ]
-    assert [line["kernel"] for line in longest] == ["nvjet_a", "fusion_1"]

@@ -51,7 +51,6 @@ def test_devices_share_rounds_and_each_has_half_of_the_floor(report_of, capsys, 
 
 
 def test_experts_are_counted_over_all_devices(report_of, monkeypatch):
-    """As many as one device counts: the router's choice is no device's own."""
     monkeypatch.setitem(SHAPES, "mixture", PairShape(MIXTURE, head_config(MIXTURE)))
     one, several = (
         [row["experts_touched"] for row in report_of("round", f"--shape mixture {words} {ROUNDS}")["rows"]]

@@ -140,8 +140,6 @@ def test_methods():
     [
         (["--sets", "sharegpt"], "--sets must be one of random, shared, turns, demo"),
         (["--methods", "tree"], 'methods are auto, chain, plain, or a tree like "tree 64"'),
-        (["--goodput", "ttft"], "--goodput takes ttft:MS, tpot:MS, e2e:MS, not 'ttft'"),
-        (["--loads", "0"], "--loads must be positive"),
         (["--endpoint", "responses"], "--endpoint must be one of completions, chat"),
         (
             ["--url", "http://127.0.0.1:9", "--num-prompts", "1"],

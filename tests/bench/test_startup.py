@@ -2,9 +2,6 @@
 
 import json
 
-import jax
-
-from bench import startup
 from bench.__main__ import main
 
 
@@ -20,18 +17,6 @@ def test_a_start(tmp_path, capsys):
     assert min(report["seconds_of_stages"].values()) > 0
     assert (report["dtype"], report["algorithm"]) == ("float32", "top_nodes")
     assert "first answer s" in capsys.readouterr().out
-
-
-def test_programs_from_the_cache_are_counted(tmp_path, monkeypatch):
-    async def measure(llm, arguments):
-        for event in ("cache_hits", "cache_misses", "cache_hits"):
-            jax.monitoring.record_event(f"/jax/compilation_cache/{event}")
-        return {"opens": 1.0}
-
-    monkeypatch.setattr(startup, "_measure", measure)
-    path = tmp_path / "startup.json"
-    assert main(["startup", "--shape", "tiny", "--dtype", "float32", "--json", str(path)]) == 0
-    assert json.loads(path.read_text())["programs_from_cache"] == 2
 
 
 def test_refusals(refusal):

@@ -20,7 +20,6 @@ def report_of(path, *words):
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    """One device, though there are more."""
     return report_of(tmp_path_factory.mktemp("one") / "train.json")
 
 
@@ -46,12 +45,10 @@ def test_packed_documents_and_documents_alone(tmp_path):
     assert 4 < packed["distinct_anchors"] <= 8
 
 
-@pytest.mark.parametrize(
-    "words", ["--fsdp 4 --tensor-parallel-size 2", "--data-parallel-size -1 --tensor-parallel-size 2"]
-)
-def test_several_devices_compute_the_same_step(one, tmp_path, words):
+def test_several_devices_compute_the_same_step(one, tmp_path):
     """With the same batch on all of them together; two of them share the target."""
     need_devices(8)
+    words = "--data-parallel-size -1 --fsdp 2 --tensor-parallel-size 2"
     report = report_of(tmp_path / "train.json", *words.split())
     assert (report["devices"], report["batch"], report["batch_per_device"]) == (8, 4, 1)
     assert report["mesh"]["data"] * report["mesh"]["fsdp"] == 4

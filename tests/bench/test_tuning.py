@@ -30,7 +30,6 @@ from pallas_kernels.tree_attention.shapes import SHAPES, AttentionShape
 
 BY_NAME = {shape.name: shape for shape in SHAPES}
 QWEN = Task("bfloat16", 128, 256, ((replace(BY_NAME["qwen3-8b"], page=128), 64),))
-SMALL_PAGE = (replace(BY_NAME["qwen3-8b"], page=64), 64)
 BEST = Config(block_rows=64, block_keys=32, num_warps=4, num_stages=3, programs=3 * 132)
 
 
@@ -90,31 +89,6 @@ class TestPruning:
     def test_of_256_rows(self, change, sensible):
         assert makes_sense(replace(BEST, **change), QWEN) == sensible
 
-    @pytest.mark.parametrize(
-        ("task", "block_keys", "name", "tried", "sensible"),
-        [
-            ({"rows": 20}, 32, "block_rows", (16, 32, 64), [16, 32]),
-            ({"rows": 2048}, 32, "block_rows", (32, 64, 128), [128]),
-            # Of all pages that share the entry, the smallest counts.
-            ({"calls": (*QWEN.calls, SMALL_PAGE)}, 32, "block_keys", (32, 64, 128), [32, 64]),
-            # By the shared memory: 80, 144 and 208 KiB;
-            ({}, 128, "num_stages", STAGES, [1, 3, 5]),
-            # 96, 160 and 224;
-            ({"dtype": "float32"}, 64, "num_stages", STAGES, [1, 3, 5]),
-            # 160, 288 and 416;
-            ({"dtype": "float32"}, 128, "num_stages", STAGES, [1]),
-            # the same;
-            ({"head_size": 256}, 128, "num_stages", STAGES, [1]),
-            # 128, 192 and 256;
-            ({"dtype": "float32", "head_size": 256}, 32, "num_stages", STAGES, [1, 3]),
-            # 320.
-            ({"dtype": "float32", "head_size": 256}, 128, "num_stages", STAGES, []),
-        ],
-    )
-    def test_by_the_task(self, task, block_keys, name, tried, sensible):
-        own, tile = QWEN._replace(**task), replace(BEST, block_keys=block_keys)
-        assert [n for n in tried if makes_sense(replace(tile, **{name: n}), own)] == sensible
-
 
 class TestSearch:
     def test_finds_the_best(self):
@@ -134,34 +108,10 @@ class TestSearch:
         assert np.isfinite([found for found, _ in ranking]).all()
         assert search(QWEN, lambda configs: [float("inf")] * len(configs), 132) == []
 
-    def test_tiles_that_run_only_with_nothing_ahead_are_tried(self):
-        """Whether the estimate says so (float32: 128 keys) or the compiler (bfloat16: all)."""
-        for task, keys in ((QWEN._replace(dtype="float32"), 128), (QWEN, 32)):
-            best = replace(BEST, block_keys=keys, num_stages=1)
-
-            def score(configs, *, best=best):
-                found = far_from(best)(configs)
-                return [float("inf") if c.num_stages > 1 else s for c, s in zip(configs, found, strict=True)]
-
-            assert search(task, score, 132)[0] == (1.0, best)
-
     def test_the_first_pass_is_one_step_ahead(self):
         passes = []
         search(QWEN, all_alike(passes), 132)
         assert {(config.num_stages, config.programs) for config in passes[0]} == {(3, 132)}
-
-    def test_what_is_better_with_more_stages_than_the_first_pass_has(self):
-        """Two steps ahead are best, but with the tile that is the fourth with one step ahead."""
-        tiles = [(64, 32, 4), (128, 32, 4), (32, 32, 4), (64, 64, 4)]
-
-        def seconds(c):
-            tile = c.block_rows, c.block_keys, c.num_warps
-            place = tiles.index(tile) if tile in tiles else len(tiles)
-            gain = 4 if (place, c.num_stages) == (3, 5) else 1
-            return (1 + 0.15 * place + 0.1 * abs(np.log2(c.programs / BEST.programs))) / gain
-
-        ranking = search(QWEN, lambda configs: [seconds(c) for c in configs], 132)
-        assert ranking[0][1] == replace(BEST, block_keys=64, num_stages=5)
 
     def test_launches_that_are_equal_are_tried_once(self):
         """2,048 rows in tiles of 128 for eight heads are 128 programs, also where up to 255 are asked for."""

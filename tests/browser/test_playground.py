@@ -26,7 +26,6 @@ COMPILING = 300_000
 
 @pytest.fixture(scope="session")
 def url():
-    """A server's address."""
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -89,12 +88,10 @@ def run(page, ends="Run"):
 
 
 def shown(page):
-    """The text that the model wrote, as it is shown."""
     return "".join(page.locator("#talk .turn").last.locator(".run").all_text_contents())
 
 
 def answer(url, **asked):
-    """The same from the API."""
     body = {"prompt": PROMPT, "temperature": 0, "budget": 1, **asked}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}

@@ -145,7 +145,6 @@ def test_the_last_rows():
 
 
 def test_rows_before_a_sequence_s_start_are_zero():
-    """A prompt of two tokens leaves one zero row before its own."""
     tokens = tokens_of(5)
     _, after = run(garbage(random_store()), slots_of([0, 0, 0]), block_of(), tokens, *whole(SLOTS, [1, 2, 3]))
     for b, zeros in enumerate([2, 1, 0]):
@@ -155,7 +154,6 @@ def test_rows_before_a_sequence_s_start_are_zero():
 
 @pytest.mark.parametrize("steps", [[1] * 6, [2, 4]])
 def test_tokens_may_come_in_parts(steps):
-    """Chunks of a prompt and rounds of any length lead to one state."""
     tokens, store = tokens_of(6), garbage(random_store())
     (_, expected), end = run(store, slots_of([0] * SLOTS), block_of(), tokens, *whole(SLOTS, [ROWS] * SLOTS))
     done, out = 0, []

@@ -140,7 +140,6 @@ NOWHERE = (NUM_PAGES, 2**30, 2**30 + 1, 2**31 - 1, -1)
     ],
 )
 def test_commit(stores, tables, lengths, count, path):
-    """All layers together, each alone, and token by token."""
     slots, stash = slots_of(tables, lengths), make_stash(np.random.default_rng(0), 6)
     given = jnp.asarray(path, jnp.int32), jnp.asarray(count, jnp.int32)
     written = jitted_commit(stores, slots, stash, *given)
@@ -149,7 +148,6 @@ def test_commit(stores, tables, lengths, count, path):
 
 
 def test_one_slot_of_a_batch(stores):
-    """A prompt chunk commits for one slot what a batch commits for it."""
     slots, stash = slots_of([[3, 7], [0, 5], [8, 2]], [2, 3, 0]), make_stash(np.random.default_rng(0), 6)
     path, count = jnp.asarray(PATHS, jnp.int32), jnp.asarray([3, 4, 1], jnp.int32)
     together, alone = jitted_commit(stores, slots, stash, path, count), stores
@@ -214,7 +212,6 @@ def test_a_view_copies_no_rows_and_a_store_knows_its_bytes(stores):
 
 
 def test_attention_asks_its_own_layer_s_store(stores):
-    """Not the first, which need not have keys."""
     slots, stash = slots_of([[3, 7], [0, 5], [8, 2]], [0] * BATCH), make_stash(np.random.default_rng(0), 6)
     kv = jax.tree.map(lambda rows: rows[:, :1], stash[3])
 

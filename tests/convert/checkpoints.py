@@ -44,7 +44,6 @@ def random_bits(shapes, dtype, seed=0):
 
 
 def random_values(shapes, dtype="float32", seed=0):
-    """Tensors that a model can compute with."""
     rng = np.random.default_rng(seed)
     return {
         name: (rng.normal(size=shape) * (0.2 if len(shape) > 1 else 1)).astype(DTYPES[dtype])

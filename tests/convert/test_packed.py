@@ -57,7 +57,6 @@ def test_and_no_more(place):
 
 
 def test_an_orbax_folder_whose_config_still_says_so(place, tmp_path):
-    """As conversions made them."""
     with config(place / "orbax", TINY):
         to_huggingface(place / "orbax", tmp_path / "back")
         assert differing_files(locate(place / "orbax"), locate(tmp_path / "back")) == []

@@ -1,5 +1,3 @@
-import tracemalloc
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,6 @@ from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from tests.convert.checkpoints import (
     DRAFT,
     DTYPES,
-    NEWER,
     OTHER_FILES,
     SELECTING,
     TIED,
@@ -42,12 +39,10 @@ class TestThereAndBack:
         ("raw", "dtype", "sharded"),
         [
             (UNTIED, "float32", True),
-            wide(NEWER, "bfloat16", False),
             (TIED, "float16", False),
-            wide(DRAFT, "float32", False),
             (SELECTING, "bfloat16", True),
         ],
-        ids=["untied-f32-shards", "newer-bf16", "tied-f16", "head-f32", "selector-bf16-shards"],
+        ids=["untied-f32-shards", "tied-f16", "selector-bf16-shards"],
     )
     def test_every_bit(self, tmp_path, raw, dtype, sharded):
         source = make(tmp_path / "source", raw, random_bits(shapes_of(raw), dtype), sharded)
@@ -69,31 +64,16 @@ class TestThereAndBack:
 
     @pytest.mark.parametrize(
         ("folder", "options"),
-        [(DEMO_TARGET, ()), (DEMO_DRAFT_HEAD, ()), wide(DEMO_TARGET, ("--verify",))],
-        ids=["target", "draft-head", "target-verified"],
+        [(DEMO_DRAFT_HEAD, ()), wide(DEMO_TARGET, ("--verify",))],
+        ids=["draft-head", "target-verified"],
     )
     def test_the_demo_pair(self, tmp_path, folder, options, capsys):
-        """The file itself is what it was, byte for byte."""
         assert main([str(folder), str(tmp_path / "orbax"), *options]) == 0
         said = "verify: all 66 parameters are equal, bit for bit\n" in capsys.readouterr().out
         assert said == bool(options)
         assert main([str(tmp_path / "orbax"), str(tmp_path / "back")]) == 0
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
         assert {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir()} == before
-
-    def test_types_of_their_own(self, tmp_path):
-        """Norms in float32 and one matrix in float16 among bfloat16 stay what they are."""
-        tensors = {
-            name: random_bits(
-                {name: shape},
-                "float32" if "norm" in name else "float16" if "down_proj" in name else "bfloat16",
-            )[name]
-            for name, shape in shapes_of(DRAFT).items()
-        }
-        source = make(tmp_path / "source", DRAFT, tensors)
-        to_orbax(of_any_bits(source), tmp_path / "orbax")
-        to_huggingface(of_any_bits(tmp_path / "orbax"), tmp_path / "back")
-        assert read_raw(tmp_path / "back") == read_raw(source)
 
     def test_what_no_parameter_is_made_of(self, tmp_path, capsys):
         """A tied lm_head that is stored all the same, and old buffers, are left out and said to be."""
@@ -187,43 +167,3 @@ class TestType:
             convert(source, tmp_path / "converted", dtype="float16")
         assert "not finite in float16" in str(info.value)
         assert not (tmp_path / "converted").exists()
-
-    def test_that_cannot_hold_a_value_of_an_orbax_folder(self, tmp_path):
-        tensors = random_values(shapes_of(DRAFT))
-        tensors["layers.0.mlp.up_proj.weight"][3, 4] = 7e4
-        to_orbax(make(tmp_path / "source", DRAFT, tensors), tmp_path / "orbax")
-        with pytest.raises(ValueError, match=r"layers\.0\.mlp\.gate_up_proj holds .* not finite in float16"):
-            load_draft_head(tmp_path / "orbax", dtype="float16")
-
-    @pytest.mark.parametrize("dtype", ["bf16", "int8", "float64", ""])
-    def test_other_words(self, tmp_path, dtype):
-        source = make(tmp_path / "source", DRAFT, random_values(shapes_of(DRAFT)))
-        with pytest.raises(ValueError, match=f"dtype must be one of stored, .*, not '{dtype}'"):
-            to_orbax(source, tmp_path / "orbax", dtype=dtype)
-
-
-class TestMemory:
-    @pytest.mark.wide
-    def test_one_copy_of_the_weights(self, tmp_path):
-        """What Python and NumPy hold at most: all weights once, and a few tensors on their way."""
-        raw = {**UNTIED, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 1024}
-        tensors = random_values(shapes_of(raw))
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        largest = 2 * max(tensor.nbytes for tensor in tensors.values())  # a fused parameter
-        assert total > 4 * largest
-        source = make(tmp_path / "source", raw, tensors)
-        del tensors
-        warm = make(tmp_path / "warm", DRAFT, random_values(shapes_of(DRAFT)))
-        to_orbax(warm, tmp_path / "warm-orbax")  # whatever is imported or made once
-        to_huggingface(tmp_path / "warm-orbax", tmp_path / "warm-back")
-        for convert, folder, name in (
-            (to_orbax, source, "orbax"),
-            (to_huggingface, tmp_path / "orbax", "back"),
-        ):
-            tracemalloc.start()
-            try:
-                convert(folder, tmp_path / name)
-                _, peak = tracemalloc.get_traced_memory()
-            finally:
-                tracemalloc.stop()
-            assert peak < total + 2 * largest

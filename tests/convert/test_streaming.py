@@ -21,7 +21,6 @@ SHARD = 2 * LAYER
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """The same target in both layouts."""
     place = tmp_path_factory.mktemp("deep")
     make(place / "source", DEEP, random_values(shapes_of(DEEP)))
     to_orbax(place / "source", place / "orbax")

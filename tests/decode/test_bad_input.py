@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 
 import jax
 import pytest
@@ -44,8 +43,6 @@ def head():
 
 @pytest.fixture
 def nothing_runs(monkeypatch):
-    """No request gets as far as the device."""
-
     def fail(*_):
         raise AssertionError("work began before everything was checked")
 
@@ -53,48 +50,11 @@ def nothing_runs(monkeypatch):
         monkeypatch.setattr(TreeDecoder, name, fail)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"temperature": -0.1}, r"temperature .*-0\.1"),
-        ({"temperature": math.nan}, "temperature .*nan"),
-        ({"temperature": math.inf}, "temperature .*inf"),
-        ({"top_p": 0.0}, r"top_p .*\(0, 1\].* 0\.0"),
-        ({"top_p": 1.01}, r"top_p .*1\.01"),
-        ({"top_p": -0.5}, r"top_p .*-0\.5"),
-        ({"top_p": math.nan}, "top_p .*nan"),
-        ({"top_k": -2}, "top_k .*-2"),
-        ({"min_p": -0.1}, r"min_p .*-0\.1"),
-        ({"min_p": 1.5}, r"min_p .*1\.5"),
-        ({"min_p": math.nan}, "min_p .*nan"),
-        ({"seed": -(2**63) - 1}, "seed .*-9223372036854775809"),
-        ({"seed": 2**64}, "seed .*18446744073709551616"),
-        ({"max_tokens": 0}, "max_tokens .* 0"),
-        ({"max_tokens": -3}, "max_tokens .*-3"),
-        ({"stop": ""}, "stop .*empty"),
-        ({"stop": ("a", "")}, "stop .*empty"),
-        ({"stop_token_ids": (-1,)}, "stop_token_ids .*-1"),
-        ({"presence_penalty": 2.5}, r"presence_penalty .*\[-2, 2\].*2\.5"),
-        ({"repetition_penalty": 0.0}, r"repetition_penalty .*0\.0"),
-        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens must be at most max_tokens, 4, not 5"),
-        ({"logit_bias": {3: math.nan}}, "bias of token 3 in logit_bias .*nan"),
-        ({"allowed_token_ids": ()}, "allowed_token_ids is empty"),
-        ({"logprobs": 21}, r"logprobs .*0\.\.20.* 21"),
-        ({"prompt_logprobs": -1}, r"prompt_logprobs .*0\.\.20.*-1"),
-    ],
-    ids=str,
-)
-def test_sampling_params(settings, message):
-    with pytest.raises(ValueError, match=message):
-        SamplingParams(**settings)
-
-
 REQUESTS = pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
         ([], {}, "prompt is empty"),
         ([1, 64], {}, r"token id 64 in prompt .*0\.\.63"),
-        ([-1, 1], {}, r"token id -1 in prompt .*0\.\.63"),
         (
             [1],
             {"max_tokens": LIMIT},
@@ -108,7 +68,6 @@ REQUESTS = pytest.mark.parametrize(
         ([1], {"stop": ("end",)}, "stop strings need a tokenizer"),
         ([1], {"stop_token_ids": (64,)}, r"token id 64 in stop_token_ids .*0\.\.63"),
         ([1], {"logit_bias": {64: 1.0}}, r"token id 64 in logit_bias .*0\.\.63"),
-        ([1], {"allowed_token_ids": (3, 64)}, r"token id 64 in allowed_token_ids .*0\.\.63"),
         ([1], {"bad_words": ("a",)}, "bad_words need a tokenizer"),
         (
             [1],
@@ -143,11 +102,9 @@ def test_requests(target, head, prompt, params, message):
 def test_requests_of_an_llm(target, head):
     with_tokenizer = dataclasses.replace(target, tokenizer=word_tokenizer(CONFIG.vocab_size))
     llm = LLM(with_tokenizer, head, budget=16)
-    for prompt, message in (([], "empty"), ([64], "token id 64"), ([1] * LIMIT, "too long")):
-        with pytest.raises(ValueError, match=message):
-            llm.generate([GOOD, prompt], SHORT)
-        with pytest.raises(ValueError, match=message):
-            llm.stream(prompt, SHORT)
+    for call in (lambda: llm.generate([GOOD, [64]], SHORT), lambda: llm.stream([64], SHORT)):
+        with pytest.raises(ValueError, match="token id 64"):
+            call()
     with pytest.raises(ValueError, match="2 sampling_params for 1 prompt"):
         llm.generate([GOOD], [SHORT] * 2)
     with pytest.raises(ValueError, match="no chat template"):
@@ -241,15 +198,8 @@ def test_as_many_params_as_prompts(target, head):
     ("settings", "message"),
     [
         ({"budget": 0}, r"budget .*1\.\.256.* 0"),
-        ({"budget": -4}, r"budget .*1\.\.256.*-4"),
-        ({"budget": 257}, r"budget .*1\.\.256.*257"),
-        ({"width": 0}, r"width .*1\.\.64.* 0"),
-        ({"width": 65}, r"width .*1\.\.64.*65"),
         ({"candidates": 0}, r"candidates .*1\.\.64.* 0"),
-        ({"candidates": 65}, r"candidates .*1\.\.64.*65"),
         ({"width": 5, "candidates": 4}, "width must be at most candidates, 4, not 5"),
-        ({"depth": 0}, r"depth .*1\.\.7.* 0"),
-        ({"depth": 8}, r"depth .*1\.\.7.*8"),
         ({"algorithm": "greedy"}, "unknown tree algorithm 'greedy'.*accum_logp"),
     ],
     ids=str,
@@ -267,39 +217,17 @@ def test_tree_settings(target, head, settings, message):
         plan_engine(target.config, head.config, TreeSettings(**settings), target.dtype)
 
 
-def misfit(**changes):
-    config = head_config(CONFIG)
-    layers = dataclasses.replace(config.layers, **changes.pop("layers", {}))
-    return dataclasses.replace(config, layers=layers, **changes)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (misfit(layers={"hidden_size": 48}), "hidden_size is 48, the target's 32"),
-        (misfit(layers={"vocab_size": 70}), "vocabulary of 70, the target's has 64"),
-        (misfit(num_target_layers=3), "made for 3 target layers, the target has 1"),
-        (misfit(tap_layers=(0, 1)), r"tap layers \[1\] lie outside"),
-        (misfit(tap_layers=(-1,)), r"tap layers \[-1\] lie outside"),
-        (misfit(mask_token_id=64), "mask_token_id 64 lies outside"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
 @pytest.mark.usefixtures("nothing_runs")
-def test_a_head_that_does_not_fit(target, config, message):
+def test_a_head_that_does_not_fit(target):
+    config = dataclasses.replace(head_config(CONFIG), num_target_layers=3)
     head = Head(config, {})  # it must be refused before its parameters are looked at
+    message = "made for 3 target layers, the target has 1"
     with pytest.raises(ValueError, match=message):
         generate_tree(target, head, [GOOD], SHORT)
     with pytest.raises(ValueError, match=message):
         LLM(target, head)
     with pytest.raises(ValueError, match=message):
         draft_logits(target, head, [GOOD])
-
-
-def test_all_that_does_not_fit_is_said_at_once(target):
-    head = Head(misfit(mask_token_id=64, tap_layers=(5,), num_target_layers=6), {})
-    with pytest.raises(ValueError, match=r"6 target layers.*tap layers.*mask_token_id"):
-        generate_tree(target, head, [GOOD], SHORT)
 
 
 def test_an_engine_goes_on_after_an_error(target):

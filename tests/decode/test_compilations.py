@@ -110,7 +110,6 @@ def test_after_a_warm_up_no_number_of_prompts_compiles_anything(target, head, bu
 
 @pytest.mark.wide
 def test_after_a_warm_up_for_what_requests_want_beside(target):
-    """Also beside requests that want nothing of it."""
     llm = LLM(target, max_slots=1)
     wants = SamplingParams(max_tokens=9, logprobs=2, prompt_logprobs=1, bad_words=["ab", "cde"], min_tokens=5)
     llm.warm_up(1, wants)

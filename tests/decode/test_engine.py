@@ -18,7 +18,6 @@ from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, gaps
 from tests.decode.tiny import TINY, TinyEngine, finish, random_head, random_target, serve, word_tokenizer
 from tests.engine.halting import begun, halted
-from tests.marks import wide
 
 LIMIT = 512
 CONFIG = dataclasses.replace(TINY, max_position_embeddings=LIMIT)
@@ -40,7 +39,6 @@ def head():
 
 @pytest.fixture(scope="module")
 def alone(target):
-    """Plain decoding of one request alone."""
     return lambda prompt, params: generate(target, [prompt], params)[0]
 
 
@@ -474,12 +472,11 @@ def test_no_prompts_no_completions(target, head, llm):
     assert generate(target, []) == generate_tree(target, head, []) == llm.generate([]) == []
 
 
-@pytest.mark.parametrize("budget", [wide(128), 256])
-def test_large_budgets_equal_plain_decoding(target, oracle_engine, alone, budget):
+def test_a_large_budget_equals_plain_decoding(target, oracle_engine, alone):
     prompts = [prompt_of(n, 4) for n in (20, 33)]
     params = [sampled(i, max_tokens=40) for i in range(2)]
-    engine = oracle_engine(prompts, params, TreeSettings(budget=budget, width=4))
+    engine = oracle_engine(prompts, params, TreeSettings(budget=256, width=4))
     completions = serve(engine, prompts, params)
     for completion, prompt, own in zip(completions, prompts, params, strict=True):
         assert completion.token_ids == alone(prompt, own).token_ids
-        assert max(completion.tree_sizes) == budget
+        assert max(completion.tree_sizes) == 256

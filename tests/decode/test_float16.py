@@ -58,7 +58,6 @@ def test_a_tree_commits_what_a_forward_chooses_but_for_near_ties(target, trees):
 
 
 def test_hidden_states_that_outgrow_it(target):
-    """Every weight is in range."""
     layers = {
         i: {**layer, "mlp": {**layer["mlp"], "down_proj": jnp.full((48, 32), 3e4, jnp.float16)}}
         for i, layer in target.weights["layers"].items()

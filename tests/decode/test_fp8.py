@@ -83,8 +83,6 @@ def test_a_head_in_fp8_drafts_as_its_widened_weights_do():
 
 
 class TestPairs:
-    """What loading a head says of it and its target."""
-
     def said(self, folder, caplog, target, **dflash):
         raw = _RAW | _RAW_HEAD
         raw = {**raw, "dflash_config": {**raw["dflash_config"], **dflash}}

@@ -109,13 +109,11 @@ def test_prompts_that_are_prefilled_together(case):
     [
         [(2,), (3, 0), (1,), (0, 2)],
         [(3, 1), (0, 2)],
-        wide([(3, 1, 0, 2)]),
         wide([(2, 0, 3), (1, 2)]),
     ],
     ids=str,
 )
 def test_live_slots_in_any_order(case, turns):
-    """Also such as have ended, which idle beside the others."""
     tokens, state = case.serve(case.begin(), turns * 40)
     assert tokens == case.expected
     assert not state.active.any()
@@ -148,7 +146,6 @@ def test_the_others_keep_every_bit(case):
 
 
 def test_single_rounds_are_the_loop(case):
-    """Round for round; and rounds after all ends keep everything."""
     single = dataclasses.replace(case.decoder, max_rounds=1)
     expected, seen = case.decoder.decode(case.weights, case.begin(), np.int32(32))
     state, found = case.begin(), [[] for _ in range(SLOTS)]
@@ -241,11 +238,9 @@ def test_a_dispatch_ends_when_all_wait(case):
     [
         (6, 2, {}, True),  # 6 + 10 = 16
         (7, 2, {}, False),
-        (7, 2, {"depth": 8}, True),
         (8, 2, {"depth": 8}, False),
         (12, 2, {"budget": 4}, True),  # no deeper than 3
         (13, 2, {"budget": 4}, False),
-        (15, 2, {"budget": 1}, True),
         (16, 2, {"budget": 1}, False),
         (12, 2, {"remaining": 4}, True),  # all that it may ever get
         (13, 2, {"remaining": 4}, False),
@@ -290,8 +285,16 @@ def test_pages_that_another_slot_filled(prompt):
     assert [token for tokens, _ in found[0] for token in tokens][:NEW] == expected.token_ids
 
 
-@pytest.mark.parametrize("program", ["live", wide("all"), "prefill"])
-@pytest.mark.parametrize("kind", [wide("paged"), "rings", "recurrent"])
+@pytest.mark.parametrize(
+    ("kind", "program"),
+    [
+        ("rings", "live"),
+        ("recurrent", "live"),
+        ("rings", "prefill"),
+        wide("recurrent", "all"),
+        wide("paged", "live"),
+    ],
+)
 def test_no_store_is_copied(kind, program):
     """States are gathered before the loop and scattered after it, once; what has pages stays where it is."""
     config, slots, live, pages = CONFIGS[kind], 5, 2, 37

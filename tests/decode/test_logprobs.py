@@ -88,13 +88,7 @@ def test_parts_tell_what_the_whole_does(mesh):
 
 
 def assert_rounded_logprobs(token, told, reference):
-    """What is told of a token is what a reference's row says, ``[V]`` with one bound, but for rounding.
-
-    Args:
-        token: The token.
-        told: Its log-probability and rank, the likeliest tokens and their log-probabilities.
-        reference: The row, and how far each of its elements may be off.
-    """
+    """What is told of a token is what a reference's row says, ``[V]`` with one bound, but for rounding."""
     chosen, rank, tokens, likeliest = told
     row, bound = reference
     assert abs(chosen - row[token]) <= bound

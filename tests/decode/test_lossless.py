@@ -65,12 +65,7 @@ MOST_SLOTS = max(shape.slots for shape in SHAPES)
 
 @dataclasses.dataclass
 class Draw:
-    """One draw, and all that ran on it.
-
-    Attributes:
-        free: Each member's tokens when decoded plainly, alone, with no stop condition.
-        outputs: For each way of decoding the members' completions.
-    """
+    """One draw, and all that ran on it."""
 
     seed: int
     shape: Shape

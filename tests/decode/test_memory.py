@@ -139,7 +139,6 @@ def test_each_device_holds_what_is_counted(parts):
 
 
 def held_by_each(tree):
-    """Bytes of a pytree on each device that has any."""
     held = defaultdict(int)
     for leaf in jax.tree.leaves(tree):
         for shard in leaf.addressable_shards:
@@ -197,7 +196,6 @@ def test_the_workspace_is_at_least_what_xla_reserves(slots, budget, capacity, ch
     ids=["long", "many", "recurrent, long", "recurrent, many"],
 )
 def test_the_workspace_of_prompts_is_at_least_what_xla_reserves(chunk, config):
-    """Of the largest forward of prompts, where rounds are small."""
     config = dataclasses.replace(config, max_position_embeddings=2048)
     decoder = decoder_for(config, 16)
     size = EngineSize.of(config, 4, 256, chunks=(chunk,))

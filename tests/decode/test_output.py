@@ -117,8 +117,6 @@ def test_a_tail_that_may_become_a_stop_string_is_held_back():
 
 
 class Sliced(str):
-    """Counts its slices."""
-
     __slots__ = ()
     slices = 0
 

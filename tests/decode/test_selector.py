@@ -95,12 +95,11 @@ def place_of(one, node):
     return place
 
 
-@pytest.mark.parametrize("algorithm", ["top_nodes", wide("accum_logp")])
-def test_scores_of_zero_give_the_trees_of_the_head_without(target, algorithm):
+def test_scores_of_zero_give_the_trees_of_the_head_without(target):
     selecting = selecting_head(lambda name, values: 0 * values)
     weights = {name: own for name, own in selecting.weights.items() if name != "selector"}
     plain = Head(dataclasses.replace(selecting.config, selector=None), weights)
-    settings = TreeSettings(16, algorithm=algorithm, candidates=CANDIDATES)
+    settings = TreeSettings(16, algorithm="top_nodes", candidates=CANDIDATES)
     ours, completion = traced(target, selecting, SAMPLED, settings)
     theirs, expected = traced(target, plain, SAMPLED, settings)
     assert completion == expected
@@ -110,10 +109,8 @@ def test_scores_of_zero_give_the_trees_of_the_head_without(target, algorithm):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
 
 
-@pytest.mark.parametrize("value", [None, *map(wide, [np.nan, np.inf])])
+@pytest.mark.parametrize("value", [None, wide(np.nan)])
 def test_a_batch_s_tokens_are_plain_decoding_s(target, value):
-    """With a random selector, and with one of whose rows many are no numbers."""
-
     def change(name, values):
         if value is None or name != "successors":
             return 4 * values
@@ -175,8 +172,6 @@ def test_parents_of_the_drawn_example():
 
 
 class TestBreadth:
-    """Width and candidates of a head whose selector chooses among five."""
-
     @pytest.mark.parametrize(
         ("algorithm", "width", "candidates", "expected"),
         [

@@ -46,7 +46,6 @@ def scored(rows, params, start):
 
 
 def drain(trace):
-    """All rounds of a trace, and the completion."""
     return list(trace), trace.completion
 
 
@@ -192,7 +191,6 @@ def test_an_abandoned_trace_holds_nothing(target, head):
 
 @pytest.mark.parametrize(("mesh", "dtype"), [((2, 4), np.float32), ((1, 2), jnp.bfloat16)])
 def test_log_probs_from_parts_of_the_vocabulary(mesh, dtype):
-    """One gather; nodes whose token is in any part, and padding after a root."""
     vocab, nodes = 67, 16
     rng = np.random.default_rng(4)
     logits = rng.normal(0, 3, (2, nodes, vocab)).astype(dtype)

@@ -13,25 +13,11 @@ from tests.decode.tiny import serve
 
 
 def with_nan(stores):
-    """What no commit has written may be anything."""
     return jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), stores)
 
 
 def serve_waves(engine, oracle, waves, rng, *, limit, prompts=(1, 110), new=(15, 35)):
-    """Serves waves of requests, checks every token, and that nothing compiles after the first wave.
-
-    Args:
-        engine: An engine of four slots whose proposer is the oracle.
-        oracle: It drafts what the target will say, and branches that it will not.
-        waves: How many requests each has.
-        rng: Draws prompts and numbers of tokens.
-        limit: Tokens of a planted sequence.
-        prompts: Tokens of a prompt, from and below.
-        new: Tokens of an answer, from and below.
-
-    Returns:
-        How many tokens each round committed.
-    """
+    """Serves waves of requests, checks every token, and that nothing compiles after the first wave."""
     target, runner, lengths = engine.target, engine.runner, []
     runner.compiler.compile(runner.programs([]))
     for wave, members in enumerate(waves):

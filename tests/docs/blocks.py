@@ -29,15 +29,7 @@ _PLACEHOLDER = re.compile(r"path/or/hub-id|\bPATH(?:_OR_ID)?\b|\bMODEL\b|\bHEAD\
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a page.
-
-    Attributes:
-        page: The page's path in the repository.
-        line: Of the page, of its first line of code.
-        language: As the fence has it.
-        code: With the embedded pair in the places for a reader's own.
-        reason: Why it is not run; empty if it is.
-    """
+    """One block of a page."""
 
     page: str
     line: int
@@ -47,11 +39,7 @@ class Block:
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """The blocks of a page.
-
-    Raises:
-        ValueError: A mark is in front of no block, or a block has no language, or one that is not known.
-    """
+    """The blocks of a page."""
     text, name = page.read_text("utf-8"), page.relative_to(ROOT).as_posix()
     found = list(_BLOCK.finditer(text))
     marks = sum(own["reason"] is not None for own in found)

@@ -43,7 +43,9 @@ NOT_RUN = {
     r"bench (?:plots|page)\b": "it rewrites the checkout; tests/bench has it write elsewhere",
     r"make (?:test|test-all|lint|lint-newest)\b": "it runs this test, or what .ci/run runs beside it",
     r"make (?:demo|parity|newest-jax|\w+-check)\b": "it installs packages",
-    r"make (?:fuzz|soak-serve)\b": "minutes: tests/fuzz has shorter ones",
+    r"make (?:fuzz|soak|soak-serve)\b": "minutes: tests/fuzz has shorter ones",
+    r"^bench \w": "tests/bench runs it",
+    r"--work demo-dpace\b": "docs/training.md has the same",
 }
 _SETS = " ".join(
     f"--set {setting}"
@@ -52,8 +54,6 @@ _SETS = " ".join(
         *("objective.chunk=30", "evaluation.windows=2", "evaluation.prompts=1", "evaluation.new_tokens=4"),
     )
 )
-_PROMPTS = "--num-prompts 2 --skip-prompts 0 --max-tokens 4"
-_ONE = "--temperatures 0 --algorithms top_nodes --budgets 8"
 #: Appended to commands: the test's limits. The last of two equal options counts.
 SHORT = {
     "jetspec-jax generate": "--max-tokens 16",
@@ -62,15 +62,6 @@ SHORT = {
     "python -m train data": "--limit 24 --heldout 1",
     "python -m train finetune": f"--limit 24 --heldout 4 {_SETS}",
     "python -m train head": _SETS,
-    "python -m bench decode": f"{_PROMPTS} --temperatures 0 --budgets 8 --repeats 1",
-    "python -m bench exactness": f"{_PROMPTS} {_ONE} --dtypes float32",
-    "python -m bench acceptance": f"{_PROMPTS} {_ONE} --candidates 4",
-    "python -m bench profile": f"{_PROMPTS} --budget 8 --least-nodes 1",
-    "python -m bench round": "--shape tiny --budgets 8 --contexts 64 --rounds 2 --repeats 1 --no-phases",
-    "python -m bench load": "--shape tiny --budgets 8 --num-prompts 2 --prompt-tokens 8 --output-tokens 4 "
-    "--concurrency 2 --rates 50",
-    "python -m bench serve": "--num-prompts 2 --output-tokens 4 --concurrency 2 --methods plain",
-    "make soak": "MINUTES=0.02",
 }
 _CALL = re.compile(
     rf"(?<![\w/.\"-])(?P<program>{'|'.join(map(re.escape, PROGRAMS))})(?![\w-])(?P<rest>[^\n]*)"
@@ -84,16 +75,7 @@ _SETUP = re.compile(r"cat > \S+ <<'END'|python \w+\.py > ")
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a page.
-
-    Attributes:
-        where: Page and line.
-        program: One of `PROGRAMS`.
-        words: What follows the program.
-        plain: Whether nothing but words follows, and nothing but input from another command comes before.
-        feeding: The command line whose output is its input; empty if there is none.
-        reason: Why it is not run; empty if it is.
-    """
+    """A command of a page."""
 
     where: str
     program: str

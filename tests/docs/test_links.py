@@ -23,7 +23,6 @@ def anchors(page):
 
 
 def broken(page, text):
-    """The links of a page's text that lead nowhere."""
     found = []
     for link in LINK.findall(FENCE.sub("", text)):
         if re.match(r"[a-z]+:", link):

@@ -11,7 +11,6 @@ from safetensors.numpy import load_file
 from jetspec_jax import load_target
 from tests.families import step_by_step
 from tests.float64 import Reference, Rounding, assert_rounded, reference_of
-from tests.marks import wide
 
 FOLDER = Path(__file__).parent / "goldens"
 NAMES = sorted(path.name for path in FOLDER.iterdir()) if FOLDER.is_dir() else []
@@ -20,7 +19,7 @@ MADE_OF_OTHERS = ("gemma3", "llama", "qwen3_5_moe", "qwen3_moe_sliding", "qwen3_
 # For tests that compile much.
 EACH_PART = pytest.mark.parametrize(
     "family",
-    [wide(name) if name in MADE_OF_OTHERS else name for name in NAMES],
+    [name for name in NAMES if name not in MADE_OF_OTHERS],
     indirect=True,
 )
 

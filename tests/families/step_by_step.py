@@ -73,7 +73,6 @@ def normalised(raw, x, rounded):
 
 
 def centered_norm(raw, weight, x, rounded):
-    """The norm whose weight is stored less one."""
     return rounded(normalised(raw, x, rounded) * (1 + weight))
 
 
@@ -83,7 +82,6 @@ def gated(tensors, x, rounded, prefix=""):
 
 
 def sizes_of(raw):
-    """Key heads, value heads, and the sizes of both."""
     names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"
     return tuple(raw[f"linear_{name}"] for name in names)
 
@@ -105,17 +103,7 @@ def project(raw, tensors, x):
 
 
 def recurrent(raw, tensors, x, parents, before, state, rounded=exact):
-    """What a recurrent layer adds to the stream, and the state after each token.
-
-    Args:
-        raw: The ``config.json``.
-        tensors: The layer's.
-        x: Its input, normed, ``[..., T, M]``.
-        parents: Of each token the one before it, -1 for none.
-        before: Rows before the convolution of the tokens before the block, the oldest first; None is zero.
-        state: After the last of those, ``[V, D, E]``; None is zero.
-        rounded: See above.
-    """
+    """What a recurrent layer adds to the stream, and the state after each token."""
     key_heads, value_heads, d, e = sizes_of(raw)
     lead, ratio = x.shape[:-2], value_heads // key_heads
     rows, z, b, a = map(rounded, project(raw, tensors, x))

@@ -27,8 +27,6 @@ def without_limits(layer, experts):
     ("family", "layer", "experts"),
     [
         ("gpt_oss", 0, True),
-        wide("step3p7", 0, False),
-        wide("step3p7", 2, True),
         wide("step3p7", 3, False),
         ("step3p7", 3, True),
     ],

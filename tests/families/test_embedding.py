@@ -43,7 +43,6 @@ def test_float32(table):
 
 @pytest.mark.parametrize("dtype", [np.float32, bfloat16])
 def test_as_they_are(table, dtype):
-    """Of a family that has no scale, and of one that has where none is wanted."""
     table = table.astype(dtype)
     np.testing.assert_array_equal(embed(V4, table), table[TOKENS])
     np.testing.assert_array_equal(embed(GEMMA3, table, scaled=False), table[TOKENS])

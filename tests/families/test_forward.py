@@ -44,7 +44,6 @@ def test_logits_are_those_of_transformers(family, target):
 
 @pytest.mark.parametrize("family", RECURRENT)
 def test_transformers_is_within_rounding_of_float64(family):
-    """What recurrent families are held against is no program of ours alone."""
     assert_rounded(golden_logits(family), in_float64(family))
     assert_rounded(long_golden_logits(family), long_in_float64(family))
 
@@ -81,7 +80,6 @@ def in_parts(target, sizes):
 
 @functools.partial(jax.jit, static_argnums=0)
 def step(config, weights, stores, slots, tokens):
-    """A block over stores, and the stores with it."""
     model, block = bind(config, weights), Block.chain(tokens)
     output = model(tokens, block.positions(slots.lengths), attend_over(stores, slots, block))
     count = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)

@@ -15,7 +15,6 @@ from pallas_kernels.quantized import FP8, Quantized, scale_shape
 
 
 def rows_of_product(spec, *arrays):
-    """Rows that the product itself has."""
     jaxpr = jax.make_jaxpr(lambda *args: einsum(spec, *args))(*arrays)
     (product,) = (equation for equation in jaxpr.eqns if equation.primitive.name == "dot_general")
     (axes, _), _ = product.params["dimension_numbers"]

@@ -45,10 +45,8 @@ def recurrence_of(name, layer, x, history):
     return run(target.weights, jnp.asarray(x), history)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
-@pytest.mark.parametrize("count", [200, wide(600), wide(1)])
+@pytest.mark.parametrize(("name", "count"), [("qwen3_5", 200), ("qwen3_next", 200), wide("qwen3_5", 600)])
 def test_recurrence_of_a_sequence(name, count):
-    """Longer than a chunk."""
     raw, tensors = part(name, 1, "linear_attn")
     x = rows(0, 1, count, 32)
     added, left = recurrence_of(name, 1, x, History(None, None, None))
@@ -59,9 +57,9 @@ def test_recurrence_of_a_sequence(name, count):
     close(left.rows[0], step_by_step.project(raw, tensors, x[0])[0])
 
 
-@pytest.mark.parametrize("name", [wide("qwen3_5"), "qwen3_next"])
-def test_recurrence_of_documents_side_by_side(name):
+def test_recurrence_of_documents_side_by_side():
     """Longer and shorter than a chunk and than the convolution: each begins anew."""
+    name = "qwen3_next"
     raw, tensors = part(name, 1, "linear_attn")
     begins = np.zeros((1, 200), bool)
     begins[0, [0, 3, 4, 170, 198]] = True
@@ -79,9 +77,9 @@ def test_recurrence_of_documents_side_by_side(name):
         np.testing.assert_array_equal(changed[0, neighbour], added[0, neighbour])
 
 
-@pytest.mark.parametrize("name", [wide("qwen3_5"), "qwen3_next"])
-def test_recurrence_of_a_tree(name):
+def test_recurrence_of_a_tree():
     """Windows of the convolution and states follow parents, from the root on into what is stored."""
+    name = "qwen3_next"
     raw, tensors = part(name, 1, "linear_attn")
     own = golden_target(name).config.layers[1].recurrence
     rng = np.random.default_rng(1)
@@ -109,9 +107,8 @@ def test_recurrence_of_a_tree(name):
         close(np.einsum("vd,ve->vde", keys, left.delta[b, 9]), step)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5"])
-def test_attention(name):
-    """Gates take turns with queries, and a part of a head turns."""
+def test_attention():
+    name = "qwen3_5"
     raw, tensors = part(name, 3, "self_attn")
     target, x = golden_target(name), rows(5, 1, 40, 32)
 
@@ -127,7 +124,6 @@ def test_attention(name):
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next"])
 def test_mixture(name):
-    """Weights that add up to one, and as they are; the shared expert's gate."""
     raw, tensors = part(name, 2, "mlp")
     target, x = golden_target(name), rows(6, 1, 20, 32)
 

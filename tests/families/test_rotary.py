@@ -74,7 +74,6 @@ def test_the_ends_of_a_ramp_are_rounded_unless_a_config_says_no(said, expected):
 
 @pytest.mark.parametrize(("name", "factor"), [("partial", 1.0), ("yarn", FACTOR)])
 def test_angles(name, factor):
-    """Positions times frequencies; of YaRN, cosines and sines are larger."""
     rope, own = CASES[name]
     positions = np.array([[0, 1, 40], [7, 3, 3]], np.int32)
     angles = positions[:, :, None] * np.array(own)[None, None]

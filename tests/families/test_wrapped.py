@@ -59,7 +59,6 @@ def untied(folder, name, *heads):
 @pytest.mark.parametrize("name", WRAPPED)
 @pytest.mark.parametrize("head", HEADS)
 def test_a_head_of_its_own(tmp_path, name, head):
-    """Beside the text model's other tensors, or with them."""
     weights = load_target(untied(tmp_path, name, head), dtype="float32").weights
     np.testing.assert_array_equal(weights.pop("lm_head"), weights["embed_tokens"][::-1])
     jax.tree.map(np.testing.assert_array_equal, weights, golden_target(name).weights)

@@ -47,12 +47,7 @@ ALLOWED = (CheckpointError, DeviceMemoryError, FileNotFoundError)
 
 
 class Checkpoints:
-    """Cases over copies of a few small checkpoints.
-
-    Attributes:
-        place: A folder for the copies.
-        seed: Of all cases.
-    """
+    """Cases over copies of a few small checkpoints."""
 
     def __init__(self, place, seed, families=NAMES):
         """Makes the checkpoints, and compiles what is decoded with."""

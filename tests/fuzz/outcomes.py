@@ -12,13 +12,7 @@ class Finding(Exception):
 
 
 def ending(error: BaseException, allowed: tuple[type[BaseException], ...], *named: Path) -> str:
-    """The name of a documented exception; anything else is a finding, with its text.
-
-    Args:
-        error: What was raised.
-        allowed: What the call may raise; of a class its subclasses too.
-        *named: Folders of which a CheckpointError must name one.
-    """
+    """The name of a documented exception; anything else is a finding, with its text."""
     name, text = type(error).__name__, str(error)
     if not isinstance(error, allowed):
         raise Finding(f"{name}: {text[:500]}") from error

@@ -20,14 +20,7 @@ WARM = 30
 
 @dataclass
 class Report:
-    """What became of a part's cases.
-
-    Attributes:
-        outcomes: How many ended how.
-        findings: What no case may do, each with its number.
-        slowest: Seconds of the slowest case.
-        grown_bytes: Growth of the memory, nothing cached any more.
-    """
+    """What became of a part's cases."""
 
     outcomes: Counter = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
@@ -51,14 +44,7 @@ class Report:
 
 
 def run_cases(part, indices, *, deadline=None, progress=lambda: None):
-    """Runs cases of a part one after the other, each process until it ends.
-
-    Args:
-        part: "checkpoints" or "requests".
-        indices: First and last case, and the seed of all.
-        deadline: Of `time.monotonic`; None runs all.
-        progress: Called after each case.
-    """
+    """Runs cases of a part one after the other, each process until it ends."""
     report = Report()
     number, stop, seed = indices
     context = multiprocessing.get_context("spawn")

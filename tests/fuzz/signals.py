@@ -45,12 +45,7 @@ class Interrupts:
 
 
 def interrupt_calls(scene: Scene, rng: random.Random, count: int) -> dict[str, int]:
-    """Interrupts calls of this process, some while they compile; how many ended in which way.
-
-    Raises:
-        AssertionError: The call after one of them is wrong.
-        TimeoutError: A call did not end.
-    """
+    """Interrupts calls of this process, some while they compile; how many ended in which way."""
     interrupts = Interrupts()
     outcomes: collections.Counter[str] = collections.Counter()
     scene.check(rng)

@@ -42,7 +42,6 @@ def launches(program):
 
 
 def gpu_mesh(expert, tensor):
-    """A mesh of GPUs that need not be there."""
     axes = (jax.sharding.AxisType.Auto,) * 2
     return jax.sharding.AbstractMesh((expert, tensor), shards.ALL, axes, abstract_device=_gpu())
 

@@ -9,13 +9,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def run(code, count, *inputs):
-    """The 32-bit registers that the code leaves in its outputs.
-
-    Args:
-        code: The assembly, with ``$0``, ``$1``, ... for outputs and then inputs.
-        count: The number of outputs.
-        *inputs: Registers, as arrays of uint32 or float32.
-    """
+    """The 32-bit registers that the code leaves in its outputs."""
     registers = {f"${count + i}": np.asarray(own).view(np.uint32) for i, own in enumerate(inputs)}
     for line in code.splitlines():
         if match := re.fullmatch(r"([a-z]\S+) (\S+), (.*);", line):

@@ -95,7 +95,6 @@ def test_choice(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["gated_activation", "qkv_rotary", "rms_norm"])
 def test_a_kernel_is_differentiable(name):
-    """As it is registered, that is."""
     package, arrays, settings = CALLS[name]
     settings = {"gated_activation": {"activation": SILU}}.get(name, settings)
     function = package.api.OPERATION.table["pallas_triton"].function

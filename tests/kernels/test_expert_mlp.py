@@ -24,8 +24,6 @@ TOLERANCE = {jnp.float32: 2e-6, jnp.bfloat16: 1e-2, jnp.float16: 1.5e-3}
 
 
 class Case(NamedTuple):
-    """A call: T, E, K, M, I, and the rest."""
-
     tokens: int
     experts: int
     top_k: int
@@ -79,7 +77,6 @@ def make_case(case, seed=0):
 
 
 def oracle(case, arrays):
-    """The definition."""
     dtype = arrays[0].dtype
     experts = np.asarray(arrays[3])
     x, gate_up, down, _, weights, *biases = (
@@ -144,8 +141,7 @@ def test_the_kernel_reads_quantised_experts(stored, dtype):
     assert apart(gate_up, wrong)[0] > size[0]
 
 
-@pytest.mark.parametrize("tokens", [1, wide(64), wide(512)])
-@pytest.mark.parametrize("stored", ["mxfp4", wide("fp8")])
+@pytest.mark.parametrize(("stored", "tokens"), [("mxfp4", 1), wide("mxfp4", 64), wide("fp8", 512)])
 def test_lowers_for_cuda_with_quantised_experts(stored, tokens):
     case = next(case for case in PUBLISHED if (case.size, case.tokens) == (2880, tokens))
     x, gate_up, down, *rest = jax.eval_shape(partial(make_shapes, case))
@@ -171,15 +167,11 @@ def test_lowers_for_cuda_with_quantised_experts(stored, tokens):
 
 
 class ExpertMLPSuite:
-    """What every implementation must pass; a subclass names one."""
-
     implementation: str
 
     @classmethod
     @cache
     def jitted(cls):
-        """One function per class, so that tests share their compilations."""
-
         def run(x, gate_up, down, experts, weights, gate_up_bias, down_bias, activation):
             biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
             arrays = x, gate_up, down, experts, weights
@@ -211,24 +203,22 @@ class ExpertMLPSuite:
         arrays = x, gate_up, down, experts, weights, *biases
         np.testing.assert_allclose(self.run(case, arrays), oracle(case, arrays), rtol=1e-4, atol=1e-5)
 
-    @pytest.mark.parametrize("dtype", [jnp.bfloat16, wide(jnp.float32)])
-    def test_a_favourite_among_others(self, dtype):
+    def test_a_favourite_among_others(self):
         """One expert gets every token, in more than one of the larger blocks; others a few."""
-        case = Case(100, 24, 2, 72, 40, dtype, GPT_OSS, True)
+        case = Case(100, 24, 2, 72, 40, jnp.bfloat16, GPT_OSS, True)
         x, gate_up, down, experts, *rest = make_case(case)
         experts = np.stack([np.full(100, 7), 8 + np.arange(100) % 16], axis=1).astype(np.int32)
         x, gate_up, down, weights, *biases = (jnp.nan_to_num(array) for array in (x, gate_up, down, *rest))
         arrays = x, gate_up, down, jnp.asarray(experts), weights, *biases
         y, expected = self.run(case, arrays), oracle(case, arrays)
         distance = np.linalg.norm(y.astype(np.float64) - expected, axis=-1)
-        assert (distance <= TOLERANCE[dtype] * np.linalg.norm(expected, axis=-1)).all(), distance.max()
+        assert (distance <= TOLERANCE[case.dtype] * np.linalg.norm(expected, axis=-1)).all(), distance.max()
 
 
 class TestXla(ExpertMLPSuite):
     implementation = "xla"
 
     def test_gradients(self):
-        """Of all floating arguments, against differences."""
         case = MORE_CASES[1]._replace(tokens=1)
         *arrays, gate_up_bias, down_bias = make_case(case)
         x, gate_up, down, experts, weights = arrays
@@ -264,10 +254,9 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(
-    "case", [*CASES[1:3], *PUBLISHED[:3:2], *map(wide, [CASES[0], *CASES[3:], *PUBLISHED[4::2]])], ids=name_of
+    "case", [*CASES[1:3], *PUBLISHED[:3:2], *map(wide, [CASES[5], *PUBLISHED[4::3]])], ids=name_of
 )
 def test_lowers_for_cuda(case):
-    """To two kernels, on a machine without a GPU too."""
     arrays = list(jax.eval_shape(partial(make_shapes, case)))
     arrays[5:] = arrays[5:] if case.biases else (None, None)
     run = partial(pallas_triton.expert_mlp, activation=case.activation)
@@ -323,19 +312,14 @@ def test_xla_takes_no_kernel_for_its_products(monkeypatch):
 
 @pytest.mark.usefixtures("no_type_checks")
 class TestRefusals:
-    """Static mistakes are ValueErrors with or without run-time type checking."""
-
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
             ({0: jnp.zeros(3)}, r"x must be \[T, M\], down \[E, I, M\] and experts \[T, K\], got \(3,\)"),
             ({0: jnp.zeros((3, 32), jnp.int32)}, "x holds int32, expected float32, bfloat16, float16"),
             ({1: jnp.zeros((8, 32, 14))}, r"gate_up is \(8, 32, 14\), expected \(8, 32, 2, 7\)"),
-            ({1: jnp.zeros((8, 32, 2, 7), jnp.bfloat16)}, "gate_up holds bfloat16, expected float32"),
             ({4: jnp.zeros((3, 7), jnp.bfloat16)}, r"weights is \(3, 7\).*; weights holds bfloat16"),
             ({5: jnp.zeros((8, 7))}, r"gate_up_bias is \(8, 7\), expected \(8, 2, 7\)"),
-            ({6: jnp.zeros((8, 32), jnp.int8)}, "down_bias holds int8, expected floating"),
-            ({3: jnp.zeros((3, 0), jnp.int32)}, r"experts is \(3, 0\): no elements"),
         ],
     )
     def test_arrays(self, changes, message):

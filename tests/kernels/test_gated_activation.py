@@ -26,7 +26,6 @@ CASES = [
     *(((3, 2, 1100), dtype) for dtype in TOLERANCE),
     ((2, 40), jnp.bfloat16),
     ((1, 2, 1), jnp.float32),
-    wide((7, 2, 1024), jnp.bfloat16),
     ((2, 3, 2, 40), jnp.float16),
     wide((1, 2, 1, 2, 2048), jnp.float32),
 ]
@@ -37,20 +36,16 @@ def make_case(shape, dtype):
 
 
 def oracle(gate_up, activation):
-    """The definition."""
     gate, up = np.moveaxis(np.asarray(gate_up, np.float64), -2, 0)
     return FORMULAS[activation](gate, up)
 
 
 class GatedActivationSuite:
-    """What every implementation must pass; a subclass names one."""
-
     implementation: str
 
     @classmethod
     @cache
     def jitted(cls):
-        """One function per class, so that tests share their compilations."""
         run = partial(gated_activation, implementation=cls.implementation)
         return jax.jit(run, static_argnames="activation")
 
@@ -82,7 +77,6 @@ class GatedActivationSuite:
     @DTYPES
     @pytest.mark.parametrize("activation", FORMULAS, ids=NAMES.get)
     def test_large_gates(self, activation, dtype):
-        """They pass, or close completely, without an overflow on the way."""
         gate = np.asarray([-1e4, -1e3, -100, -88, 0, 20, 88, 100, 1e3, 1e4], dtype)
         gate = gate if activation == SILU else gate[gate != -88]  # which is nearly closed
         self.check(np.stack([gate, np.full_like(gate, 1.5)]), activation)
@@ -117,7 +111,6 @@ class TestPallasTritonInterpreted(GatedActivationSuite):
 
     @DTYPES
     def test_gradients(self, dtype):
-        """Those of the reference."""
         gate_up = make_case((2, 3, 2, 40), dtype)
 
         def loss(gate, gate_up):
@@ -136,7 +129,6 @@ class TestPallasTritonInterpreted(GatedActivationSuite):
     ("shape", "dtype"), [((1, 2, 1), jnp.float32), *(((2, 128, 2, 12288), dtype) for dtype in TOLERANCE)]
 )
 def test_lowers_for_cuda(shape, dtype):
-    """To one kernel, on a machine without a GPU too."""
     gate_up = jax.ShapeDtypeStruct(shape, dtype)
     assert (
         lower_for_gpu(partial(pallas_triton.gated_activation, activation=GPT_OSS), gate_up).count(KERNEL) == 1
@@ -150,8 +142,6 @@ def test_unsupported_shape():
 
 @pytest.mark.usefixtures("no_type_checks")
 class TestRefusals:
-    """Static mistakes are ValueErrors with or without run-time type checking."""
-
     def test_activations(self):
         with pytest.raises(ValueError, match="Activation: limits must be gate or swish, not 'up'"):
             Activation(limit=7.0, limits="up")
@@ -159,9 +149,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("gate_up", "message"),
         [
-            (jnp.zeros(8), r"gate_up is \(8,\), expected \[..., 2, F\]"),
             (jnp.zeros((3, 8)), r"gate_up is \(3, 8\), expected \[..., 2, F\]"),
-            (jnp.zeros((2, 8), jnp.int32), "gate_up holds int32, expected float32, bfloat16, float16"),
             (jnp.zeros((3, 8), jnp.int8), r"gate_up is \(3, 8\).*gate_up holds int8"),
         ],
     )

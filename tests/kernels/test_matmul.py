@@ -403,18 +403,18 @@ def test_configurations_are_checked():
         Config(16, 64, 16, 0, num_warps=4, num_stages=2)
 
 
-@pytest.mark.parametrize("rows", [1, wide(64), wide(256)])
 @pytest.mark.parametrize(
-    ("shape", "stored"),
+    ("shape", "stored", "rows"),
     [
-        (shape, stored) if i in (2, 4) else wide(shape, stored)
-        for i, shape in enumerate(SHAPES)
-        for stored in shape.stored
+        *((SHAPES[i], stored, 1) for i in (2, 4) for stored in SHAPES[i].stored),
+        *(
+            wide(shape, shape.stored[i % len(shape.stored)], (64, 256)[i % 2])
+            for i, shape in enumerate(SHAPES)
+        ),
     ],
     ids=str,
 )
 def test_lowers_for_cuda(shape, stored, rows):
-    """To one kernel, on a machine without a GPU too."""
     depth, columns = shape.depth, shape.columns
     made = {
         "plain": ([((depth, columns), jnp.bfloat16)], lambda w: w),

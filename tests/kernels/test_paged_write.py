@@ -25,15 +25,12 @@ GEOMETRIES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One call's arrays on the host. All of the pools but the committed rows is NaN."""
-
     pools: list[np.ndarray]
     blocks: list[np.ndarray]
     nodes: np.ndarray
     slots: np.ndarray
 
     def args(self):
-        """The operation's positional arguments."""
         return jax.tree.map(jnp.asarray, (self.pools, self.blocks, self.nodes, self.slots))
 
 
@@ -59,7 +56,6 @@ def make_case(geometry, batch=2, num_nodes=9, rows=5, seed=0):
 
 
 def oracle(case):
-    """The definition, row by row."""
     pools = [pool.copy() for pool in case.pools]
     for pool, block in zip(pools, case.blocks, strict=True):
         for b, r in np.ndindex(case.nodes.shape):
@@ -77,8 +73,6 @@ def assert_same_bits(left, right):
 
 
 class PagedWriteSuite:
-    """What every implementation must pass; a subclass names one."""
-
     implementation: str
 
     def write(self, *args):
@@ -87,7 +81,6 @@ class PagedWriteSuite:
     @classmethod
     @cache
     def jitted(cls):
-        """One function per class, so that tests share their compilations."""
         return jax.jit(cls().write)
 
     def check(self, case, expected=None):
@@ -100,11 +93,9 @@ class PagedWriteSuite:
 
     @pytest.mark.parametrize(("num_nodes", "rows"), [(1, 1), (1, 4), (16, 3), (20, 20)])
     def test_sizes(self, num_nodes, rows):
-        """Plain decoding, more rows than nodes, a path in a tree, a prompt chunk."""
         self.check(make_case(GEOMETRIES["mixed"], 1, num_nodes, rows))
 
     def test_example(self):
-        """The example of the docstring."""
         pool = np.full((4, 2), -1, np.int32)
         block = np.arange(4, dtype=np.int32)[None]
         nodes, slots = np.asarray([[0, 2, -1]], np.int32), np.asarray([[7, 2, 3]], np.int32)
@@ -123,7 +114,6 @@ class PagedWriteSuite:
         self.check(case, case.pools)
 
     def test_in_a_loop(self):
-        """Pools that a loop carries keep what earlier rounds wrote."""
         case = make_case(GEOMETRIES["layers"], 2, num_nodes=9, rows=9)
         pools, blocks, nodes, slots = case.args()
 
@@ -157,7 +147,6 @@ class TestPallasTritonInterpreted(PagedWriteSuite):
 
     @pytest.mark.parametrize(("per_call", "per_program"), [wide(128, 1), (128, 3), (4, 2), wide(1, 8)])
     def test_many_pools(self, monkeypatch, per_call, per_program):
-        """More than a program's, more than a launch's."""
         monkeypatch.setattr(pallas_triton, "_POOLS_PER_CALL", per_call)
         monkeypatch.setattr(pallas_triton, "_POOLS_PER_PROGRAM", per_program)
         case = make_case(GEOMETRIES["mixed"] * 3)
@@ -194,8 +183,6 @@ def test_unsupported_shape(pages, dtype, reason):
 
 @pytest.mark.usefixtures("no_type_checks")
 class TestRefusals:
-    """Static mistakes are ValueErrors with or without run-time type checking."""
-
     @pytest.fixture
     def call(self):
         names = ("pools", "blocks", "nodes", "slots")
@@ -209,20 +196,9 @@ class TestRefusals:
             ("blocks", lambda x: x[1:], "4 pools and 3 blocks"),
             ("pools", lambda x: [x[0][0, 0, 0], *x[1:]], r"pools must be \[P, page, ...\]"),
             ("nodes", lambda x: x[0], r"nodes \[B, R\]"),
-            ("nodes", lambda x: x[1:], r"nodes is \(1, 5\), expected \(2, 5\)"),
-            ("nodes", lambda x: x.astype(np.float32), "nodes holds float32, expected int32"),
-            ("slots", lambda x: x[:, 1:], r"slots is \(2, 4\), expected \(2, 5\)"),
             ("slots", lambda x: x.astype(jnp.int16), "slots holds int16, expected int32"),
-            ("pools", lambda x: [x[0], x[1][1:], *x[2:]], r"pools\[1\] is \(5, 4, 2, 8\), expected \(6, 4"),
-            ("blocks", lambda x: [x[0][..., 1:], *x[1:]], r"blocks\[0\] is \(2, 9, 2, 7\), expected"),
             ("blocks", lambda x: [*x[:3], x[3][:, 1:]], r"blocks\[3\] is \(2, 8, 2, 8\), expected"),
-            (
-                "blocks",
-                lambda x: [*x[:3], x[3].astype(jnp.bfloat16)],
-                r"blocks\[3\] holds bfloat16, expected",
-            ),
             ("nodes", lambda x: x[:, :0], r"nodes is \(2, 0\): no elements"),
-            ("pools", lambda x: [pool[:0] for pool in x], r"pools\[0\] is \(0, 4, 2, 8\): no elements"),
         ],
     )
     def test_arrays(self, call, name, change, message):

@@ -29,8 +29,6 @@ MORE_CASES = [((1, 1, 2, 4, 16), jnp.bfloat16), ((1, 7, 1, 3, 128), jnp.float16)
 
 @dataclass(frozen=True)
 class Case:
-    """One call's arrays on the host."""
-
     qkv: np.ndarray
     q_weight: np.ndarray | None
     k_weight: np.ndarray | None
@@ -39,12 +37,10 @@ class Case:
     norm_values: bool = False
 
     def args(self):
-        """The operation's positional arguments."""
         return astuple(self)[:-1]
 
 
 def make_case(shape, dtype=jnp.float32, weight_dtype=None, half=None):
-    """Random heads at random angles."""
     batch, nodes, groups, ratio, size = shape
     rng = np.random.default_rng(0)
     angles = rng.uniform(-4, 4, (batch, nodes, half or size // 2))
@@ -89,14 +85,11 @@ def oracle(case):
 
 
 class QkvRotarySuite:
-    """What every implementation must pass; a subclass names one."""
-
     implementation: str
 
     @classmethod
     @cache
     def jitted(cls):
-        """One function per class, so that tests share their compilations."""
         function = partial(qkv_rotary, eps=EPS, implementation=cls.implementation)
         return jax.jit(function, static_argnames=("weight_offset", "norm_values"))
 
@@ -122,7 +115,6 @@ class QkvRotarySuite:
 
     @pytest.mark.parametrize("norms", [wide(""), "q", "k"])
     def test_norms(self, norms):
-        """Of one of the two or neither, and in the third dtype."""
         self.check(only(norms, make_case((2, 3, 2, 4, 16), jnp.float16)))
 
     @pytest.mark.parametrize("dtype", [wide(jnp.float32), jnp.bfloat16])
@@ -202,7 +194,6 @@ class TestPallasTritonInterpreted(QkvRotarySuite):
         ],
     )
     def test_gradients(self, norms, dtype, settings):
-        """Those of the reference, with respect to every array."""
         case = only(norms, make_case((2, 3, 2, 3, 16), dtype))
 
         def loss(function, *args):
@@ -220,18 +211,16 @@ class TestPallasTritonInterpreted(QkvRotarySuite):
             np.testing.assert_allclose(one, other, rtol=0, atol=8 * TOLERANCE[dtype] * np.abs(other).max())
 
 
-@pytest.mark.parametrize("norms", [wide(""), "qk"])
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
+    ("shape", "dtype", "norms"),
     [
-        *(((2, 128, 8, 4, 128), dtype) for dtype in TOLERANCE),
-        *starmap(wide, [*CASES, *MORE_CASES]),
-        wide((1, 1, 2, 8, 512), jnp.bfloat16),
-        ((1, 1, 1, 71, 64), jnp.bfloat16),
+        *(((2, 128, 8, 4, 128), dtype, "qk") for dtype in TOLERANCE),
+        ((1, 1, 1, 71, 64), jnp.bfloat16, "qk"),
+        wide((1, 1, 2, 8, 512), jnp.bfloat16, ""),
+        wide((1, 2, 2, 0, 32), jnp.float32, ""),
     ],
 )
 def test_lowers_for_cuda(shape, dtype, norms):
-    """To one kernel, on a machine without a GPU too."""
     args = only(norms, make_case(shape, dtype)).args()
     assert lower_for_gpu(partial(pallas_triton.qkv_rotary, eps=EPS), *args).count(KERNEL) == 1
 
@@ -240,11 +229,9 @@ def test_lowers_for_cuda(shape, dtype, norms):
     ("shape", "reason"),
     [
         ((1, 1, 8, 6, 128), None),
-        ((1, 1, 8, 2, 128), None),
         ((1, 1, 1, 130, 128), None),
         ((1, 1, 1, 131, 128), "129 query heads of 128 elements are too many for one program"),
         ((1, 1, 8, 6, 96), "head size 96 is not a power of two in 16..512"),
-        ((1, 1, 8, 6, 8), "head size 8 is not a power of two in 16..512"),
         ((1, 1, 8, 6, 1024), "head size 1024 is not a power of two in 16..512"),
         ((1, 0, 8, 6, 128), "qkv has no elements"),
     ],
@@ -255,8 +242,6 @@ def test_unsupported_shape(shape, reason):
 
 @pytest.mark.usefixtures("no_type_checks")
 class TestRefusals:
-    """Static mistakes are ValueErrors with or without run-time type checking."""
-
     @pytest.mark.parametrize(
         ("name", "change", "message"),
         [
@@ -265,9 +250,7 @@ class TestRefusals:
             ("qkv", lambda x: x[:, :, :, :1], "qkv has 1 heads in a group: no key or no value"),
             ("qkv", lambda x: x[..., :15], "heads of 15 elements do not split into halves"),
             ("q_weight", lambda x: x[1:], r"q_weight is \(15,\), expected \(16,\)"),
-            ("k_weight", lambda x: x.astype(np.int32), "k_weight holds int32, expected floating"),
             ("cos", lambda x: x[:, 1:], r"cos is \(1, 2, 8\), expected \(1, 3, 8\)"),
-            ("sin", lambda x: x.astype(jnp.bfloat16), "sin holds bfloat16, expected float32"),
         ],
     )
     def test_arrays(self, name, change, message):

@@ -20,14 +20,12 @@ CASES = [
     *(((5, 128), dtype) for dtype in TOLERANCE),
     ((96,), jnp.bfloat16),
     ((1, 1), jnp.float32),
-    wide((7, 40), jnp.float32),
     wide((2, 3, 96), jnp.float16),
     ((2, 1, 2, 1000), jnp.bfloat16),
 ]
 
 
 def make_case(shape, dtype, weight_dtype=None, seed=0):
-    """x, weight and delta; rows differ in size."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
@@ -40,25 +38,20 @@ def make_case(shape, dtype, weight_dtype=None, seed=0):
 
 
 def oracle(total, weight):
-    """The definition."""
     total, weight = np.asarray(total, np.float64), np.asarray(weight, np.float64)
     return total / np.sqrt(np.mean(total * total, axis=-1, keepdims=True) + EPS) * weight
 
 
 def with_and_without_delta(norm, x, weight, delta):
-    """Two calls, to be compiled as one program."""
     return norm(x, weight, delta=delta), norm(x, weight, delta=None)
 
 
 class RmsNormSuite:
-    """What every implementation must pass; a subclass names one."""
-
     implementation: str
 
     @classmethod
     @cache
     def jitted(cls, offset, scale):
-        """One function per class and weighting, so that tests share their compilations."""
         norm = partial(
             rms_norm, eps=EPS, weight_offset=offset, weight_scale=scale, implementation=cls.implementation
         )
@@ -66,7 +59,6 @@ class RmsNormSuite:
         return jax.jit(partial(with_and_without_delta, norm))
 
     def run(self, x, weight, delta, offset=None, scale=1.0):
-        """The results with and without delta."""
         return self.jitted(offset, scale)(x, weight, delta)
 
     def check(self, x, weight, delta):
@@ -87,7 +79,6 @@ class RmsNormSuite:
         self.check(*make_case(shape, dtype))
 
     def test_a_wide_weight(self):
-        """It multiplies before anything is rounded; one of the dtype of x, after."""
         x, weight, delta = make_case((5, 128), jnp.bfloat16, jnp.float32)
         (_, total), (normed, _) = self.run(x, weight, delta)
         x = np.asarray(x)
@@ -157,7 +148,6 @@ class TestPallasTritonInterpreted(RmsNormSuite):
         ids=["float32", "bfloat16", "offset"],
     )
     def test_gradients(self, dtype, weight_dtype, offset):
-        """Those of the reference, through both results."""
         args = make_case((2, 3, 40), dtype, weight_dtype)
 
         def loss(run, *args):
@@ -182,14 +172,12 @@ class TestPallasTritonInterpreted(RmsNormSuite):
 )
 @pytest.mark.parametrize("with_delta", [True, False])
 def test_lowers_for_cuda(with_delta, shape, dtype):
-    """To one kernel, on a machine without a GPU too."""
     x, weight = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[-1:], jnp.float32)
     norm = partial(pallas_triton.rms_norm, eps=EPS)
     assert lower_for_gpu(norm, x, weight, x if with_delta else None).count(KERNEL) == 1
 
 
 def test_a_kernel_widens_its_weight():
-    """Nothing in front of it does."""
     x, weight = jax.ShapeDtypeStruct((3, 128), jnp.bfloat16), jax.ShapeDtypeStruct((128,), jnp.bfloat16)
     program = lower_for_gpu(partial(pallas_triton.rms_norm, eps=EPS, weight_offset=1.0), x, weight, x)
     assert program.count(KERNEL) == 1
@@ -211,17 +199,12 @@ def test_unsupported_shape(shape, reason):
 
 @pytest.mark.usefixtures("no_type_checks")
 class TestRefusals:
-    """Static mistakes are ValueErrors with or without run-time type checking."""
-
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
             ({"x": jnp.float32(1)}, r"x must be \[..., M\], got a scalar"),
             ({"x": jnp.zeros((3, 8), jnp.int32)}, "x holds int32, expected float32, bfloat16, float16"),
             ({"weight": jnp.zeros(7)}, r"weight is \(7,\), expected \(8,\)"),
-            ({"weight": jnp.zeros((1, 8))}, r"weight is \(1, 8\), expected \(8,\)"),
-            ({"weight": jnp.zeros(8, jnp.int32)}, "weight holds int32, expected floating"),
-            ({"delta": jnp.zeros(8)}, r"delta is \(8,\), expected \(3, 8\)"),
             ({"delta": jnp.zeros((3, 8), jnp.bfloat16)}, "delta holds bfloat16, expected float32"),
             ({"weight_scale": 0.5}, "weight_scale is 0.5 without a weight_offset, say 0.0"),
             ({"weight": jnp.zeros(7), "delta": jnp.zeros(8)}, r"weight is \(7,\).*delta is \(8,\)"),

@@ -28,8 +28,6 @@ NEAR = 1e-5
 
 
 class Filter(NamedTuple):
-    """The settings of one slot."""
-
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -114,18 +112,14 @@ def keeps(least, logits):
 
 
 class TokenFilterSuite:
-    """What every implementation must pass; a subclass names one."""
-
     implementation: str
 
     @classmethod
     @cache
     def jitted(cls):
-        """One function per class, so that tests share their compilations."""
         return jax.jit(partial(least_kept, implementation=cls.implementation))
 
     def run(self, logits, filters):
-        """The thresholds, back on the host."""
         least = np.asarray(self.jitted()(logits, *settings_of(filters)))
         assert least.dtype == np.float32
         assert least.shape == logits.shape[:2]
@@ -144,7 +138,6 @@ class TokenFilterSuite:
         assert clear > 0.95 * kept.shape[0] * kept.shape[1]
 
     def test_nothing_is_dropped_where_nothing_filters(self):
-        """Whatever a neighbour's settings are."""
         least = self.run(make_logits(1000, jnp.float32), FILTERS)
         inactive = [not own.is_active() for own in FILTERS]
         assert (least[inactive] == -np.inf).all()
@@ -167,8 +160,6 @@ class TestXla(TokenFilterSuite):
 
 
 class TestParts(TokenFilterSuite):
-    """The reference where eight devices have a part each."""
-
     @classmethod
     @cache
     def jitted(cls):
@@ -254,7 +245,6 @@ def test_floats_in_order():
     ("vocab", "dtype"), [(1000, jnp.float16), (151_936, jnp.float32), (151_936, jnp.bfloat16)]
 )
 def test_lowers_for_cuda(vocab, dtype):
-    """To one kernel, on a machine without a GPU too."""
     logits = jax.ShapeDtypeStruct((2, 16, vocab), dtype)
     settings = settings_of([Filter()] * 2)
     assert lower_for_gpu(pallas_triton.least_kept, logits, *settings).count(KERNEL) == 1
@@ -262,17 +252,12 @@ def test_lowers_for_cuda(vocab, dtype):
 
 @pytest.mark.usefixtures("no_type_checks")
 class TestRefusals:
-    """Static mistakes are ValueErrors with or without run-time type checking."""
-
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"logits": np.zeros((2, 5))}, r"logits must be floating \[B, N, V\], got float64 \(2, 5\)"),
             ({"logits": np.zeros((2, 3, 5), np.int32)}, "logits must be floating .*, got int32"),
             ({"temperature": np.zeros(3, np.float32)}, r"temperature is \(3,\), expected \(2,\)"),
-            ({"temperature": np.zeros(2, np.int32)}, "temperature holds int32, expected float32"),
             ({"top_k": np.zeros(2, np.float32)}, "top_k holds float32, expected integer"),
-            ({"top_p": np.zeros((2, 1), np.float32)}, r"top_p is \(2, 1\), expected \(2,\)"),
             (
                 {"top_p": np.zeros(1, np.float32), "min_p": np.zeros(2, np.int8)},
                 "top_p is .*; min_p holds int8",

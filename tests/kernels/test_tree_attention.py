@@ -39,8 +39,6 @@ def name_of(value):
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One call's arrays on the host, as the oracle reads them."""
-
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
@@ -52,7 +50,6 @@ class Case:
     lengths: np.ndarray
 
     def args(self):
-        """The operation's positional arguments."""
         block = self.q, self.k, self.v, pack(self.seen)
         prefix = PagedPrefix(*map(jnp.asarray, (*self.pool, self.tables, self.lengths)))
         return (*map(jnp.asarray, block), prefix)
@@ -138,7 +135,6 @@ def oracle(case, scale, window, sinks, prefix):
 
 
 def registered_call(shape, rows, length, dtype):
-    """The operation's positional arguments at a registered size."""
     pool = jnp.zeros((length // shape.page, shape.page, shape.kv_heads, shape.head_size), dtype)
     tables = jnp.zeros((1, length // shape.page), jnp.int32)
     prefix = PagedPrefix(pool, pool, tables, jnp.asarray([length], jnp.int32))
@@ -148,7 +144,6 @@ def registered_call(shape, rows, length, dtype):
 
 
 def test_unpack_mask_example():
-    """The example of the docstring."""
     mask = jnp.asarray([[[0b0001], [0b0011], [0b0111], [0b1001]]], jnp.uint32)
     expected = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]
     np.testing.assert_array_equal(unpack_mask(mask)[0], np.asarray(expected, bool))
@@ -160,14 +155,11 @@ def test_unpack_mask_words():
 
 
 class TreeAttentionSuite:
-    """What every implementation must pass; a subclass names one."""
-
     implementation: str
 
     @classmethod
     @cache
     def jitted(cls, scale, window):
-        """One function per class and static setting, so that tests share their compilations."""
         attend = partial(tree_attention, implementation=cls.implementation)
         return jax.jit(partial(attend, scale=scale, window=window))
 
@@ -202,7 +194,6 @@ class TreeAttentionSuite:
 
     @pytest.mark.parametrize("shape", [*SHAPES[3:5], *map(wide, [*SHAPES[:3], *SHAPES[5:]])], ids=name_of)
     def test_heads_in_use(self, shape):
-        """Real head counts over a tiny block."""
         ratio = shape.heads // shape.kv_heads
         case = make_case(5, ratio, jnp.float32, shape.head_size, shape.kv_heads, (6, 0))
         window = None if shape.window is None else 4
@@ -238,14 +229,12 @@ class TreeAttentionSuite:
         np.testing.assert_array_equal(out, self.run(case, window=3))
 
     def test_large_scores(self):
-        """Of hundreds, positive and negative: their differences are what counts."""
         case = make_case(16)
         case = replace(case, q=200 * case.q)
         out = self.run(case)
         np.testing.assert_allclose(out, oracle(case, 0.4, None, False, True), rtol=0, atol=1e-3)
 
     def test_page_order_changes_nothing(self):
-        """The same tokens in other pages."""
         case = make_case(16)
         pages = case.pool.shape[1]
         order = np.random.default_rng(1).permutation(pages)
@@ -274,7 +263,6 @@ class TestXla(TreeAttentionSuite):
     implementation = "xla"
 
     def test_chain_is_the_default(self):
-        """Without depths the rows follow each other; a window tells."""
         case = make_case(16)
         chain = np.broadcast_to(np.arange(16, dtype=np.int32), case.depths.shape)
         default = self.run(case, depths=None, window=3)
@@ -298,7 +286,6 @@ class TestPallasTritonInterpreted(TreeAttentionSuite):
         ids=["one", "as many as there are steps"],
     )
     def test_splits(self, config):
-        """Of many, some have no key to look at."""
         case = make_case(16)
         attend = partial(pallas_triton.tree_attention, scale=0.4, window=3, config=config, interpret=True)
         out = jax.jit(attend)(*case.args(), depths=case.depths, sinks=case.sinks)
@@ -314,7 +301,6 @@ class TestPallasTriton:
         ids=name_of,
     )
     def test_lowers_for_cuda(self, shape, dtype):
-        """Everything that the kernel says has a meaning in Triton, at real sizes."""
         attend = partial(pallas_triton.tree_attention, scale=1.0, window=shape.window)
 
         def call(args, depths, sinks):
@@ -338,7 +324,6 @@ class TestPallasTriton:
 
 class TestConfig:
     def test_every_shape_has_one(self):
-        """Tuned or not, on any device, for any rows."""
         for kind in ("", *tuned()):
             for shape, dtype in product(SHAPES, ("float32", "bfloat16", "float16")):
                 for rows in shape.rows:
@@ -359,8 +344,6 @@ class TestConfig:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
 def test_registry_is_traceable(shape):
-    """Every registered size, traced without running it."""
-
     def call(rows, length):
         args = registered_call(shape, rows, length, jnp.float32)
         return tree_attention(*args, scale=1.0, window=shape.window)
@@ -373,8 +356,6 @@ def test_registry_is_traceable(shape):
 
 @pytest.mark.usefixtures("no_type_checks")
 class TestRefusals:
-    """Static mistakes are ValueErrors with or without run-time type checking."""
-
     @pytest.fixture
     def call(self):
         q, k, v, mask, prefix = make_case(33).args()
@@ -385,16 +366,11 @@ class TestRefusals:
         [
             ("q", lambda x: x[0], r"q must be \[B, N, H, E\]"),
             ("q", lambda x: x[:, :, :3], "3 query heads do not divide among 2"),
-            ("q", lambda x: x.astype(jnp.int32), "q holds int32, expected float32, bfloat16, float16"),
             ("k", lambda x: x[:, :32], r"k is \(5, 32, 2, 16\), expected \(5, 33, 2, 16\)"),
-            ("v", lambda x: x[:, :, :1], "v is "),
             ("v", lambda x: x.astype(jnp.bfloat16), "v holds bfloat16, expected float32"),
             ("mask", lambda x: x[:, :, :1], r"mask is \(5, 33, 1\), expected \(5, 33, 2\)"),
-            ("mask", lambda x: x.astype(jnp.int32), "mask holds int32, expected uint32"),
-            ("prefix", lambda x: replace(x, v_pages=x.v_pages[:-1]), "prefix.v_pages is "),
             ("prefix", lambda x: replace(x, k_pages=x.k_pages[..., :4]), "prefix.k_pages is "),
             ("prefix", lambda x: replace(x, block_tables=x.block_tables[0]), "block_tables is "),
-            ("prefix", lambda x: replace(x, lengths=x.lengths[:2]), r"lengths is \(2,\)"),
             ("prefix", lambda x: replace(x, lengths=x.lengths * 1.0), "lengths holds float32"),
             ("prefix", lambda x: replace(x, k_pages=x.k_pages[:0]), "no page or no slot"),
         ],
@@ -408,9 +384,7 @@ class TestRefusals:
         [
             ({"scale": 0.0}, "scale is 0.0"),
             ({"window": 0}, "window is 0"),
-            ({"window": 2**31}, "window is 2147483648"),
             ({"depths": jnp.zeros((5, 32), jnp.int32)}, r"depths is \(5, 32\)"),
-            ({"depths": jnp.zeros((5, 33))}, "depths holds float32, expected signedinteger"),
             ({"sinks": jnp.zeros(2)}, r"sinks is \(2,\), expected \(4,\)"),
         ],
     )

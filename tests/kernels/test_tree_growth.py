@@ -20,15 +20,12 @@ SIZES = [
     (3, 15, 7, 128),
     (2, 40, 1, 37),
 ]
-MORE_SIZES = [(2, 3, 8, 5), (2, 1, 40, 33), (1, 6, 9, 512)]
-OTHER_BUCKETS = [(2, 15, 7, 32), (1, 15, 7, 64), (1, 15, 7, 256)]
+MORE_SIZES = [(2, 1, 40, 33), (1, 6, 9, 512)]
 SEEDS = range(8)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call's arrays on the host, as the oracle reads them."""
-
     log_probs: np.ndarray
     fan_out: np.ndarray
     budget: np.ndarray
@@ -55,43 +52,44 @@ def rough_case(rng, batch, levels, width, num_nodes):
     return Case(log_probs, fan_out, budget, num_nodes)
 
 
-def heap_growth(log_probs, fan_out, budget, num_nodes):
-    """The definition for one sequence, in float32: pop the best, append its children."""
-    levels, width = log_probs.shape
-    nodes, heap = [(-1, 0, 0, np.float32(0))], [(np.float32(0), 0)]
-    while heap:
-        cost, node = heapq.heappop(heap)
-        depth = nodes[node][2]
-        children = min(max(fan_out[depth], 0), width) if depth < levels else 0
-        for rank in range(min(children, min(budget, num_nodes) - len(nodes))):
-            with np.errstate(invalid="ignore"):
-                score = log_probs[depth, rank] - cost
-            if score > -np.inf:
-                heapq.heappush(heap, (-score, len(nodes)))
-            nodes.append((node, rank, depth + 1, score))
-    padding = [(-1, 0, 0, np.float32(-np.inf))] * (num_nodes - len(nodes))
-    return *zip(*nodes, *padding, strict=True), len(nodes)
-
-
-def heap_one_by_one(log_probs, fan_out, budget, num_nodes):
-    """The definition for one sequence, in float32: append the best child that any node offers."""
-    levels, width = log_probs.shape
+def heap_growth(log_probs, children, fan_out, budget, num_nodes, *, one_by_one):
+    """The definition for one sequence, in float32: expand the best node, or append the best child."""
+    levels, candidates, width = log_probs.shape
     nodes, heap = [(-1, 0, 0, np.float32(0))], []
 
-    def offer(node, rank):
-        _, _, depth, score = nodes[node]
-        if depth < levels and rank < min(max(fan_out[depth], 0), width):
-            with np.errstate(invalid="ignore"):
-                own = score + log_probs[depth, rank]
-            if own > -np.inf:
-                heapq.heappush(heap, (-own, node, rank))
+    def child(node, place):
+        """A node's child in a place of its row; None where it may have none."""
+        _, own, depth, score = nodes[node]
+        if depth == levels or place >= min(max(fan_out[depth], 0), width):
+            return None
+        candidate = min(max(children[depth, own, place], 0), candidates - 1)
+        with np.errstate(invalid="ignore"):
+            return node, candidate, depth + 1, score + log_probs[depth, own, place]
 
-    offer(0, 0)
-    while heap and len(nodes) < min(budget, num_nodes):
-        cost, node, rank = heapq.heappop(heap)
-        nodes.append((node, rank, nodes[node][2] + 1, -cost))
-        offer(node, rank + 1)
-        offer(len(nodes) - 1, 0)
+    def offer(node, place):
+        found = child(node, place)
+        if found is not None and found[3] > -np.inf:
+            heapq.heappush(heap, (-found[3], node, place))
+
+    room = min(budget, num_nodes)
+    if one_by_one:
+        offer(0, 0)
+        while heap and len(nodes) < room:
+            _, node, place = heapq.heappop(heap)
+            nodes.append(child(node, place))
+            offer(node, place + 1)
+            offer(len(nodes) - 1, 0)
+    else:
+        heap.append((np.float32(0), 0))
+        while heap:
+            _, node = heapq.heappop(heap)
+            for place in range(width):
+                found = child(node, place)
+                if found is None or len(nodes) >= room:
+                    break
+                if found[3] > -np.inf:
+                    heapq.heappush(heap, (-found[3], len(nodes)))
+                nodes.append(found)
     padding = [(-1, 0, 0, np.float32(-np.inf))] * (num_nodes - len(nodes))
     return *zip(*nodes, *padding, strict=True), len(nodes)
 
@@ -103,16 +101,12 @@ def assert_same(growth, expected):
 
 
 class TreeGrowthSuite:
-    """What every implementation must pass in both ways to grow; a subclass names them."""
-
     implementation: str
     one_by_one = False
-    heap = staticmethod(heap_growth)
 
     @classmethod
     @cache
     def jitted(cls, num_nodes):
-        """One function per class and size, so that tests share their compilations."""
         grow = partial(tree_growth, num_nodes=num_nodes, one_by_one=cls.one_by_one)
         return jax.jit(partial(grow, implementation=cls.implementation))
 
@@ -122,9 +116,11 @@ class TreeGrowthSuite:
         return jax.tree.map(np.asarray, grow(case.log_probs, case.fan_out, case.budget))
 
     def oracle(self, case):
-        """The definition for a batch."""
-        sequences = zip(case.log_probs, case.fan_out, case.budget, strict=True)
-        grown = [self.heap(*arrays, case.num_nodes) for arrays in sequences]
+        # All parents of a level have one row, and a child's candidate is its place in it.
+        rows = np.repeat(case.log_probs[:, :, None], case.log_probs.shape[2], axis=2)
+        places = np.broadcast_to(np.arange(rows.shape[3]), rows.shape)
+        sequences = zip(rows, places, case.fan_out, case.budget, strict=True)
+        grown = [heap_growth(*own, case.num_nodes, one_by_one=self.one_by_one) for own in sequences]
         return Growth(*(np.array(column) for column in zip(*grown, strict=True)))
 
     def check(self, case):
@@ -173,8 +169,6 @@ class TreeGrowthSuite:
 
 
 class SiblingsSuite(TreeGrowthSuite):
-    """Growth by all children of a node."""
-
     def test_the_drawn_example(self):
         growth = self.run(
             Case(
@@ -200,10 +194,7 @@ class SiblingsSuite(TreeGrowthSuite):
 
 
 class OneByOneSuite(TreeGrowthSuite):
-    """Growth by single children."""
-
     one_by_one = True
-    heap = staticmethod(heap_one_by_one)
 
     def test_the_best_nodes_of_all(self):
         """Brute force: every path of the full tree, of which the most probable are the tree."""
@@ -218,8 +209,6 @@ class OneByOneSuite(TreeGrowthSuite):
 
 
 class Interpreted:
-    """Runs the kernel without a GPU."""
-
     implementation = "pallas_triton"
 
     @pytest.fixture(autouse=True)
@@ -245,10 +234,9 @@ class TestPallasTritonInterpretedOneByOne(Interpreted, OneByOneSuite):
 
 @pytest.mark.parametrize("one_by_one", [False, True], ids=["siblings", "one_by_one"])
 @pytest.mark.parametrize(
-    "size", [SIZES[1], MORE_SIZES[-1], *map(wide, [SIZES[0], *MORE_SIZES[:2], *OTHER_BUCKETS])], ids=str
+    "size", [SIZES[1], MORE_SIZES[-1], wide(MORE_SIZES[0]), wide((1, 15, 7, 256))], ids=str
 )
 def test_lowers_for_cuda(size, one_by_one):
-    """To Triton's language, which needs no GPU and refuses what Triton cannot do."""
     batch, levels, width, num_nodes = size
     arrays = (
         jax.ShapeDtypeStruct((batch, levels, width), jnp.float32),
@@ -281,17 +269,12 @@ class TestUnsupportedShape:
 
 @pytest.mark.usefixtures("no_type_checks")
 class TestRefusals:
-    """Static mistakes are ValueErrors with or without run-time type checking."""
-
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
             ({"log_probs": jnp.zeros((4, 3))}, r"log_probs must be \[B, D, W\], got \(4, 3\)"),
-            ({"log_probs": jnp.zeros((2, 4, 3), jnp.bfloat16)}, "log_probs holds bfloat16, expected float32"),
             ({"fan_out": jnp.zeros((2, 5), jnp.int32)}, r"fan_out is \(2, 5\), expected \(2, 4\)"),
-            ({"fan_out": jnp.zeros((2, 4))}, "fan_out holds float32, expected int32"),
             ({"budget": jnp.zeros(3, jnp.int32)}, r"budget is \(3,\), expected \(2,\)"),
-            ({"num_nodes": 0}, "num_nodes is 0"),
             ({"num_nodes": -1, "budget": jnp.zeros(2)}, "num_nodes is -1.*budget holds float32"),
         ],
     )

@@ -1,6 +1,5 @@
 """tree_growth where every candidate has a row of its own for its children, against a heap, bit for bit."""
 
-import heapq
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -11,20 +10,18 @@ import pytest
 
 from pallas_kernels.tree_growth import Growth, pallas_triton, tree_growth
 from tests.kernels.lowering import KERNEL, lower_for_gpu
-from tests.kernels.test_tree_growth import Interpreted, assert_same
+from tests.kernels.test_tree_growth import Interpreted, assert_same, heap_growth
 from tests.marks import wide
 
 # Sequences, levels, candidates, most children, nodes: a decoder's depth with 16 candidates, fewer children
 # than candidates, one candidate only, and more nodes than one warp takes.
 SIZES = [(2, 4, 5, 3, 16), (2, 15, 16, 16, 128)]
-MORE_SIZES = [(3, 3, 1, 1, 5), (1, 6, 9, 9, 512), (2, 15, 32, 7, 256)]
+MORE_SIZES = [(3, 3, 1, 1, 5), (1, 6, 9, 9, 512)]
 SEEDS = range(4)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call's arrays on the host, as the oracle reads them."""
-
     log_probs: np.ndarray
     children: np.ndarray
     fan_out: np.ndarray
@@ -56,58 +53,13 @@ def rough_case(rng, batch, levels, candidates, width, num_nodes):
     )
 
 
-def heap_growth(log_probs, children, fan_out, budget, num_nodes, *, one_by_one):
-    """The definition for one sequence, in float32: expand the best node, or append the best child."""
-    levels, candidates, width = log_probs.shape
-    nodes, heap = [(-1, 0, 0, np.float32(0))], []
-
-    def child(node, place):
-        """A node's child in a place of its row; None where it may have none."""
-        _, own, depth, score = nodes[node]
-        if depth == levels or place >= min(max(fan_out[depth], 0), width):
-            return None
-        candidate = min(max(children[depth, own, place], 0), candidates - 1)
-        with np.errstate(invalid="ignore"):
-            return node, candidate, depth + 1, score + log_probs[depth, own, place]
-
-    def offer(node, place):
-        found = child(node, place)
-        if found is not None and found[3] > -np.inf:
-            heapq.heappush(heap, (-found[3], node, place))
-
-    room = min(budget, num_nodes)
-    if one_by_one:
-        offer(0, 0)
-        while heap and len(nodes) < room:
-            _, node, place = heapq.heappop(heap)
-            nodes.append(child(node, place))
-            offer(node, place + 1)
-            offer(len(nodes) - 1, 0)
-    else:
-        heap.append((np.float32(0), 0))
-        while heap:
-            _, node = heapq.heappop(heap)
-            for place in range(width):
-                found = child(node, place)
-                if found is None or len(nodes) >= room:
-                    break
-                if found[3] > -np.inf:
-                    heapq.heappush(heap, (-found[3], len(nodes)))
-                nodes.append(found)
-    padding = [(-1, 0, 0, np.float32(-np.inf))] * (num_nodes - len(nodes))
-    return *zip(*nodes, *padding, strict=True), len(nodes)
-
-
 class ByParentSuite:
-    """What every implementation must pass in both ways to grow; a subclass names them."""
-
     implementation: str
     one_by_one = False
 
     @classmethod
     @cache
     def jitted(cls, num_nodes):
-        """One function per class and size, so that tests share their compilations."""
         grow = partial(tree_growth, num_nodes=num_nodes, one_by_one=cls.one_by_one)
         return jax.jit(partial(grow, implementation=cls.implementation))
 
@@ -178,9 +130,8 @@ class TestPallasTritonInterpretedOneByOne(Interpreted, ByParentSuite):
 
 
 @pytest.mark.parametrize("one_by_one", [False, True], ids=["siblings", "one_by_one"])
-@pytest.mark.parametrize("size", [SIZES[1], *map(wide, [SIZES[0], *MORE_SIZES])], ids=str)
+@pytest.mark.parametrize("size", [SIZES[1], wide(MORE_SIZES[1]), wide((2, 15, 32, 7, 256))], ids=str)
 def test_lowers_for_cuda(size, one_by_one):
-    """To Triton's language, which needs no GPU and refuses what Triton cannot do."""
     batch, levels, candidates, width, num_nodes = size
     table = (batch, levels, candidates, width)
 
@@ -217,10 +168,6 @@ class TestRefusals:
                 r"must be \[B, D, K, W\] where children are given, got \(2, 4",
             ),
             ({"children": None}, r"log_probs must be \[B, D, W\], got \(2, 4, 5, 3\)"),
-            (
-                {"children": jnp.zeros((2, 4, 5, 2), jnp.int32)},
-                r"children is \(2, 4, 5, 2\), expected \(2, 4",
-            ),
             ({"children": jnp.zeros((2, 4, 5, 3))}, "children holds float32, expected int32"),
         ],
     )

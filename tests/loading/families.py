@@ -17,8 +17,6 @@ ENDS = (Key("model.embed_tokens.weight", "embed_tokens"), Key("lm_head.weight", 
 
 
 class Experts(nnx.Module):
-    """The weights of a layer's experts."""
-
     def __init__(self, config, rngs, dtype, experts):
         m, i = config.hidden_size, config.layers[0].mlp_size
         self.gate_up_proj = param(rngs, (experts, m, 2, i), ("experts", "embed", "gate_up", "mlp"), dtype)
@@ -26,8 +24,6 @@ class Experts(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """A layer that has nothing but experts."""
-
     def __init__(self, config, rngs, dtype, experts):
         self.mlp = nnx.Dict(experts=Experts(config, rngs, dtype, experts))
 

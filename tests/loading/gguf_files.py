@@ -85,16 +85,7 @@ def random_tensors(raw, seed=0):
 
 
 def write_gguf(path, raw, tensors, *, kind=Kind.F32, metadata=None, extra=None):
-    """Writes a file.
-
-    Args:
-        path: Where to.
-        raw: The config.
-        tensors: Hugging Face tensors.
-        kind: How matrices of layers are stored; all else stays float32, but for the experts' matrices.
-        metadata: Further metadata, by key, or other values of what is written; None leaves a key out.
-        extra: Further tensors, under llama.cpp's names.
-    """
+    """Writes a file."""
     name = ARCHITECTURES[raw["model_type"]]
     writer = gguf.GGUFWriter(path, name)
     given = {**metadata_of(raw, name), **(metadata or {})}

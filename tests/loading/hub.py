@@ -9,12 +9,7 @@ COMMIT = "0" * 40
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """Serves folders by their ids, and notes which bytes of which files were asked for.
-
-    Attributes:
-        repositories: Folders by id.
-        fetched: Of every file the ranges, or None for the whole.
-    """
+    """Serves folders by their ids, and notes which bytes of which files were asked for."""
 
     def __init__(self, repositories):
         super().__init__(("127.0.0.1", 0), _Answer)

@@ -125,7 +125,6 @@ def random_tensors(shapes, dtype=np.float32):
 
 
 def halves(tensors):
-    """The tensors in two shards."""
     names = sorted(tensors)
     return [{name: tensors[name] for name in names[i::2]} for i in range(2)]
 

@@ -122,34 +122,16 @@ def test_what_templates_read_is_kept():
     ("messages", "error", "message"),
     [
         ("hello", TypeError, "^messages must be a list such as .*, or several, not 'hello'"),
-        (None, TypeError, "^messages must be a list such as .* not None"),
-        (HELLO, TypeError, "^messages must be a list such as"),
         (["hello"], TypeError, r"^messages\[0\] must be a list such as .*, not 'hello'"),
-        ([None], TypeError, r"^messages\[0\] must be a list"),
-        ([[HELLO], "hello"], TypeError, r"^messages\[1\] must be a list"),
-        ([[HELLO], HELLO], TypeError, r"^messages\[1\] must be a list"),
         ([HELLO, "hello"], TypeError, r"^messages\[1\] must be a mapping with \"role\""),
-        ([HELLO, [HELLO]], TypeError, r"^messages\[1\] must be a mapping"),
-        ([[HELLO, None]], TypeError, r"^messages\[0\]\[1\] must be a mapping"),
         ([], ValueError, "^there are no messages to answer"),
-        ([[HELLO], []], ValueError, "^there are no messages to answer"),
-        ([{"content": "hello"}], TypeError, r'"role" of messages\[0\] must be a string, not None'),
-        ([{"role": 1, "content": "hello"}], TypeError, '"role" of .* not 1'),
         ([{"role": "user"}], ValueError, r'messages\[0\] has no "content"'),
-        ([{"role": "user", "content": None}], ValueError, 'has no "content"'),
         ([{"role": "user", "content": 5}], TypeError, '"content" of .* must be a string, or a list'),
-        ([{"role": "user", "content": {"text": "a"}}], TypeError, '"content" of'),
-        ([{"role": "user", "content": b"hello"}], TypeError, '"content" of'),
-        ([{"role": "user", "content": ["hello"]}], TypeError, r"content\[0\] of messages\[0\] must be"),
-        ([{"role": "user", "content": [{"text": "a"}]}], ValueError, "is of type None"),
         (
             [{"role": "user", "content": [part("a"), {"type": "image_url", "image_url": {"url": "x"}}]}],
             ValueError,
             r"content\[1\] of messages\[0\] is of type 'image_url'; \"text\" alone is supported",
         ),
-        ([{"role": "user", "content": [{"type": "input_audio"}]}], ValueError, "'input_audio'"),
-        ([{"role": "user", "content": [{"type": "text"}]}], TypeError, '"text" of .* not None'),
-        ([{"role": "user", "content": [part(5)]}], TypeError, '"text" of .* not 5'),
         ([{"role": "user", "content": [part("a", cache=1)]}], ValueError, r"unknown keys: \['cache'\]"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
@@ -157,7 +139,6 @@ def test_what_templates_read_is_kept():
             r"arguments of a call in messages\[0\] must be a JSON object, not '\[1\]'",
         ),
         ([{"role": "user", "content": "a\ud800"}], ValueError, r"no valid Unicode: .*U\+D800, at position 1"),
-        ([{"role": "user", "content": [part("\udc00")]}], ValueError, "no valid Unicode"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -201,21 +182,16 @@ BEGUN = {"role": "assistant", "content": "The answer is "}
 
 
 class TestHowAPromptEnds:
-    """With the demo's template, which writes an end mark after every message."""
-
     @pytest.mark.parametrize(
         ("given", "end"),
         [
             ({}, "The answer is <|im_end|>\n<|im_start|>assistant\n"),
-            ({"add_generation_prompt": True}, "The answer is <|im_end|>\n<|im_start|>assistant\n"),
             ({"add_generation_prompt": False}, "The answer is "),
-            ({"continue_final_message": False}, "The answer is <|im_end|>\n<|im_start|>assistant\n"),
             (
                 {"add_generation_prompt": False, "continue_final_message": False},
                 "The answer is <|im_end|>\n",
             ),
             ({"continue_final_message": True}, "The answer is "),
-            ({"add_generation_prompt": False, "continue_final_message": True}, "The answer is "),
         ],
         ids=str,
     )
@@ -249,7 +225,6 @@ class TestHowAPromptEnds:
                 ValueError,
                 "^continue_final_message and add_generation_prompt cannot both be true",
             ),
-            ((1, False), TypeError, "^add_generation_prompt must be True or False, not 1"),
             ((None, "yes"), TypeError, "^continue_final_message must be True or False, not 'yes'"),
         ],
     )
@@ -262,9 +237,8 @@ class TestHowAPromptEnds:
         [
             (HELLO, "^continue_final_message needs a last message of the role \"assistant\", not 'user'"),
             ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, "has content and calls no"),
-            ({**BEGUN, "tool_calls": [{"function": {"name": "f"}}]}, "has content and calls no tools"),
         ],
-        ids=["user", "a call alone", "a call behind a content"],
+        ids=["user", "a call alone"],
     )
     def test_what_cannot_be_continued(self, last, message):
         [chat] = read_chats([HELLO, last])
@@ -325,18 +299,9 @@ class TestTemplatesThatAreGiven:
         (tmp_path / "long").write_text("{{ messages }}" + "a" * 2**20)
         with pytest.raises(ValueError, match=r"long has 1,048,590 bytes; it may have 1,048,576 \(1 MiB\)"):
             read_chat_template(tmp_path / "long")
-        (tmp_path / "many").write_text(many := "{{ messages }}" + "{{a}}" * 2**13)
+        (tmp_path / "many").write_text("{{ messages }}" + "{{a}}" * 2**13)
         with pytest.raises(ValueError, match="many has more than 16,384 values in its 40,974 bytes"):
             read_chat_template(tmp_path / "many")
-        # Also where no file of a template is read: in a tokenizer's config, or a GGUF file.
-        with pytest.raises(
-            ValueError, match=r"^chat_template cannot be compiled: it has more than 16,384 values"
-        ):
-            read_chat_template(many)
-        tokenizer = word_tokenizer(19)
-        tokenizer.chat_template = many
-        with pytest.raises(TemplateFailed, match="cannot be compiled: it has more than 16,384 values"):
-            render_chat(tokenizer, [HELLO], {})
 
     @pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/tools.jinja"])
     def test_a_byte_order_mark_in_a_checkpoint(self, tmp_path, name):
@@ -360,10 +325,7 @@ class TestTemplatesThatAreGiven:
                 FileNotFoundError,
                 "^chat_template is 'no/such.jinja', which is no file and none of chatml-tools; a Jinja",
             ),
-            ("", FileNotFoundError, "^chat_template is '', which is no file"),
-            ("x" * 5000, FileNotFoundError, "which is no file"),
             ("{% if %}{{ messages }}", ValueError, "^chat_template is no Jinja template: line 1: "),
-            ("{{ messages | odd }}", ValueError, "line 1: No filter named 'odd'"),
             ("{# messages #}{{ tools }}", ValueError, "^chat_template does not read `messages`"),
             (5, TypeError, "^chat_template must be a file or a Jinja text, not 5"),
         ],
@@ -404,7 +366,6 @@ class TestTemplatesThatAreGiven:
             "{{ " + "(" * 100_000 + "messages" + ")" * 100_000 + " }}",
             "{{ messages" + ".a" * 3000 + " }}",
             # What Jinja reads and Python does not compile.
-            *(begin * 120 + "{{ messages }}" + end * 120 for begin, end in BLOCKS),
             "{% for m in messages %}" * 25 + "{% endfor %}" * 25,
         ],
         ids=lambda template: f"{template[:6]} {len(template)}",

@@ -1,4 +1,3 @@
-import codecs
 import dataclasses
 import math
 import os
@@ -260,12 +259,8 @@ class TestWindows:
         ({}, None, ()),
         ({"eos_token_id": 2}, None, (2,)),
         ({"eos_token_id": [2, 0]}, None, (2, 0)),
-        ({"eos_token_id": 2}, {}, (2,)),
-        ({"eos_token_id": 2}, {"eos_token_id": None}, (2,)),
         ({"eos_token_id": 2}, {"eos_token_id": 0}, (0, 2)),
         ({"eos_token_id": 2}, {"eos_token_id": [5, 2, 7]}, (5, 2, 7)),
-        ({"eos_token_id": None}, {"eos_token_id": [5]}, (5,)),
-        ({"text_config": {"eos_token_id": 3}}, None, (3,)),
         ({"text_config": {"eos_token_id": 3}, "eos_token_id": [1, 6]}, {}, (1, 6, 3)),
         ({"text_config": {"eos_token_id": 3}}, {"eos_token_id": 5}, (5, 3)),
     ],
@@ -290,17 +285,11 @@ def test_eos_that_is_none(eos):
     ("key", "value"),
     [
         ("rope_theta", "1e6"),
-        ("rope_theta", [1e6]),
         ("rope_theta", math.inf),
         ("rope_scaling", "default"),
-        ("rope_parameters", [{"rope_theta": 1e6}]),
         ("layer_types", 3),
-        ("layer_types", [["full_attention"]] * 3),
         ("sliding_window", "8"),
-        ("sliding_window", 8.5),
-        ("sliding_window", -1),
         ("max_window_layers", "1"),
-        ("max_window_layers", -1),
         ("use_sliding_window", "false"),
         ("tie_word_embeddings", "false"),
     ],
@@ -343,21 +332,6 @@ class TestDraftHead:
         check_head_fits(config, parse_model_config(QWEN3_8B))
 
     @pytest.mark.parametrize(
-        ("keys", "causal"),
-        [
-            ({"causal_head": True}, True),
-            ({"causal_head": False}, False),
-            ({"causal": True}, True),
-            ({"causal": False}, False),
-            ({"causal": True, "causal_head": True}, True),
-            ({}, False),
-        ],
-    )
-    def test_causal_or_not(self, keys, causal):
-        raw = with_dflash(**{"causal_head": None, **keys})
-        assert parse_draft_head_config(raw).causal is causal
-
-    @pytest.mark.parametrize(
         ("num_draft_layers", "num_target_layers", "taps"),
         [
             (1, 36, [18]),
@@ -393,9 +367,6 @@ class TestDraftHead:
             ),
             (with_dflash(causal_head="false"), "causal_head must be true or false"),
             ({**HEAD, "zoom": 2}, r"unknown keys \['zoom'\].*ignore_config_keys=\['zoom'\]"),
-            ({**HEAD, "dflash_config": [1]}, "dflash_config must be an object"),
-            ({**HEAD, "model_type": "llama"}, "unknown model_type 'llama'"),
-            ({**HEAD, "rope_scaling": {"type": "dynamic"}}, "unsupported rope type 'dynamic'"),
             (
                 {**HEAD, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
                 "sliding-window layers in a draft head",
@@ -433,10 +404,6 @@ class TestFit:
     @pytest.mark.parametrize(
         ("head", "complaint"),
         [
-            ({**HEAD, "hidden_size": 16}, "the head's hidden_size is 16, the target's 12"),
-            ({**HEAD, "num_target_layers": 4}, "made for 4 target layers, the target has 3"),
-            ({**HEAD, "vocab_size": 32}, "vocabulary of 32, the target's has 19"),
-            (with_dflash(mask_token_id=19), "mask_token_id 19 lies outside the target's vocabulary of 19"),
             (with_dflash(target_layer_ids=[0, 3]), r"tap layers \[3\] lie outside the target's layers 0..2"),
             (with_dflash(target_layer_ids=[-1, 0]), r"tap layers \[-1\] lie outside"),
             (
@@ -473,23 +440,6 @@ class TestFit:
 
 
 class TestReadJson:
-    @pytest.mark.parametrize(
-        "content", [b"{", b"", b"{'a': 1}", b"\xff\xfe\x00", b"[1, 2]", b"null"], ids=repr
-    )
-    def test_names_the_file(self, tmp_path, content):
-        path = tmp_path / "config.json"
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match="JSON") as info:
-            read_json(path)
-        assert str(path) in str(info.value)
-
-    def test_reads(self, tmp_path):
-        path = tmp_path / "config.json"
-        path.write_text('{"naïve": [1]}', encoding="utf-8")
-        assert read_json(path) == {"naïve": [1]}
-        path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
-        assert read_json(path) == {"naïve": [1]}
-
     def test_a_pipe_is_read_once(self, tmp_path):
         """A shell's ``<(…)`` as a schema."""
         path = tmp_path / "pipe"

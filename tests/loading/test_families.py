@@ -135,7 +135,6 @@ CHANGES = [
 
 
 def each(raw, complaint, key, *values):
-    """Rows of values that are refused alike."""
     return [(raw, {complaint: {key: value}}) for value in values]
 
 
@@ -157,19 +156,7 @@ REFUSED = [
         moe.OLDER,
         {
             "num_experts_per_tok 4 of 3 experts": {"num_experts_per_tok": 4},
-            "num_experts_per_tok must be an integer of at least 1, not 0": {"num_experts_per_tok": 0},
-            "num_experts must be an integer of at least 1, not None": {"num_experts": None},
             "num_experts and num_local_experts mean the same and differ": {"num_local_experts": 4},
-            "moe_intermediate_size must be an integer": {"moe_intermediate_size": None},
-            "norm_topk_prob must be true or false, not 'false'": {"norm_topk_prob": "false"},
-            "decoder_sparse_step must be an integer of at least 1, not 0": {"decoder_sparse_step": 0},
-            r"mlp_only_layers must be a list of layers, not \[0, 5\]": {"mlp_only_layers": [0, 5]},
-            r"mlp_only_layers must be a list of layers, not \[-1\]": {"mlp_only_layers": [-1]},
-            r"mlp_only_layers must be a list of layers, not \[True\]": {"mlp_only_layers": [True]},
-            "mlp_only_layers must be a list of layers, not 2": {"mlp_only_layers": 2},
-            "sliding_window must be an integer of at least 1, not None": {"sliding_window": None},
-            "use_sliding_window must be true or false, not 1": {"use_sliding_window": 1},
-            "neither rope_theta nor rope_parameters.rope_theta is there": {"rope_theta": None},
             "unsupported rope type 'linear'": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
             "rope_theta is given twice and differs": {"rope_parameters": {"rope_theta": 1e6}},
             r"unknown keys \['shared_expert_intermediate_size'\]": {"shared_expert_intermediate_size": 5},
@@ -178,7 +165,6 @@ REFUSED = [
     (
         gemma3.OLDER,
         {
-            "unsupported rope type 'yarn'": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
             "sliding_window must be an integer": {"sliding_window": None},
             "final_logit_softcapping must be a positive number": {"final_logit_softcapping": 0},
             r"rope_scaling: rope_theta is given twice and differs: 1000000\.0, 5": {
@@ -189,21 +175,9 @@ REFUSED = [
     *(
         (gemma3.NEWER, {f"rope_parameters{complaint}": {"rope_parameters": rope}})
         for complaint, rope in (
-            (" has no full_attention", {}),
             (" has no full_attention", {"rope_theta": 1e6, "rope_type": "default"}),
             (" has no sliding_attention", {FULL: {"rope_theta": 1e6}}),
-            (": full_attention: rope_theta must be a positive", {FULL: {}, SLIDING: {}}),
             (r": unknown keys \['chunked'\]", {**gemma3.NEWER["rope_parameters"], "chunked": {}}),
-        )
-    ),
-    *(
-        (gemma3.NEWER, {f"rope_parameters and {', '.join(other)} mean the same and differ": other})
-        for other in (
-            {"rope_theta": 1e6},
-            {"rope_local_base_freq": 1e4},
-            {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-            {"rope_scaling": {"type": "default"}},
-            {"rope_theta": 500000.0, "rope_local_base_freq": 1e4},
         )
     ),
     (
@@ -211,18 +185,12 @@ REFUSED = [
         {
             "layer_types must be a list": {"layer_types": None},
             "last of layer_types must be full": {"layer_types": [FULL] * 3 + [SLIDING]},
-            "global_head_dim must be an integer": {"global_head_dim": None},
-            "head_dim 15 is odd": {"global_head_dim": 15},
             "4 attention heads are no multiple of 3 KV heads": {"num_global_key_value_heads": 3},
             "rope_parameters has no sliding_attention": {"rope_parameters": None},
             **{
                 f"full_attention: partial_rotary_factor={part} makes {size} of 16": turning(part)
                 for part, size in ((1.5, 24), (0.1, 1), (0.01, 0))
             },
-            "full_attention: partial_rotary_factor must be a positive number, not 0": turning(0),
-            "top_k_experts 7 of 6 experts": {"top_k_experts": 7},
-            "num_experts must be an integer": {"num_experts": None},
-            "sliding_window must be an integer": {"sliding_window": None},
             r"unknown keys \['attn_logit_softcapping'\]": {"attn_logit_softcapping": 50.0},
             "per_layer_config and global_head_dim, num_global_key_value_heads mean the": {
                 "per_layer_config": {}
@@ -239,8 +207,6 @@ REFUSED = [
             ("per_layer_config: there is no layer '4'", {"1": gemma4.WIDE, "4": gemma4.WIDE}),
             ("per_layer_config: there is no layer 'last'", {"last": gemma4.WIDE}),
             (r"per_layer_config: 3: unknown keys \['skip'\]", {"3": {**gemma4.WIDE, "skip": ["mlp"]}}),
-            ("3 must be an object", {"3": 16}),
-            ("head_dim must be an integer", {"3": {"head_dim": "16"}}),
         )
     ),
     (
@@ -254,18 +220,11 @@ REFUSED = [
         gpt_oss.GPT_OSS_20B,
         {
             "num_experts_per_tok and experts_per_token mean the same and differ": {"experts_per_token": 2},
-            "num_experts_per_tok 4 of 3 experts": {"num_local_experts": 3},
             "sliding_window must be an integer of at least 1": {"sliding_window": None},
-            "swiglu_limit must be a positive number": {"swiglu_limit": 0.0},
-            "swiglu_alpha must be a positive number": {"swiglu_alpha": "1.7"},
-            "1 layer_types for 24 layers": {"layer_types": [FULL]},
-            "unsupported layer types": {"layer_types": ["linear_attention"] * 24},
             "quant_method 'fp8' is not supported": {"quantization_config": FP8},
-            "quant_method None is not supported": {"quantization_config": {}},
             r"quantization_config: unknown keys \['group_size'\]": {
                 "quantization_config": {"quant_method": "mxfp4", "group_size": 16}
             },
-            "unsupported rope type 'llama3'": {"rope_scaling": {"rope_type": "llama3"}},
             "rope_scaling: mscale and mscale_all_dim must be given together": {
                 "rope_scaling": {**gpt_oss.GPT_OSS_20B["rope_scaling"], "mscale": 1.0}
             },
@@ -282,21 +241,12 @@ REFUSED = [
         {
             r"unknown keys \['fp32_residual_connection'\]": {"fp32_residual_connection": True},
             "layer_types must be a list": {"layer_types": None},
-            "46 layer_types for 45 layers": {"layer_types": [FULL] * 46},
-            "unsupported layer types": {"layer_types": ["linear_attention"] * 48},
             "1 swiglu_limits for 45 layers": {"swiglu_limits": [7.0]},
             "swiglu_limits_shared must be bounds that are not": {"swiglu_limits_shared": [0.0, False] * 24},
             r"moe_layers_enum has \[48\]": {"moe_layers_enum": "3,48"},
             "mlp_layer_types and moe_layers_enum mean the same and differ": {
                 "mlp_layer_types": ["sparse"] * 45
             },
-            "moe_top_k 300 of 288 experts": {"moe_top_k": 300},
-            "moe_top_k must be an integer of at least 1, not 0": {"moe_top_k": 0},
-            "num_experts_per_tok must be an integer of at least 1, not None": {"moe_top_k": None},
-            "moe_num_experts must be an integer of at least 1, not 2.5": {"moe_num_experts": 2.5},
-            "num_attention_groups must be an integer of at least 1, not -8": {"num_attention_groups": -8},
-            "60 attention heads are no multiple of 8 KV heads": {"num_attention_heads": 60},
-            "sliding_window must be an integer": {"sliding_window": None},
             "rope_theta must be a list of positive numbers": {"rope_theta": [5e6, None] * 24},
             "partial_rotary_factors must be a list of positive": {"partial_rotary_factors": [0.5, "1"] * 24},
             **{
@@ -306,17 +256,7 @@ REFUSED = [
                 for part, size in ((1.5, 192), (1.001, 128), (0.004, 0), (0.4, 51))
             },
             "unsupported rope type 'yarn' in rope_scaling": {"rope_scaling": {"rope_type": "yarn"}},
-            "has 96 heads, and num_sliding_attention_heads is 80": {"num_sliding_attention_heads": 80},
         },
-    ),
-    *each(step.HUB_TEXT, "rope_theta must be a list", "rope_theta", 1e4, None),
-    *each(
-        step.HUB_TEXT,
-        "swiglu_limits must be bounds that are not negative",
-        *("swiglu_limits", [-1.0] * 48, [True] * 48),
-    ),
-    *each(
-        step.HUB_TEXT, "moe_layers_enum must be the layers that have experts", "moe_layers_enum", None, "3,x"
     ),
     *(
         (step.HUB_TEXT, {complaint: {"attention_other_setting": {"num_attention_heads": 96, **other}}})
@@ -329,7 +269,6 @@ REFUSED = [
         (step.NEWER_TEXT, {complaint: {"per_layer_config": layers}})
         for complaint, layers in (
             ("layer 1 80 heads, and its type 96", {"01": {"num_attention_heads": 80}}),
-            ("there is no layer '45'", {"45": {}}),
             ("per_layer_config: layer 1 is there twice", {"1": {}, "01": {}}),
             ("gives layer 1 64 heads, and its type 96", {}),
             (
@@ -347,7 +286,6 @@ REFUSED = [
                 for part, size in ((1.5, 192), (0.004, 0), (0.4, 51))
             },
             "rope_parameters has no sliding_attention": {"rope_parameters": {FULL: {"rope_theta": 1e4}}},
-            "num_experts_per_tok 300 of 288 experts": {"num_experts_per_tok": 300},
             "num_nextn_predict_layers and num_mtp_layers mean the same and differ": {"num_mtp_layers": 2},
             "rope_parameters and partial_rotary_factors mean the same and differ": {
                 "partial_rotary_factors": [1.0] * 45
@@ -416,7 +354,6 @@ class TestWrapper:
                 parse_model_config({**raw, **changes})
 
     def test_unknown_keys(self, text):
-        """Also one that only the text model understands, above it."""
         raw = {**WRAPPED[text["model_type"]]({**text, "zoom": 2}), "hidden_size": 3}
         with pytest.raises(ValueError, match=r"config.json: text_config: unknown keys \['zoom'\]"):
             parse_model_config(raw)

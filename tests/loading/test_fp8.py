@@ -24,7 +24,6 @@ from tests.families.goldens import FOLDER, MADE_OF_OTHERS, NAMES
 from tests.loading import test_qwen3_moe as moe
 from tests.loading.fp8 import blocks, channels, load, quantised, scale_name, widened
 from tests.loading.published import HEAD, V4, head_shapes, random_tensors, target_shapes, write
-from tests.marks import wide
 from tests.meshes import mesh_of
 
 # Heads of 12 and features of 72 in blocks of 16 x 32: partial ones, and some that go over heads.
@@ -68,7 +67,7 @@ def test_what_the_file_has_in_fp8_stays_fp8(tmp_path, kind, dtype):
     np.testing.assert_array_equal(np.asarray(down["values"]).astype(np.float32) * scales, expected)
 
 
-@pytest.mark.parametrize("kind", ["partial blocks", "channels", wide("smaller than a block")])
+@pytest.mark.parametrize("kind", ["partial blocks", "channels"])
 def test_logits_are_those_of_the_widened_checkpoint(tmp_path, kind):
     raw, tensors = make(*KINDS[kind])
     plain = {key: value for key, value in raw.items() if key != "quantization_config"}
@@ -94,8 +93,6 @@ def test_written_again_it_is_the_same_file(tmp_path, kind):
 
 
 class TestRefused:
-    """What a file may not hold, each named."""
-
     def complaint(self, folder, raw, tensors):
         with pytest.raises(CheckpointError) as error:
             read(folder, raw, tensors)
@@ -105,9 +102,6 @@ class TestRefused:
         raw, tensors = make(*KINDS["partial blocks"])
         name = "model.layers.0.mlp.up_proj.weight"
         scale = f"{name}_scale_inv"
-        short = tensors[scale][:-1]
-        found = self.complaint(tmp_path / "short", raw, {**tensors, scale: short})
-        assert f"misshapen: {scale} is [4, 2], expected [5, 2] for FP8 in blocks of 16 x 32" in found
         found = self.complaint(
             tmp_path / "none", raw, {key: own for key, own in tensors.items() if key != scale}
         )
@@ -197,7 +191,6 @@ class TestScales:
             read(tmp_path / "x", raw, tensors)
 
     def test_garbage_that_is_allowed(self, tmp_path):
-        """Weights may then be infinite, but no scale is zero or negative."""
         for name, value in (("nan", np.nan), ("inf", np.inf), ("large", 1e38)):
             raw, tensors, _ = self.stored("channels", value)
             folder = write(tmp_path / name, raw, tensors)
@@ -262,9 +255,13 @@ def test_layers_that_the_config_leaves_out_stay_as_they_are(tmp_path):
 BLOCKS = {"blocks": blocks(16, 24), "large blocks": blocks(128, 128), "channels": channels()}
 
 
-@pytest.mark.parametrize("kind", ["blocks", wide("large blocks"), wide("channels")])
 @pytest.mark.parametrize(
-    "family", [wide(name) if name in MADE_OF_OTHERS else name for name in NAMES if name != "gpt_oss"]
+    ("family", "kind"),
+    [
+        *((name, "blocks") for name in NAMES if name not in ("gpt_oss", *MADE_OF_OTHERS)),
+        ("qwen3_moe", "large blocks"),
+        ("qwen3_moe", "channels"),
+    ],
 )
 def test_every_layout_keeps_each_weight_s_scale(family, kind):
     """Of all families, in all forms of files: value times scale in memory is what the file's matrix means."""
@@ -295,8 +292,6 @@ def test_every_layout_keeps_each_weight_s_scale(family, kind):
 
 
 class TestMesh:
-    """Each device has the scales of its own values."""
-
     def placed(self, folder, mesh, config, **changes):
         raw, tensors = make({**LARGER, "intermediate_size": 64, **changes}, config)
         parsed = parse_model_config(raw)
@@ -305,9 +300,8 @@ class TestMesh:
         return parsed, read_weights(folder, parsed, jnp.dtype("float32"), mesh), tensors
 
     @pytest.mark.parametrize("kind", [blocks(16, 16), channels()], ids=["blocks", "channels"])
-    @pytest.mark.parametrize("sizes", [(1, 4), wide((1, 2))])
-    def test_parts(self, tmp_path, kind, sizes):
-        mesh = mesh_of(*sizes)
+    def test_parts(self, tmp_path, kind):
+        mesh = mesh_of(1, 4)
         config, weights, tensors = self.placed(tmp_path / "x", mesh, kind)
         whole = read_weights(tmp_path / "x", config, jnp.dtype("float32"))
         for ours, theirs in zip(*map(jax.tree.leaves, (weights, place(whole, config, mesh))), strict=True):
@@ -328,15 +322,3 @@ class TestMesh:
         wrong = r"mlp.gate_up_proj: parts of 24 values cut FP8 blocks of 16 \(layers 0\)"
         with pytest.raises(ValueError, match=wrong):
             check_partition(parse_model_config(raw), mesh_of(1, 2))
-
-    def test_bytes_are_those_of_a_device(self, tmp_path):
-        mesh = mesh_of(1, 2)
-        config, weights, _ = self.placed(tmp_path / "x", mesh, blocks(16, 16))
-        first = mesh.devices.flat[0]
-        found = sum(
-            shard.data.nbytes
-            for leaf in jax.tree.leaves(weights)
-            for shard in leaf.addressable_shards
-            if shard.device == first
-        )
-        assert found == weight_bytes(config, jnp.dtype("float32"), mesh)

@@ -122,7 +122,6 @@ def test_dense():
 
 
 def test_values_of_their_own():
-    """Then full layers have as many KV heads as the others."""
     own = parse_model_config({**PUBLISHED, "attention_k_eq_v": False})
     assert own.layers[1].num_kv_heads == 2
     assert not own.layers[1].keys_as_values

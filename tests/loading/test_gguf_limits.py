@@ -13,7 +13,6 @@ from jetspec_jax.checkpoint.gguf.header import read_header
 from jetspec_jax.checkpoint.gguf.tensors import GgufTensors
 from jetspec_jax.checkpoint.gguf.tokenizer import read_tokenizer
 from jetspec_jax.checkpoint.gguf.vocabulary import read_vocabulary
-from jetspec_jax.checkpoint.source import Source
 from tests.loading.gguf_files import CONFIGS, metadata_of, random_tensors, write_gguf
 from tests.loading.test_gguf_tokenizer import CONTROL, NORMAL, byte_level, sentence_piece
 
@@ -24,18 +23,15 @@ FEW_BYTES = 2**20
 
 
 def packed(text):
-    """A string as a file has it."""
     data = text if isinstance(text, bytes) else text.encode()
     return struct.pack("<Q", len(data)) + data
 
 
 def array(kind, count):
-    """The beginning of an array of metadata."""
     return struct.pack("<IIQ", ARRAY, kind, count)
 
 
 def value(text):
-    """A metadata value that is a string."""
     return struct.pack("<I", STRING) + packed(text)
 
 
@@ -67,15 +63,10 @@ class TestMetadata:
         ("key", "content", "complaint"),
         [
             ("x.y", array(BYTE, 2**30 - 200), "'x.y' has 1,073,741,624 elements, and may have 4,096"),
-            ("x.y", array(FLOAT, 2**27), "'x.y' has 134,217,728 elements, and may have 4,096"),
-            ("x.y", array(BOOL, 4097), "'x.y' has 4,097 elements, and may have 4,096"),
             ("x.y", array(STRING, 4097), "'x.y' has 4,097 elements"),
             ("tokenizer.other", array(BYTE, 4097), "'tokenizer.other' has 4,097 elements"),
             ("tokenizer.ggml.tokens", array(STRING, 2**26), "67,108,864 elements, and may have 1,048,576"),
-            ("tokenizer.ggml.merges", array(STRING, 2**26), "67,108,864 elements, and may have 1,048,576"),
-            ("tokenizer.ggml.token_type", array(BYTE, 2**29), "elements, and may have 1,048,576"),
             ("x.y", struct.pack("<IQ", STRING, 2**30 - 200), "1,073,741,624 bytes follow after 'x.y'"),
-            ("x.y", struct.pack("<IQ", STRING, 2**22), "4,194,304 bytes follow after 'x.y'"),
             ("tokenizer.chat_template", struct.pack("<IQ", STRING, 2**25), "'tokenizer.chat_template'"),
             ("tokenizer.ggml.tokens", array(STRING, 1) + struct.pack("<Q", 2**25), "'tokenizer.ggml.tokens'"),
         ],
@@ -96,7 +87,6 @@ class TestMetadata:
         assert len(read_header(write_header(tmp_path / "x.gguf", fewer)).metadata) == 10
 
     def test_as_large_as_may_be(self, tmp_path):
-        """Arrays of a tokenizer have limits apart from the others."""
         metadata = {
             "x.numbers": array(BYTE, 4096) + b"\xff" * 4096,
             "x.text": value("é" * 2**20),
@@ -126,22 +116,6 @@ class TestMetadata:
                 size=2**30,
             )
             refused(read_header, path, complaint)
-
-    @pytest.mark.parametrize(
-        "key", ["general.type", "general.architecture", "llama.rope.scaling.type", "llama.attention.causal"]
-    )
-    def test_long_values_are_cut_in_errors(self, tmp_path, key):
-        path = write_gguf(tmp_path / "x.gguf", PLAIN, random_tensors(PLAIN), metadata={key: "a" * 2**20})
-        with pytest.raises(CheckpointError, match=r"'aaa.*aaa'") as info:
-            Source(path).raw_config  # noqa: B018
-        assert len(str(info.value)) < 1000
-
-    def test_many_unknown_keys_are_cut_in_errors(self, tmp_path):
-        keys = {f"llama.{'a' * 100}{number}": 1 for number in range(1000)}
-        path = write_gguf(tmp_path / "x.gguf", PLAIN, random_tensors(PLAIN), metadata=keys)
-        with pytest.raises(CheckpointError, match="unknown keys") as info:
-            Source(path).raw_config  # noqa: B018
-        assert len(str(info.value)) < 2500
 
 
 class TestVocabulary:
@@ -205,7 +179,6 @@ class TestVocabulary:
             load_target(path)
 
     def test_without_an_embedding(self, tmp_path):
-        """A file of a tokenizer alone has no rows to compare with."""
         metadata = {"tokenizer.ggml.tokens": array(STRING, 1) + packed("a")}
         header = read_header(write_header(tmp_path / "x.gguf", metadata))
         assert read_vocabulary(header).tokens == ["a"]
@@ -237,7 +210,6 @@ class TestPlaces:
             # Not only by the last before it.
             ([("a", 64, 0), ("b", 8, 32), ("c", 8, 128)], "b begins .* c begins at .*, before a ends at"),
             ([("a", 8, 4)], "a begins at byte 1028, which is no multiple of 32"),
-            ([("a", 1, 0), ("b", 1, 16)], "b begins at byte 1040, which is no multiple of 32"),
         ],
     )
     def test_refused(self, tmp_path, places, complaint):
@@ -245,7 +217,6 @@ class TestPlaces:
         refused(read_header, path, f"tensors are misaligned or overlap:.*{complaint}")
 
     def test_right_ones(self, tmp_path):
-        """In any order, with gaps, and at another alignment."""
         places = [("c", 8, 64), ("a", 8, 0), ("d", 2, 128), ("b", 8, 32)]
         header = read_header(write_places(tmp_path / "x.gguf", *places))
         assert [header.tensors[name].start - header.tensors["a"].start for name in "abcd"] == [0, 32, 64, 128]
@@ -254,7 +225,6 @@ class TestPlaces:
         refused(read_header, path, "b begins at byte 1056, which is no multiple of 64")
 
     def test_all_at_one_place(self, tmp_path):
-        """The first are named, in one short error."""
         path = write_gguf(tmp_path / "x.gguf", PLAIN, random_tensors(PLAIN))
         content, names = path.read_bytes(), list(read_header(path).tensors)
         for name in names:
@@ -291,7 +261,6 @@ class TestShapes:
 
     @pytest.mark.parametrize("part", ["attn_q", "attn_k"])
     def test_rows_of_queries_and_keys(self, tmp_path, part):
-        """Their order is made when they are read."""
         path = self.write(tmp_path / "x.gguf", f"blk.0.{part}.weight", (2**28, 1), PLAIN)
         tracemalloc.start()
         file = GgufTensors.open(path)

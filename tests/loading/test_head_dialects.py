@@ -94,61 +94,27 @@ class TestDflash:
                 "dflash_config.causal=False contradicts dflash_config.causal_head=True",
             ),
             (HEAD | {"mask_token_id": 3}, "dflash_config.mask_token_id=18 contradicts mask_token_id=3"),
-            (with_dflash(block_size=5), "block_size=4 contradicts dflash_config.block_size=5"),
-            (
-                with_dflash(num_target_layers=5),
-                "num_target_layers=3 contradicts dflash_config.num_target_layers=5",
-            ),
             (
                 HEAD | {"eagle_aux_hidden_state_layer_ids": [0, 2]},
                 r"dflash_config.target_layer_ids=\[0, 2\] contradicts "
                 r"eagle_aux_hidden_state_layer_ids=\[0, 2\]",
             ),
-            (
-                with_dflash(target_hidden_size=12) | {"target_hidden_size": 16},
-                "dflash_config.target_hidden_size=12 contradicts target_hidden_size=16",
-            ),
-            (HEAD | {"is_causal": "true"}, "is_causal must be true or false, not 'true'"),
-            (HEAD | {"is_causal": 1}, "is_causal must be true or false, not 1"),
-            (HEAD | {"draft_vocab_size": 8}, "draft_vocab_size 8 differs from the head's vocab_size 19"),
             (HEAD | {"sample_from_anchor": True}, "sample_from_anchor=True changes the model"),
-            (with_dflash(selector_rank=8), "dflash_config: .*selector_top_k must be .* 1..19, not None"),
-            (
-                with_dflash(selector_top_k=5),
-                "dflash_config: .*selector_rank must be an integer in 1.*, not None",
-            ),
             (
                 with_dflash(selector_rank=-1, selector_top_k=20, selector_tail=1),
                 "selector_rank must .*, not -1; selector_top_k must .* 1..19, not 20; selector_tail .* not 1",
             ),
-            (with_dflash(selector_tail=True), "selector_rank must .*; selector_top_k must"),
             (HEAD | {"selector_rank": 8}, "selector_rank=8 changes .* read in dflash_config only"),
             (
                 with_dflash(selector_rank=8, selector_top_k=5, conv_kernel_size=2),
                 "conv_kernel_size=2 changes the model",
             ),
-            (with_dflash(projector_type="domino"), "projector_type='domino' changes the model"),
-            (HEAD | {"logit_scale": 2.0}, "logit_scale=2.0 changes the model"),
             *(
                 (
                     with_dflash(draft_scales=scales),
                     "^config.json: dflash_config: draft_scales must be .* 3 numbers from 0.001 to 1000, not ",
                 )
-                for scales in (
-                    [1.0, 1.0],
-                    [1.0] * 4,
-                    [1.0, 0.0, 1.0],
-                    [1.0, -1.0, 1.0],
-                    [1.0, float("nan"), 1.0],
-                    [1.0, float("inf"), 1.0],
-                    [1.0, 10**400, 1.0],
-                    [1.0, 1e-45, 1.0],
-                    [1.0, True, 1.0],
-                    [1.0, "1", 1.0],
-                    [],
-                    1.0,
-                    {},
-                )
+                for scales in ([1.0, 1.0], [1.0, 0.0, 1.0], [1.0, 10**400, 1.0], [1.0, True, 1.0], 1.0)
             ),
             (HEAD | {"draft_scales": [1.0] * 3}, "unknown .*draft_scales"),
         ],
@@ -207,24 +173,12 @@ class TestSpeculators:
             ),
             (SPECULATORS | {"speculators_model_type": "eagle3"}, "speculators_model_type must be 'dflash'"),
             (without(SPECULATORS, "transformer_layer_config"), "transformer_layer_config must be an object"),
-            (without(SPECULATORS, "aux_hidden_state_layer_ids"), "aux_hidden_state_layer_ids must be a list"),
-            (without(SPECULATORS, "block_size"), "block_size must be an integer of at least 2"),
-            (SPECULATORS | {"sample_from_anchor": True}, "sample_from_anchor=True changes the model"),
-            (SPECULATORS | {"draft_vocab_size": 8}, "draft_vocab_size 8 differs"),
             (SPECULATORS | {"block_size": 3}, "speculative_tokens=3, and block_size=3 leaves 1 to 2 slots"),
-            (SPECULATORS | {"zoom": 2}, r"config.json: unknown keys \['zoom'\]"),
-            (SPECULATORS | {"use_sliding_window": True}, "use_sliding_window=True changes the model"),
             (
                 SPECULATORS | {"layer_types": ["sliding_attention"] * 2},
                 r"layer_types=\['sliding_attention', 'sliding_attention'\] contradicts transformer_layer",
             ),
-            (SPECULATORS | {"layer_types": 5}, "layer_types=5 contradicts transformer_layer_config"),
             (with_decoder(zoom=2), r"config.json: transformer_layer_config: unknown keys \['zoom'\]"),
-            (with_decoder(model_type="llama"), "unknown model_type 'llama' of a draft head"),
-            (
-                with_decoder(use_sliding_window=True, sliding_window=8, max_window_layers=1),
-                "sliding-window layers in a draft head",
-            ),
         ],
     )
     def test_refused(self, raw, complaint):

@@ -1,7 +1,6 @@
 """Files that nobody should trust: each ends in one CheckpointError that names the file, at once."""
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -144,18 +143,6 @@ class TestJson:
         write_index(folder, {f"a{i}": f"{i}/x.safetensors" for i in range(5000)})
         refused(folder, "names 5,000 shards; it may name 4,096", INDEX)
 
-    def test_an_error_has_few_lines(self, folder):
-        tensors = load_file(folder / "model.safetensors")
-        odd = {"".join(pair): np.zeros(1) for pair in itertools.product(map(chr, range(97, 123)), repeat=2)}
-        save_file({**tensors, **odd}, folder / "model.safetensors")
-        with pytest.raises(CheckpointError, match="surplus: aa\n") as info:
-            load_target(folder)
-        assert str(info.value).endswith("\n  and 576 more lines")
-        write_index(
-            folder, dict.fromkeys([*tensors, *odd, "a" * 10**5, *map(str, range(10**4))], "model.safetensors")
-        )
-        refused(folder, "the index names tensors that no shard holds: ")
-
     @pytest.mark.parametrize(
         "name",
         [
@@ -220,7 +207,6 @@ class TestBounds:
 
     @pytest.mark.wide
     def test_the_most_layers(self, folder):
-        """As many as are read at all are still held against the files in seconds."""
         (folder / "config.json").write_text(json.dumps({**V4, "num_hidden_layers": 512}))
         refused(folder, "missing: model.layers.")
 
@@ -258,7 +244,6 @@ class TestShards:
         refused(sharded, "index names shards that are not there", INDEX)
 
     def test_of_the_hubs_cache(self, tmp_path, sharded, tensors):
-        """Files of a snapshot are links to blobs beside it."""
         cache = tmp_path / "models--owner--model"
         snapshot, blobs = cache / "snapshots" / ("0" * 40), cache / "blobs"
         snapshot.mkdir(parents=True)
@@ -378,8 +363,6 @@ class TestArguments:
         [
             ({"dtype": 5}, "dtype must be a string"),
             ({"ignore_config_keys": "zoom"}, "ignore_config_keys must be a list of strings"),
-            ({"ignore_config_keys": [5]}, "ignore_config_keys must be a list of strings"),
-            ({"ignore_config_keys": None}, "ignore_config_keys must be a list of strings"),
             ({"allow_nonfinite": "no"}, "allow_nonfinite must be true or false"),
         ],
         ids=str,
@@ -397,14 +380,11 @@ class TestArguments:
         ("settings", "kind", "message"),
         [
             ({"raw_config": 5}, TypeError, "raw_config must be a mapping"),
-            ({"weights": [1]}, TypeError, "weights must be a mapping"),
             ({"weights": {"embed_tokens": 5}}, ValueError, "not those of the config"),
             ({"dtype": 5}, TypeError, "dtype must be a string"),
             ({"dtype": "int8"}, ValueError, "dtype must be one of float32, bfloat16, float16, or None"),
-            ({"max_shard_bytes": "5GB"}, TypeError, "max_shard_bytes must be an integer"),
             ({"max_shard_bytes": 0}, ValueError, "max_shard_bytes must be at least 1"),
             ({"extra_files": {"../x": ""}}, ValueError, r"'\.\./x' lies outside the folder"),
-            ({"extra_files": {5: ""}}, TypeError, "named by strings"),
         ],
         ids=str,
     )

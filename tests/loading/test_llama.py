@@ -199,15 +199,11 @@ def test_harmless_keys(raw):
         *((raw, {"hidden_size": 130}, "without head_dim, hidden_size 130 must be") for raw in ALL.values()),
         *((raw, {"head_dim": 63}, "head_dim 63 is odd") for raw in ALL.values()),
         (SMOLLM2_135M, {"rope_interleaved": True}, "rope_interleaved=True changes"),
-        (SMOLLM2_135M, {"num_key_value_heads": 2}, "9 attention heads are no multiple of 2"),
         (MISTRAL_7B, {"attention_bias": True}, "attention_bias=True changes"),
         (MISTRAL_7B, {"sliding_window": ...}, "sliding_window must be a number of tokens, or null"),
-        (MISTRAL_7B, {"sliding_window": 0}, "sliding_window must be an integer of at least 1"),
         (MISTRAL_7B, {"layer_types": ["full_attention"] * 32}, r"layer_types has \['full_attention'\]"),
         (QWEN2_5_7B, {"attention_bias": False}, "attention_bias=False changes"),
         (QWEN2_5_7B, {"use_mrope": True}, "use_mrope=True changes"),
-        (QWEN2_5_7B, {"rope_theta": ...}, "neither rope_theta nor"),
-        (QWEN2_5_7B, {"dual_chunk_attention_config": {}}, "unknown keys"),
     ],
 )
 def test_refused(raw, changes, complaint):
@@ -223,7 +219,6 @@ def names_of(raw):
 
 
 def biases_of(raw):
-    """The names of those that are biases."""
     names = {name for name in names_of(raw) if name.endswith(".bias")}
     return {name.removeprefix("model.layers.0.").removesuffix("_proj.bias") for name in names}
 

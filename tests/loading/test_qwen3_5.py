@@ -125,7 +125,6 @@ ROPE = TEXT_35B["rope_parameters"]
 
 
 def wrapped(text):
-    """A model of text and images, dense or mixed."""
     return {
         "architectures": ["Qwen3_5MoeForConditionalGeneration"],
         "image_token_id": 248056,
@@ -245,7 +244,6 @@ REFUSED = [
                 r"unsupported layer types \['sliding_attention'\] in layer_types": {
                     "layer_types": [*[FULL] * (raw["num_hidden_layers"] - 1), "sliding_attention"]
                 },
-                "layer_types must be a list, not 'full_attention'": {"layer_types": FULL},
                 "layer_types and full_attention_interval 4 differ": {
                     "layer_types": [FULL] * raw["num_hidden_layers"],
                 },
@@ -253,14 +251,7 @@ REFUSED = [
                 "linear_num_value_heads 40 is no multiple of linear_num_key_heads 16": {
                     "linear_num_value_heads": 40
                 },
-                "linear_num_value_heads 8 is no multiple": {"linear_num_value_heads": 8},
-                "linear_conv_kernel_dim must be an integer of at least 2, not 1": {
-                    "linear_conv_kernel_dim": 1
-                },
                 "linear_conv_kernel_dim must be at most 64": {"linear_conv_kernel_dim": 65},
-                "linear_key_head_dim must be an integer of at least 1, not None": {
-                    "linear_key_head_dim": None
-                },
                 "partial_rotary_factor is given twice and differs": {
                     "partial_rotary_factor": 0.25,
                     "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
@@ -268,12 +259,6 @@ REFUSED = [
                 "partial_rotary_factor=0.35 makes 89 of 256": {
                     "partial_rotary_factor": 0.35,
                     "rope_parameters": {**ROPE, "partial_rotary_factor": 0.35},
-                },
-                "partial_rotary_factor must be a positive number, not 0": {"partial_rotary_factor": 0},
-                r"mlp_only_layers must be a list of layers, not \[99\]": {"mlp_only_layers": [99]},
-                r"unknown keys \['zoom'\]": {"zoom": 2},
-                "unsupported rope type 'linear'": {
-                    "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e7}
                 },
             },
         )
@@ -335,25 +320,6 @@ class TestCheckpoint:
             np.testing.assert_array_equal(first, second)
         unused = read_headers(tmp_path / "it").plan(ours.config).unused
         assert {name for names in unused.values() for name in names} == others
-
-    @pytest.mark.parametrize(
-        ("name", "tensor", "held"),
-        [
-            ("qwen3_5", "linear_attn.conv1d.weight", [192, 1, 3]),
-            ("qwen3_5", "linear_attn.in_proj_b.weight", [4, 32]),
-            ("qwen3_5_moe", "mlp.shared_expert_gate.weight", [2, 32]),
-            ("qwen3_next", "linear_attn.in_proj_qkvz.weight", [200, 32]),
-            ("qwen3_next", "linear_attn.A_log", [6]),
-        ],
-    )
-    def test_tensors_of_the_wrong_shape(self, tmp_path, name, tensor, held):
-        raw, tensors = golden(name)
-        layer = f"model.layers.2.{tensor}"
-        right = list(tensors[layer].shape)
-        tensors[layer] = np.zeros(held, np.float32)
-        said = re.escape(f"misshapen: {layer} is {held}, expected {right}")
-        with pytest.raises(ValueError, match=said):
-            read_weights(write(tmp_path / "it", raw, tensors), parse_model_config(raw))
 
 
 @pytest.fixture(scope="module")
@@ -422,16 +388,6 @@ class TestDecayRates:
         written = load_file(back / "model.safetensors")
         np.testing.assert_array_equal(written["model.layers.0.linear_attn.A_log"], exact, strict=True)
         assert written["model.layers.0.linear_attn.norm.weight"].dtype == np.float16
-
-    @pytest.mark.wide
-    @pytest.mark.parametrize("dtype", ["stored", "bfloat16"])
-    def test_verified(self, tmp_path, dtype):
-        pytest.importorskip("orbax.checkpoint")
-        from convert.conversion import to_orbax
-        from convert.verification import verify
-
-        to_orbax(FOLDER / "qwen3_next", tmp_path / "orbax", dtype=dtype)
-        assert verify(FOLDER / "qwen3_next", tmp_path / "orbax", dtype=dtype).ok
 
     def test_bytes(self, config):
         count = num_parameters(config)

@@ -163,7 +163,6 @@ class TestConfig:
         assert parse_model_config({**HUB_TEXT, **lists}) == PUBLISHED
 
     def test_further_layers(self):
-        """None where no key says how many; then the lists have no surplus."""
         none = parse_model_config(without(NEWER_TEXT, "num_nextn_predict_layers"))
         assert none == dataclasses.replace(PUBLISHED, further_layers=0)
 

@@ -8,13 +8,7 @@ _OTHERS = ("stablehlo.all_to_all", "stablehlo.collective_permute", "stablehlo.re
 
 
 class Collective(NamedTuple):
-    """One of them, each time that a program comes to it.
-
-    Attributes:
-        kind: "sum" or "gather".
-        size: Elements of its result.
-        on_condition: Whether the program comes to it on a condition only.
-    """
+    """One of them, each time that a program comes to it."""
 
     kind: str
     size: int

@@ -99,8 +99,6 @@ def test_after_warm_up_nothing_compiles(engine):
 
 
 def test_slots_change_hands_where_they_lie(engine):
-    """Whoever has a slot, all arrays lie on the devices as in an empty state."""
-
     def shardings(state):
         return jax.tree.map(lambda array: array.sharding, state)
 

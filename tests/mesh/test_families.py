@@ -84,7 +84,6 @@ def test_forwards(family, mesh):
 
 
 def test_a_head_that_cannot_be_split():
-    """It stays whole on every device, and drafts the same."""
     mesh, (target, head) = mesh_of(1, 2), pair("qwen3", splits=False)
     split, whole = on_mesh((target, head), mesh)
     assert all(array.is_fully_replicated for array in jax.tree.leaves(whole.weights))

@@ -47,7 +47,6 @@ PARTS = 4
 
 
 def split(axis, rank):
-    """One axis of an array over all parts."""
     return PartitionSpec(*(ALL if axis == each else None for each in range(rank)))
 
 

@@ -69,7 +69,6 @@ def listed_ties(target, prompts, expected, got):
 @pytest.mark.wide
 @pytest.mark.parametrize("parts", [2, 4])
 def test_the_demo_pair(demo, parts):
-    """Several prompts at a time, of which some wait."""
     whole, prompts, alone = demo
     target = load_target(DEMO_TARGET, dtype="float32", mesh=mesh_of(1, parts))
     head = load_draft_head(DEMO_DRAFT_HEAD, dtype="float32", target=target)

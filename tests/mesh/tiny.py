@@ -54,7 +54,6 @@ def head_config(target, *, splits=True):
 
 
 def on_mesh(pair, mesh):
-    """A target and its head on a mesh."""
     target, head = pair
     weights = place(target.weights, target.config, mesh)
     split = Target(target.config, weights, target.eos_token_ids, target.tokenizer, mesh)

@@ -26,11 +26,7 @@ BLOCK = r"^```{language}\n(.*?)^```$"
 
 
 def blocks(readme: str, heading: str, language: str) -> list[str]:
-    """The blocks of a section in a language.
-
-    Raises:
-        ValueError: There is no such section, or none in it.
-    """
+    """The blocks of a section in a language."""
     sections = re.split(r"^## +", readme, flags=re.MULTILINE)
     own = [section for section in sections if section.splitlines()[0].strip() == heading]
     pattern = BLOCK.format(language=language)
@@ -41,11 +37,7 @@ def blocks(readme: str, heading: str, language: str) -> list[str]:
 
 
 def commands(readme: str, target: Path, head: Path) -> list[list[str]]:
-    """The README's shell lines as arguments, with a target and a head in place of its placeholders.
-
-    Raises:
-        ValueError: There are none.
-    """
+    """The README's shell lines as arguments, with a target and a head in place of its placeholders."""
     lines = "\n".join(blocks(readme, "Use from the shell", SECTIONS["Use from the shell"])).splitlines()
     found = []
     for line in lines:
@@ -86,11 +78,7 @@ def wrong_sdist(sdist: Path) -> list[str]:
 
 
 def run(command: Sequence[str], folder: Path, **variables: str) -> str:
-    """Runs a command and returns what it prints.
-
-    Raises:
-        subprocess.CalledProcessError: It fails.
-    """
+    """Runs a command and returns what it prints."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     done = subprocess.run(
         command, cwd=folder, env={**kept, **variables}, capture_output=True, text=True, check=False

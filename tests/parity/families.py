@@ -25,15 +25,7 @@ COMMON = {
 
 @dataclass(frozen=True)
 class Family:
-    """A tiny model of transformers.
-
-    Attributes:
-        config: Makes its config.
-        model: Its class, or what makes a model with logits of a config.
-        louder: By part of a name, what its values are multiplied with: so that clamps are reached.
-        centered: Whether its norms are stored less one.
-        golden: Whether its logits are stored; others are compared live alone.
-    """
+    """A tiny model of transformers."""
 
     config: Callable[[], transformers.PretrainedConfig]
     model: Callable[..., torch.nn.Module]
@@ -43,7 +35,6 @@ class Family:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether layers keep a state."""
         return "linear_attention" in (getattr(self.config(), "layer_types", None) or ())
 
     def build(self) -> torch.nn.Module:
@@ -135,7 +126,6 @@ def llama(*, golden=False, **changes):
 
 
 def mistral(**changes):
-    """A Mistral."""
     settings = {**COMMON, "intermediate_size": 48, **changes}
     return Family(
         lambda: transformers.MistralConfig(**settings), transformers.MistralForCausalLM, golden=False
@@ -143,7 +133,6 @@ def mistral(**changes):
 
 
 def stretched(kind, **settings):
-    """The rotary embedding of a rope type."""
     return {"rope_type": kind, "rope_theta": 5e5, "factor": 4.0, **settings}
 
 

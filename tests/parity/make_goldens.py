@@ -22,7 +22,6 @@ def logits_of(model, ids):
 
 
 def make(name):
-    """Makes one family's golden anew."""
     folder = FOLDER / name
     shutil.rmtree(folder, ignore_errors=True)
     model = FAMILIES[name].build()

@@ -29,7 +29,6 @@ SETTINGS = [
 @pytest.mark.parametrize("family", [transformers.Qwen3Config, transformers.Qwen3MoeConfig])
 @pytest.mark.parametrize("own", SETTINGS, ids=str)
 def test_yarn_of_a_config(family, own):
-    """From the file to the frequencies and the attention factor."""
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, **own}
     raw = {**(QWEN3_8B if family.model_type == "qwen3" else MOE), "rope_scaling": scaling}
     rope = parse_model_config(raw).layers[0].rope

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jetspec_jax import load_target, logits, tree_logits
+from jetspec_jax import load_target, tree_logits
 from tests.parity.oracle import (
     VOCAB,
     assert_close,
@@ -60,34 +60,3 @@ def test_transformers(tmp_path, shape, prefix_length, num_nodes):
         for (b, node, _), end in zip(rows, ends, strict=True):
             alone[b, node] = end
     assert_close(ours, valid_rows(alone, tree))
-
-
-@pytest.mark.parametrize(("shape", "prefix_length", "num_nodes"), [CASES[0], CASES[6]])
-def test_our_own_plain_forwards(tmp_path, shape, prefix_length, num_nodes):
-    _, target, prefix, tree = case(tmp_path, shape, prefix_length, num_nodes)
-    texts = list(paths(prefix, tree))
-    longest = max(len(text) for _, _, text in texts)
-    # What follows a token does not touch it: padding behind the texts makes them one batch.
-    padded = np.array([text + [0] * (longest - len(text)) for _, _, text in texts], np.int32)
-    rows = np.asarray(logits(target, padded))
-    ends = np.stack([row[len(text) - 1] for row, (_, _, text) in zip(rows, texts, strict=True)])
-    assert_close(valid_rows(tree_logits(target, prefix, tree), tree), ends)
-
-
-def test_padding_nodes_change_nothing(tmp_path):
-    """A tree alone, without the padding that its larger neighbour brings."""
-    _, target, prefix, tree = case(tmp_path, "untied", 19, (64, 37))
-    together = np.asarray(tree_logits(target, prefix, tree))[1, :37]
-    (alone,) = np.asarray(tree_logits(target, prefix[1:], first_nodes(tree, 37)))
-    assert_close(together, alone)
-
-
-def first_nodes(tree, count):
-    """The last sequence's tree, cut to its first nodes."""
-    return type(tree)(
-        tokens=tree.tokens[-1:, :count],
-        parents=tree.parents[-1:, :count],
-        depths=tree.depths[-1:, :count],
-        scores=tree.scores[-1:, :count],
-        num_nodes=tree.num_nodes[-1:],
-    )

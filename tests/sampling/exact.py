@@ -27,7 +27,6 @@ jitted_perturb = jax.jit(perturb, static_argnames="max_depth")
 
 
 def batch_of(params):
-    """The settings of a slot for each."""
     return jax.tree.map(lambda *own: jnp.asarray(np.stack(own)), *map(Sampling.of, params))
 
 

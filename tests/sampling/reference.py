@@ -27,7 +27,6 @@ def adjusted(row, params, prompt, output, *, endings=(), bad_words=()):
 
 
 def path_of(tokens, parents, node):
-    """Tokens from below the root to a node."""
     path = []
     while node > 0:
         path.append(int(tokens[node]))

@@ -48,7 +48,6 @@ def test_filters_come_after_temperature_in_order(temperature, dtype):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_logits_that_are_no_numbers_have_no_choice(temperature):
-    """Of the row alone; where all else is -inf, one number is a choice."""
     rows = np.zeros((1, 4, 8), np.float32)
     rows[0, 1] = np.nan
     rows[0, 2] = -np.inf

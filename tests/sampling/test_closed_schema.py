@@ -36,7 +36,6 @@ def listing(key, value=INT, **more):
 
 
 def test_the_usual_schema_of_a_model(tokens):
-    """As Pydantic writes it: objects by reference, in lists, and optional."""
     schema = {
         "$defs": {"Pet": {"properties": {"a": INT}, "required": ["a"], "title": "Pet", "type": "object"}},
         "properties": {
@@ -67,7 +66,6 @@ def test_the_usual_schema_of_a_model(tokens):
     [
         (A, {"a": 1}, {"x": 1}),
         ({"properties": {}}, {}, {"x": 1}),
-        ({"type": "object", "patternProperties": {"^a": INT}}, {"a1": 1}, {"x": 1}),
         ({"prefixItems": [A], "items": B}, [{"a": 1}, {"b": 1}], [{"a": 1}, {"b": 1, "x": 1}]),
         (listing("b", {"additionalProperties": A}), {"b": {"x": {"a": 1}}}, {"b": {"x": {"x": 1}}}),
         ({"anyOf": [A, B], "type": "object"}, {"b": 1}, {"b": 1, "x": 1}),
@@ -81,7 +79,6 @@ def test_the_usual_schema_of_a_model(tokens):
         ),
         # The property, not the keyword.
         (listing("properties", listing("a")), {"properties": {"a": 1}}, {"properties": {"x": 1}}),
-        (listing("allOf", A), {"allOf": {"a": 1}}, {"allOf": {"x": 1}}),
     ],
     ids=str,
 )
@@ -95,32 +92,24 @@ OPEN = [
     ({"type": "object"}, {"x": 1}),
     (listing("properties", {"type": "object"}), {"properties": {"x": 1}}),
     (listing("a", additionalProperties=True), {"x": 1}),
-    (listing("a", additionalProperties=INT), {"x": 1}),
     (listing("a", required=["x"]), {"x": 1}),
-    (listing("a", minProperties=0), {"a": 1}),
     ({"patternProperties": {"^x": INT}, "required": ["x1"]}, {"x1": 1}),
     ({"allOf": [A, B]}, {"a": 1, "b": 1}),
-    ({"allOf": [A], **B}, {"a": 1, "b": 1}),
     ({"allOf": [{"$ref": "#/$defs/A"}, B], "$defs": {"A": A}}, {"a": 1, "b": 1}),
     ({"allOf": [listing("o", A), listing("o", B)]}, {"o": {"a": 1, "b": 1}}),
-    ({"allOf": [{"anyOf": [A]}, B]}, {"a": 1, "b": 1}),
     ({"anyOf": [A, INT], **B}, {"a": 1, "b": 1}),
     ({"anyOf": [A], "required": ["x"]}, {"a": 1, "x": 1}),
-    ({"anyOf": [listing("o", A)], **listing("o", B)}, {"o": {"a": 1, "b": 1}}),
     ({"oneOf": [A, INT], **B}, {"a": 1, "b": 1}),
     ({"$ref": "#/$defs/A", **B, "$defs": {"A": A}}, {"a": 1, "b": 1}),
-    ({"$ref": "#/$defs/A", "anyOf": [B], "$defs": {"A": A}}, {"a": 1, "b": 1}),
     ({"$ref": "#A", **B, "$defs": {"A": {"$anchor": "A", **A}}}, {"a": 1, "b": 1}),
     ({"properties": {"ab": A}, "patternProperties": {"^ab": B}}, {"ab": {"a": 1, "b": 1}}),
     ({**A, "enum": [{"a": 1}, {"x": 1}]}, {"x": 1}),
-    ({"anyOf": [A], "const": {"x": 1}}, {"x": 1}),
     ({**listing("a", B), "const": {"a": {"x": 1}}}, {"a": {"x": 1}}),
 ]
 
 
 @pytest.mark.parametrize(("schema", "value"), OPEN, ids=str)
 def test_not_closed(tokens, schema, value):
-    """Nothing that other keywords list, require or name is forbidden."""
     opened = StructuredOutputsParams(json=schema, disable_additional_properties=False)
     assert admits(tokens, opened, value), "the test's value must be one of the schema as it is"
     assert admits(tokens, StructuredOutputsParams(json=schema), value)

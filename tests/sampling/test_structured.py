@@ -22,21 +22,17 @@ def test_equal_forms_are_equal_and_hashable():
     ("given", "words"),
     [
         ({}, "exactly one of json, regex, choice, grammar, json_object; given: none"),
-        ({"json_object": False}, "given: none"),
         ({"regex": "a", "choice": ["a"]}, "given: regex and choice"),
         ({"regex": "a", "disable_any_whitespace": True}, "is for json and json_object, not for regex"),
         ({"json": "{"}, "json is no JSON schema"),
-        ({"json": "[" * 100_000}, "json is no JSON schema"),
         ({"json": '{"a": ' * 5000 + "1" + "}" * 5000}, "json is no JSON schema"),
         ({"json": {"default": float("nan")}}, "json is no JSON schema"),
-        ({"json": {"default": {1}}}, "json is no JSON schema"),
         ({"json": "[1]"}, "json must be a JSON schema, an object"),
         ({"json": {"items": [{"maxLength": MOST_REPEATS + 1}]}}, "maxLength in json must be at most"),
         ({"choice": []}, "choice must hold at least one text"),
         ({"choice": ["\ud800"]}, "surrogate"),
         ({"regex": ""}, "regex must not be empty"),
         ({"regex": "a{3,1000001}"}, "regex must repeat nothing more than"),
-        ({"regex": "a{ 1000001 , }"}, "regex must repeat nothing more than"),
         ({"regex": "{" + "9" * 60_000 + "}"}, "regex must repeat nothing more than"),
         ({"grammar": 'start: "a"{1000001}'}, "grammar must repeat nothing more than"),
         ({"grammar": "start: \ud800"}, "surrogate"),
@@ -55,7 +51,7 @@ def test_types_that_are_refused(given):
         StructuredOutputsParams(**given)
 
 
-@pytest.mark.parametrize("part", ["{ ", "{ 1 ", "{1,", " ", "{", "{}", "1", ",", "{ 1 , 2 ", "}{"])
+@pytest.mark.parametrize("part", ["{ ", "{ 1 ", "{1,", " ", "{", "1"])
 @pytest.mark.parametrize("name", ["regex", "grammar"])
 def test_a_scan_for_repeats_reads_each_character_once(name, part):
     text = "{" + part * 200_000 + "x"

@@ -51,7 +51,6 @@ def logs_as_before():
 
 @pytest.fixture(scope="session")
 def llm():
-    """An engine of few slots."""
     made = Kept(small_target(), random_head(SMALL, 0), max_slots=4, max_waiting=8, **TREE)
     yield made
     asyncio.run(AsyncLLM.close(made))

@@ -7,13 +7,7 @@ from tests.serve.servers import Kept
 
 
 class Scripted(Kept):
-    """Says a text in pieces, or raises; keeps what it was asked for.
-
-    Attributes:
-        gate: A semaphore from which each piece of the requests to come takes one; None lets them all pass.
-        open: Requests that have not ended.
-        reason: Why texts end.
-    """
+    """Says a text in pieces, or raises; keeps what it was asked for."""
 
     def __init__(self, target, text="", *, size=3, error=None, gate=None):
         super().__init__(target, max_slots=1)

@@ -76,13 +76,7 @@ with halted(begun(count), over=lambda: not hold.exists()):
 
 
 class Command:
-    """``jetspec-jax serve`` as a process, once it listens.
-
-    Args:
-        words: Its arguments.
-        output: Where its log goes.
-        held: A file, and a number of requests: see `HELD`.
-    """
+    """``jetspec-jax serve`` as a process, once it listens."""
 
     def __init__(self, *words, output=subprocess.PIPE, held=()):
         program = ["-c", HELD, *map(str, held)] if held else ["-m", "jetspec_jax"]

@@ -77,19 +77,6 @@ class TestDefinitions:
         got = speculative(completion, level="detailed", depth=6)
         assert got == defined([2, 0, 1], [2, 5, 4], 6)
 
-    def test_a_request_without_drafts_has_zeros(self):
-        assert speculative(ended([1, 1], [0, 0]), level="detailed") == {
-            "mean_acceptance_length": 1.0,
-            "draft_acceptance_rate": 0.0,
-            "acceptance_histogram": [0, 0, 0, 0],
-            "num_spec_steps": 0,
-            "num_accepted_draft_tokens": 0,
-            "num_draft_tokens": 0,
-            "num_spec_tokens": 3,
-            "per_step_accepted": [],
-            "per_step_drafted": [],
-        }
-
     @pytest.mark.parametrize("level", ["summary", "detailed"])
     def test_several_completions_have_none(self, level):
         assert speculative(ended([2], [3]), ended([2], [3]), level=level) is None
@@ -124,7 +111,6 @@ def whole(http, path, **given):
 
 
 def streamed(http, path, **given):
-    """The tokens of each round, and the usage chunk."""
     *chunks, last = [
         json.loads(line.removeprefix("data: "))
         for line in http.post(
@@ -210,8 +196,8 @@ def test_plain_servers_refuse_the_option():
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 4}])
-def test_the_figures_of_the_demo_pair_are_those_of_its_trace(params):
+def test_the_figures_of_the_demo_pair_are_those_of_its_trace():
+    params = {"temperature": 1.0, "seed": 4}
     llm = Kept("demo", budget=16, max_slots=1, algorithm="top_nodes")
     try:
         with served(llm, **{OPTION: "detailed"}) as own, own.client() as http:

@@ -36,17 +36,13 @@ def refused(response, status, param, *words):
     ("raw", "kind", "status", "words"),
     [
         (b"{", "application/json", 400, ["no valid JSON"]),
-        (b"", "application/json", 400, ["no valid JSON"]),
         (b"[]", "application/json", 400, ["must be a JSON object, not an array"]),
-        (b'"a"', "application/json", 400, ["must be a JSON object, not a string"]),
         (b'{"prompt": "a"}', "text/plain", 415, ["application/json, not 'text/plain'"]),
         (b'{"prompt": "\xff"}', "application/json", 400, ["no valid UTF-8", "0xff"]),
         (b'{"prompt": "a", "temperature": NaN}', "application/json", 400, ["NaN is no number"]),
         (b'{"prompt": "a", "temperature": 1e999}', "application/json", 400, ["beyond all floats"]),
-        (b'{"prompt": "a", "seed": -Infinity}', "application/json", 400, ["-Infinity is no number"]),
         (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "application/json", 400, ["too many digits"]),
         (b'{"prompt": "a", "seed": 1, "seed": 2}', "application/json", 400, ["'seed' 2 times"]),
-        (b'{"prompt": "a", "logit_bias": {"5": 1, "5": 2}}', "application/json", 400, ["'5' 2 times"]),
         (b"[" * 100_000, "application/json", 400, ["nested too deeply"]),
         (b'{"prompt": "' + b"a" * 2**23 + b'"}', "application/json", 413, ["4194304 bytes"]),
     ],
@@ -61,47 +57,22 @@ def test_bodies(http, raw, kind, status, words):
     [
         ({}, 400, "prompt", ["prompt is missing"]),
         ({"prompt": ""}, 400, "prompt", ["empty"]),
-        ({"prompt": []}, 400, "prompt", ["empty"]),
         ({"prompt": ["a", ""]}, 400, "prompt", ["prompt[1]", "empty"]),
         ({"prompt": "\ud800"}, 400, "prompt", ["surrogate", "U+D800"]),
         ({"prompt": [1, 4096]}, 400, "prompt", ["4096", "0..4095"]),
-        ({"prompt": [1, -1]}, 400, "prompt", ["-1", "0..4095"]),
-        ({"prompt": [1, True]}, 400, "prompt", ["True", "no integer"]),
-        ({"prompt": [1, "a"]}, 400, "prompt", ["'a'"]),
         ({"prompt": 1}, 400, "prompt", ["a text, token ids"]),
-        ({"prompt": {"a": 1}}, 400, "prompt", ["a text, token ids"]),
         ({"prompt": "a", "model": "other"}, 404, "model", ["'other'", "'demo'"]),
         ({"prompt": "a", "max_token": 1}, 400, "max_token", ["did you mean max_tokens?"]),
         ({"prompt": "a", "guided_json": {}}, 400, "guided_json", ['{"structured_outputs": {"json": …}}']),
-        ({"prompt": "a", "guided_choice": ["a"]}, 400, "guided_choice", ['{"choice": …}']),
-        ({"prompt": "a", "modalities": ["audio"]}, 400, "modalities", ["only text", "['audio']"]),
         ({"prompt": "a", "suffix": "b"}, 400, "suffix", ["not supported"]),
-        ({"prompt": "a", "best_of": 2}, 400, "best_of", ["n=1"]),
         ({"prompt": "a", "max_tokens": 2000}, 400, "max_tokens", ["at most 1023"]),
         ({"prompt": "a " * 3000}, 400, "prompt", ["maximum context length is 1024"]),
-        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens", ["at least 1"]),
-        ({"prompt": "a", "max_tokens": 1.5}, 400, "max_tokens", ["integer"]),
-        ({"prompt": "a", "max_tokens": True}, 400, "max_tokens", ["integer"]),
-        ({"prompt": "a", "temperature": -1}, 400, "temperature", ["lie in"]),
         ({"prompt": "a", "temperature": "hot"}, 400, "temperature", ["number", "'hot'"]),
-        ({"prompt": "a", "top_p": 1.5}, 400, "top_p", ["(0, 1]"]),
-        ({"prompt": "a", "top_k": -2}, 400, "top_k", ["at least -1"]),
-        ({"prompt": "a", "min_p": 2}, 400, "min_p", ["[0, 1]"]),
-        ({"prompt": "a", "n": 0}, 400, "n", ["1..16384"]),
         ({"prompt": "a", "n": 5}, 400, "n", ["4 that decode together", "--max-num-seqs"]),
-        ({"prompt": "a", "n": 200}, 400, "n", ["at most 128"]),
-        ({"prompt": "a", "seed": -(2**63) - 1}, 400, "seed", ["-9223372036854775808..18446744073709551615"]),
-        ({"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty", ["[-2, 2]"]),
         ({"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", ["token ids"]),
-        ({"prompt": "a", "logit_bias": {"1": 200}}, 400, "logit_bias", ["[-100, 100]"]),
         ({"prompt": "a", "logit_bias": {"5": 1, "005": 2}}, 400, "logit_bias", ["token 5 twice", "'005'"]),
-        ({"prompt": "a", "logit_bias": {"1": "2"}}, 400, "logit_bias", ["token 1", "number, not '2'"]),
-        ({"prompt": "a", "max-tokens": 1}, 400, "max-tokens", ["did you mean max_tokens?"]),
-        ({"prompt": "a", "logprobs": 21}, 400, "logprobs", ["0..20"]),
-        ({"prompt": "a", "stop": [""]}, 400, "stop", ["not empty"]),
         ({"prompt": "a", "stop": ["a"] * 65}, 400, "stop", ["64 texts", "has 65"]),
         ({"prompt": "a", "stop": ["a", "b" * 1025]}, 400, "stop", ["1024 characters", "one of 1025"]),
-        ({"prompt": "a", "min_tokens": 17}, 400, "min_tokens", ["at most max_tokens"]),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options", ["stream=true"]),
         ({"prompt": "a", "return_rounds": True}, 400, "return_rounds", ["stream=true"]),
         ({"prompt": "a", "stream": True, "prompt_logprobs": 0}, 400, "prompt_logprobs", ["leave out stream"]),
@@ -111,43 +82,10 @@ def test_bodies(http, raw, kind, status, words):
             "stream_options.x",
             ["not a parameter", "nothing here has a name like it"],
         ),
-        (
-            {"prompt": "a", "stream": True, "stream_options": {"include_usge": True}},
-            400,
-            "stream_options.include_usge",
-            ["did you mean include_usage?"],
-        ),
-        (
-            {"prompt": "a", "response_format": schema({}) | {"json_shema": {}}},
-            400,
-            "response_format.json_shema",
-            ["did you mean json_schema?"],
-        ),
         ({"prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format.type", ["json_schema"]),
-        ({"prompt": "a", "response_format": {"type": "json_schema"}}, 400, "response_format", ["needs"]),
         ({"prompt": "a", "structured_outputs": {}}, 400, "structured_outputs", ["exactly one"]),
-        (
-            {"prompt": "a", "structured_outputs": {"regex": "("}},
-            400,
-            "structured_outputs",
-            [],
-        ),
-        (
-            {"prompt": "a", "structured_outputs": {"regex": "a" * 70_000}},
-            400,
-            "structured_outputs",
-            ["65536"],
-        ),
         ({"prompt": "a", "priority": 1}, 400, "priority", ["--scheduling-policy priority"]),
         ({"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, 400, "echo", ["leave out stream"]),
-        ({"prompt": "a", "echo": True, "logprobs": 21}, 400, "logprobs", ["0..20"]),
-        (
-            {"prompt": "a", "echo": True, "logprobs": 1, "prompt_logprobs": 2},
-            400,
-            "prompt_logprobs",
-            ["leave prompt_logprobs out"],
-        ),
-        ({"prompt": "a", "echo": True, "max_tokens": -1}, 400, "max_tokens", ["at least 1"]),
         ({"prompt": "a", "temperature": -1, "what": 1}, 400, "what", ["not a parameter"]),
     ],
 )
@@ -164,21 +102,12 @@ def test_completions(http, llm, body, status, param, words):
     ("body", "param", "words"),
     [
         ({"messages": []}, "messages", ["no messages"]),
-        ({"messages": "a"}, "messages", ["list"]),
-        ({"messages": [{"role": "user"}]}, "messages", ['no "content"']),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role", ["assistant"]),
-        ({"messages": [{"content": "a"}]}, "messages[0].role", ["missing"]),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages",
             ["image_url", '"text" alone'],
         ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
-            "messages",
-            ["input_audio"],
-        ),
-        ({"messages": USER, "modalities": ["audio"]}, "modalities", ["only text"]),
         ({"messages": USER, "top_logprobs": 2}, "top_logprobs", ["logprobs=true"]),
         ({"messages": USER, "max_tokens": 1, "max_completion_tokens": 1}, "max_tokens", ["two names"]),
         ({"messages": USER, "tool_choice": "auto"}, "tool_choice", ["needs tools"]),
@@ -188,31 +117,13 @@ def test_completions(http, llm, body, status, param, words):
             ["the chat template does not write tools", "--chat-template FILE"],
         ),
         (
-            {"messages": USER, "continue_final_message": True, "add_generation_prompt": True},
-            "continue_final_message",
-            ["cannot both be true"],
-        ),
-        (
             {"messages": USER, "continue_final_message": True},
             "continue_final_message",
             ["a last message of the role \"assistant\", not 'user'"],
         ),
-        ({"messages": USER, "continue_final_message": 1}, "continue_final_message", ["boolean"]),
         ({"messages": USER, "functions": []}, "functions", ["tools"]),
-        ({"messages": USER, "max_completion_tokens": 5000}, "max_completion_tokens", ["at most"]),
         ({"messages": USER, "prompt": "a"}, "prompt", ["/v1/completions"]),
-        ({"messages": USER, "max_tokens": 0}, "max_tokens", ["max_tokens must"]),
-        (
-            {"messages": USER, "max_completion_tokens": 0},
-            "max_completion_tokens",
-            ["max_completion_tokens must"],
-        ),
         ({"messages": USER, "logprobs": True, "top_logprobs": 50}, "top_logprobs", ["top_logprobs must"]),
-        (
-            {"messages": USER, "response_format": {"type": "json_object"}, "ignore_eos": True},
-            "response_format",
-            ["response_format and ignore_eos"],
-        ),
         (
             {"messages": USER, "response_format": schema({"type": "nothing"})},
             "response_format",
@@ -222,32 +133,6 @@ def test_completions(http, llm, body, status, param, words):
             {"messages": USER, "tool_choice": {"type": "function", "function": {}}},
             "tool_choice",
             ["tool_choice.function.name is missing"],
-        ),
-        (
-            {
-                "messages": USER,
-                "response_format": {"type": "json_object"},
-                "structured_outputs": {"regex": "a"},
-            },
-            "response_format",
-            ["response_format and structured_outputs"],
-        ),
-        ({"messages": USER, "Chosen": 1}, "Chosen", ["Chosen is not a parameter"]),
-        ({"messages": USER, "verbose": "low"}, "verbose", ["did you mean verbosity?"]),
-        (
-            {"messages": USER, "prompt_cache_keys": "a"},
-            "prompt_cache_keys",
-            ["did you mean prompt_cache_key?"],
-        ),
-        (
-            {"messages": [{"role": "user", "contents": "a"}]},
-            "messages[0].contents",
-            ["did you mean content?"],
-        ),
-        (
-            {"messages": USER, "tool_choice": {"type": "function", "functions": {}}},
-            "tool_choice",
-            ["tool_choice.functions is not a parameter", "did you mean function?"],
         ),
     ],
 )
@@ -290,12 +175,9 @@ def test_tools_need_a_parser():
         )
         refused(got, 400, "tool_choice", "'b'")
         for parameters, said in (
-            ({"type": "nothing"}, "json does not compile: Invalid type: nothing"),
             ({"$ref": "#/$defs/b"}, "json does not compile: Pointer '/$defs/b' does not exist"),
             ({"$ref": "http://example.com/b"}, "'http://example.com/b' is not present"),
-            ({"$dynamicRef": "#b"}, "$dynamicRef"),
             ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "json allows no text that ends"),
-            ({"type": "array", "minItems": 10**9}, "minItems in json must be at most"),
         ):
             functions = {"name": "b"}, {"name": "c", "parameters": parameters}
             given = {"tools": [{"type": "function", "function": each} for each in functions]}
@@ -329,12 +211,6 @@ def test_what_exceeds_the_context_is_said_in_the_words_that_clients_look_for(htt
             {"messages": USER, "max_completion_tokens": 5000},
             "max_completion_tokens",
             f"{chat} prompt tokens and max_completion_tokens=5000 need {chat + 5000}; max_completion_tokens ",
-        ),
-        (
-            CHAT,
-            {"messages": USER, "min_tokens": 5000},
-            "min_tokens",
-            f"and min_tokens=5000 need {chat + 5000};",
         ),
         (
             CHAT,
@@ -425,17 +301,3 @@ def test_keys_beyond_ascii():
             assert got.status_code == status, key
     with pytest.raises(ValueError, match="api_key must hold keys without control characters"):
         ServeSettings(api_key=["a\x07"])
-
-
-@pytest.mark.parametrize(
-    ("kind", "given"),
-    [
-        (openai.BadRequestError, {"extra_body": {"x": 1}}),
-        (openai.NotFoundError, {"model": "other"}),
-    ],
-)
-def test_errors_of_the_client(client, kind, given):
-    with pytest.raises(kind) as caught:
-        client.completions.create(**{"model": "demo", "prompt": "a", **given})
-    assert caught.value.param in ("x", "model")
-    assert caught.value.code in ("unknown_parameter", "model_not_found")

@@ -51,7 +51,6 @@ def byte_fallback():
 
 @pytest.fixture(scope="module")
 def server():
-    """One engine for all ways."""
     config = dataclasses.replace(SMALL, vocab_size=len(WORDS))
     llm = Kept(random_target(config, 0, tokenizer=byte_fallback()), max_slots=8)
     with served(llm) as own:
@@ -81,7 +80,6 @@ def texts(answers):
 
 
 def streamed(http, path, body):
-    """The parts of each choice."""
     parts = defaultdict(list)
     with http.stream("POST", path, json={**body, "stream": True}) as response:
         for line in response.iter_lines():

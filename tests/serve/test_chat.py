@@ -63,7 +63,6 @@ def tooled(scripted):
 
 
 def streamed(client, **given):
-    """What the pieces of a stream make together."""
     made = {"content": "", "reasoning_content": "", "tool_calls": [], "reason": None, "chunks": 0}
     for chunk in client.chat.completions.create(model=MODEL, stream=True, **given):
         [choice] = chunk.choices
@@ -308,21 +307,6 @@ def test_a_template_that_reads_none_of_it_is_named_once(http, caplog):
         f"the chat template does not read {name}: it has no effect"
         for name in ("reasoning_effort", "verbosity")
     ]
-
-
-def test_openai_s_fields_that_mean_nothing_here(client):
-    """They are about accounts, records and caches of OpenAI's own."""
-    given = {"messages": MESSAGES, "max_tokens": 4, "seed": 1}
-    extra = {
-        "prompt_cache_key": "a",
-        "safety_identifier": "b",
-        "modalities": ["text"],
-        "user": "c",
-        "metadata": {"d": "e"},
-        "store": True,
-    }
-    plain = client.chat.completions.create(model=MODEL, **given)
-    assert client.chat.completions.create(model=MODEL, **given, **extra).choices == plain.choices
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,6 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def server(tokenizer):
-    """One engine for all ways."""
     config = dataclasses.replace(SMALL, vocab_size=len(TOKENS))
     target = random_target(config, 0, tokenizer=tokenizer, eos=(EOS,))
     llm = Kept(target, random_head(config, 0), max_slots=4, **TREE)
@@ -245,23 +244,3 @@ def test_the_commands(llm, capsys, monkeypatch):
     assert json.loads(printed("generate", "--json", "--chat", "the ="))["text"] == "the the the"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the =\n")))
     assert printed("chat") == "the the the"
-
-
-@pytest.mark.wide
-def test_the_playground(http, tokenizer):
-    body = {"max_tokens": 6, "temperature": 1.0}
-    for given, decodes in (
-        ({"prompt": "the"}, lambda ids: tokenizer.decode([THE, *ids])[len("the") :]),
-        ({"messages": chat()}, tokenizer.decode),
-    ):
-        for seed in range(4):
-            path = "/v1/completions" if "prompt" in given else "/v1/chat/completions"
-            response = http.post(path, json={**body, **given, "seed": seed, "return_token_ids": True})
-            [choice] = response.json()["choices"]
-            ids = [token for token in choice["token_ids"] if token != EOS]
-            with http.stream("POST", "/playground/rounds", json={**body, **given, "seed": seed}) as events:
-                values = [json.loads(line[6:]) for line in events.iter_lines() if line.startswith("data: {")]
-            text = "".join(own["text"] for value in values for own in value["rounds"])
-            assert text == (choice["text"] if "prompt" in given else choice["message"]["content"])
-            if not set(ids) - {*range(259, len(TOKENS))}:
-                assert text == decodes(ids)

@@ -67,7 +67,6 @@ def test_no_body_is_an_error_of_the_server():
 
 
 def kinds_of(body):
-    """A kind of bodies and all that it is made of."""
     found, left = set(), [body]
     while left:
         kind = left.pop()
@@ -83,7 +82,6 @@ KINDS = sorted(set().union(*map(kinds_of, (ChatRequest, CompletionRequest, Token
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_null_is_a_field_left_out(kind):
-    """In bodies of every kind, at any depth, known fields and unknown ones."""
     needed = {"messages": [USER], "prompt": "a", "type": "function", "role": "user", "name": "f", "id": "a"}
     needed |= {"function": {"name": "f", "arguments": "{}"}, "schema": {}, "arguments": "{}"}
     names = {own.alias or name: own for name, own in kind.model_fields.items()}

@@ -53,7 +53,6 @@ def taken_apart(text, size, **settings):
 
 
 def cut_off(text, size):
-    """A list of calls that ends at its length limit."""
     return taken_apart(text, size, forced="", cut=True)
 
 

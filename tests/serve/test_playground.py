@@ -181,7 +181,6 @@ def ids_of(rounds):
 
 
 def check(rounds, whole):
-    """They are a completion's."""
     assert "".join(one["rounds"][0]["text"] for one in rounds) == whole.text
     assert [one["finish_reason"] for one in rounds] == [None] * (len(rounds) - 1) + [whole.finish_reason]
     assert sum(one["rounds"][0]["tokens"] for one in rounds) == len(whole.token_ids)
@@ -229,7 +228,6 @@ def test_a_smaller_budget_has_smaller_trees(http):
 
 
 def standing(http, llm):
-    """The server's engine."""
     asked = {"prompt": PROMPT, "max_tokens": 2}
     assert http.post("/v1/completions", json=asked).status_code == 200
     [engine] = llm.llm.engines.engines()
@@ -274,7 +272,6 @@ def test_few_are_watched_at_a_time_and_who_leaves_makes_room(http, llm, gate):
 
 
 def running(http):
-    """Requests that are watched, as the metrics say."""
     [count] = re.findall(r"^jetspec:num_traces_running\S* (\S+)$", http.get("/metrics").text, re.MULTILINE)
     return float(count)
 
@@ -287,7 +284,6 @@ def test_what_is_watched_has_its_time_too(llm):
 
 
 def test_a_trace_is_closed_behind_the_round_that_is_decoded():
-    """As where the server's end cancels a reply while a thread decodes."""
     decoding, go, closed, released = threading.Event(), threading.Event(), [], []
 
     class Slow(Trace):
@@ -337,13 +333,8 @@ def test_a_trace_ends_with_its_reader(http, llm, gate):
     [
         ({"prompt": PROMPT, "messages": []}, "prompt", "and not both"),
         ({}, "prompt", "must be given"),
-        ({"prompt": ""}, "prompt", "empty"),
         ({"messages": []}, "messages", "no messages"),
-        ({"messages": [{"role": "user"}]}, "messages", 'no "content"'),
         ({"prompt": PROMPT, "budget": 512}, "budget", "at most"),
-        ({"prompt": PROMPT, "budget": 0}, "budget", "at least 1"),
-        ({"prompt": PROMPT, "temperature": -1}, "temperature", "temperature"),
-        ({"prompt": PROMPT, "max_tokens": 5000}, "max_tokens", "at most"),
         ({"prompt": PROMPT, "stream": True}, "stream", "/v1/completions"),
         ({"prompt": PROMPT, "tempratur": 1}, "tempratur", "did you mean temperature"),
     ],

@@ -159,7 +159,6 @@ def test_one_call_or_several(allows):
 
 @pytest.mark.parametrize("strict", [None, False, True])
 def test_no_keys_that_a_request_does_not_list(allows, strict):
-    """Of tools, of a format and of a schema, unless the request opens it."""
     schema = {"type": "object", "properties": {"x": INTEGER}}
     look, own = (
         Function(name="look", parameters=schema, strict=strict),

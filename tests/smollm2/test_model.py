@@ -61,7 +61,6 @@ def test_plain_tokens(target):
 
 
 def test_tokens_of_trees(target):
-    """Deep paths through trees whose other branches are wrong."""
     sequences = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, GREEDY, strict=True)]
     engine = TinyEngine(
         target,
@@ -85,7 +84,6 @@ def encoded(tokenizer):
 
 
 def test_prompts(target):
-    """The template with its default system message, and the ids."""
     found = encoded(target.tokenizer)
     assert {number for number, ids in enumerate(found) if ids != PROMPTS[number]} == CUT_OTHERWISE
     other = load_tokenizer(find_smollm2())

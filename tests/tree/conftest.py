@@ -35,7 +35,6 @@ def make_tree():
 
 @pytest.fixture(scope="session")
 def accept_goldens():
-    """Pairs of a case of accept.json and its arrays."""
     arrays = np.load(GOLDENS / "accept.npz")
     names = ("tree", "target_logits", "path", "ancestor")
     return [

@@ -16,7 +16,6 @@ from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.tree import (
     AccumLogp,
     Algorithm,
-    Auto,
     Plan,
     Profile,
     Routing,
@@ -31,7 +30,6 @@ from jetspec_jax.tree import (
 )
 from jetspec_jax.tree import algorithms as registry
 from jetspec_jax.tree.routing import CLASSES, hints_of_each
-from tests.marks import wide
 
 GOLDENS = Path(__file__).parent / "goldens"
 RAW = json.loads((GOLDENS / "trees.json").read_text())
@@ -53,7 +51,6 @@ def scored_paths(tokens, parents, scores):
 
 
 def paths_of(tree, b=0):
-    """The valid nodes of a sequence: {path: score}."""
     count = int(tree.num_nodes[b])
     return scored_paths(*(np.asarray(x[b][:count]) for x in (tree.tokens, tree.parents, tree.scores)))
 
@@ -82,9 +79,6 @@ class TestGoldens:
             golden = scored_paths(tokens, parents, ARRAYS[f"cum_{case['case']}"])
             assert paths_of(tree) == pytest.approx(golden, abs=1e-4), case
 
-    def test_there_are_704(self):
-        assert len(RAW["cases"]) == 704
-
     @pytest.mark.parametrize("kind", KINDS)
     def test_through_the_public_function(self, kind):
         case = next(case for case in RAW["cases"] if case["algorithm"] == kind and case["budget"] == 64)
@@ -108,13 +102,12 @@ def build(logits, name, *, budget=64, width=5, **options):
 
 class TestEveryAlgorithm:
     @pytest.mark.parametrize("name", algorithm_names())
-    @pytest.mark.parametrize("budget", [wide(7), 64])
-    def test_keeps_the_limits(self, name, budget):
+    def test_keeps_the_limits(self, name):
         logits = random_logits(3, 6, 40, seed=1)
-        tree = build(logits, name, budget=budget)
+        tree = build(logits, name, budget=64)
         rows = jax.nn.log_softmax(logits, axis=-1)
         for b in range(3):
-            assert 1 <= int(tree.num_nodes[b]) <= budget
+            assert 1 <= int(tree.num_nodes[b]) <= 64
             own = paths_of(tree, b)  # no duplicate siblings, parents first
             for path, score in own.items():
                 assert len(path) - 1 <= 6
@@ -220,16 +213,13 @@ class TestRouting:
             (None, -1, False),
             ({}, -1, False),
             ({"task": "math"}, 0, True),
-            ({"task": "Code"}, 0, True),
             ({"task": "chain_of_thought"}, 1, True),
             ({"task": "balanced"}, 1, False),
             ({"task": "chat"}, 2, False),
-            ({"task": "open_ended"}, 2, False),
             ({"task": "poetry"}, 1, False),
             ({"mode": "cot"}, -1, True),
             ({"mode": "fast"}, -1, False),
             ({"text": "First, we look at it."}, -1, True),
-            ({"text": "Let's Think about it"}, -1, True),
             ({"text": "At first we saw nothing."}, -1, False),
         ],
     )
@@ -266,9 +256,7 @@ class TestOptions:
                 {"tau": 1},
                 r"unknown options \['tau'\] of the tree algorithm 'accum_logp'; it has: none",
             ),
-            ("top2gap_fanout", {"gamma": 1}, "it has: beta, g_0"),
             ("hybrid", {"alpha": -1.0}, "alpha must be a number of at least 0"),
-            ("hybrid", {"alpha": "1"}, "'hybrid': alpha must be a finite number, not '1'"),
             (
                 "top2gap_fanout",
                 {"beta": None, "g_0": True},
@@ -276,29 +264,12 @@ class TestOptions:
             ),
             ("reasoning_router", {"force_baseline": "no"}, "force_baseline must be true or false, not 'no'"),
             ("task_router", {"templates": {"hard": [1]}}, r"unknown classes \['hard'\] in templates"),
-            ("task_router", {"templates": 5}, "templates must map classes to lists of caps, not 5"),
-            (
-                "task_router",
-                {"templates": {"decisive_task": [0]}},
-                r"templates\['decisive_task'\] must be a list",
-            ),
             ("reasoning_router", {"open_ended_template": []}, "open_ended_template must be a list of caps"),
             ("accum_logp", {"profile": {}}, "'accum_logp' takes no profile"),
             (
                 "task_router",
-                {"templates": (3, 2, 1)},
-                r"templates must map classes to lists of caps, not \(3",
-            ),
-            (
-                "task_router",
                 {"templates": (("decisive", (1,)),)},
                 r"unknown classes \['decisive'\] in templates",
-            ),
-            ("task_router", {"templates": (([1], (1,)),)}, r"unknown classes \[\[1\]\] in templates"),
-            (
-                "class_histogram",
-                {"templates": (("balanced_task", (0,)),)},
-                r"templates\['balanced_task'\] must be a list of caps of at least 1, .* not \(0,\)",
             ),
             (
                 "task_router",
@@ -306,9 +277,6 @@ class TestOptions:
                 "templates must name each class once, not balanced_task, balanced_task",
             ),
             ("top2gap_fanout", {"beta": math.nan}, "beta must be a finite number, not nan"),
-            ("depth_rank_histogram", {"tau": math.nan}, "tau must be a finite number, not nan"),
-            ("task_router", {"gap_high": math.inf}, "gap_high must be a finite number, not inf"),
-            ("hybrid", {"alpha": 10**400}, "alpha must be a finite number, not 1000"),
             ("task_router", {"gap_low": 3.0}, "gap_low must be at most gap_high, 2.0, not 3.0"),
         ],
     )
@@ -373,14 +341,11 @@ class TestProfiles:
                 {"depth_rank_accept": [[0.5], [0.5, 1.5]]},
                 r"depth_rank_accept\[1\] must hold shares in 0\.\.1, not rank 1: 1\.5",
             ),
-            ({"version": True}, "the profile is version True, and this reads version 1"),
-            ({"per_class_histograms": []}, "per_class_histograms must be an object"),
             (
                 {"per_class_histograms": {"easy": [1]}},
                 r"unknown classes \['easy'\] in per_class_histograms of the",
             ),
             ({"per_class_histograms": {"decisive_task": []}}, "must be a list of caps, or of rows"),
-            ({"per_class_histograms": {"decisive_task": [1, 0.5]}}, "must be a list of caps, or of rows"),
         ],
     )
     def test_refused(self, raw, message):
@@ -406,7 +371,6 @@ class TestProfiles:
         assert get_algorithm(name) == type(get_algorithm(name))()  # none at all is none that lacks anything
 
     def test_under_another_algorithm(self):
-        """It goes to the algorithm that an option names, and to nobody else."""
         raw = {"depth_rank_accept": [[0.5, 0.2]]}
         auto = get_algorithm("auto", {"tree": "depth_rank_histogram"}, raw)
         assert auto.shape == get_algorithm("depth_rank_histogram", profile=raw)
@@ -478,22 +442,8 @@ class TestRegistry:
         with pytest.raises(ValueError, match="must be a frozen dataclass on top of Algorithm"):
             register_algorithm("plain")(Plain)
 
-    def test_an_option_without_a_default_is_asked_for(self, monkeypatch):
-        monkeypatch.setattr(registry, "_KNOWN", dict(registry._KNOWN))
-
-        @register_algorithm("needy")
-        @dataclasses.dataclass(frozen=True)
-        class Needy(AccumLogp):
-            levels: int
-            made: tuple[int, ...] = dataclasses.field(default_factory=lambda: (1, 2))
-
-        with pytest.raises(ValueError, match=r"'needy' needs levels$"):
-            get_algorithm("needy")
-        assert get_algorithm("needy", {"levels": 1}) == Needy(1, (1, 2))
-
 
 def test_plans_are_traceable():
-    """Inside a compiled round: no plan looks at values."""
     candidates = _candidates(jnp.asarray(random_logits(2, 4, 20)), 3)
     for name in algorithm_names():
         algorithm = get_algorithm(name)
@@ -520,19 +470,15 @@ def tiny_tree(**settings):
     ("call", "message"),
     [
         (lambda: tiny_tree(algorithm=["chain"]), f"{ALGORITHM}['chain']"),
-        (lambda: tiny_tree(algorithm=["chain"], tau=1), f"{ALGORITHM}['chain']"),
         (lambda: TreeSettings(algorithm=AccumLogp).check(None, None), f"{ALGORITHM}{AccumLogp}"),
-        (lambda: Auto(["chain"]), f"{ALGORITHM}['chain']"),
         (
             lambda: tiny_tree(routing="math"),
             f"{ROUTING}, for all sequences, or a sequence of these, not 'math'",
         ),
-        (lambda: tiny_tree(routing=["math"]), f"{ROUTING}, not 'math'"),
         (
             lambda: hints_of_each("math", 1, "prompts"),
             f"{ROUTING}, for all prompts, or a sequence of these, not 'math'",
         ),
-        (lambda: hints_of_each(["math"], 1, "prompts"), f"{ROUTING}, not 'math'"),
         (lambda: Routing.of_one("math"), f"{ROUTING}, not 'math'"),
     ],
 )

@@ -67,28 +67,19 @@ def build(algorithm, *, width=WIDTH, **settings):
 
 
 class TestWithoutValues:
-    """Said by every function that plans, while it traces."""
-
     @pytest.mark.parametrize(
         ("plan", "message"),
         [
             (lambda c: full(c).caps, "plan must return a Plan, not .*Tracer"),
-            (lambda c: None, "plan must return a Plan, not NoneType"),
-            (lambda c: full(c, caps=[3, 2, 1, 1]), r"caps must be int32 \[3, 4\], one for .*, not list"),
             (lambda c: full(c, caps=jnp.ones(4, jnp.int32)), r"caps must be int32 \[3, 4\].* int32 \[4\]"),
             (lambda c: full(c, caps=jnp.ones((3, 4))), r"caps must be int32 \[3, 4\].* not float32 \[3, 4\]"),
             (
                 lambda c: full(c, bonus=c.log_probs),
                 r"bonus must be float32 \[3, 4\].* float32 \[3, 4, 5\]",
             ),
-            (lambda c: full(c, bonus=full(c).caps), r"bonus must be float32 \[3, 4\].* not int32 \[3, 4\]"),
             (
                 lambda c: full(c, bonus=c.entropies, weight=float("nan")),
                 "weight must be a finite Python number, not nan",
-            ),
-            (
-                lambda c: full(c, bonus=c.entropies, weight=jnp.float32(1)),
-                "weight must be a finite Python number, not .*float32",
             ),
             (lambda c: full(c, weight=0.0), "weight 0.0 has no effect without a bonus"),
             (
@@ -96,10 +87,8 @@ class TestWithoutValues:
                 r"plan must be traceable, .*\(Attempted boolean conversion of traced array",
             ),
             (lambda c: caps(c, int(c.entropies[0, 0])), "plan must be traceable"),
-            (lambda c: caps(c, np.asarray(c.entropies).argmax()), "plan must be traceable"),
             (lambda c: caps(c, c.tokens[c.log_probs > -1].size), "plan must be traceable"),
             (lambda c: caps(c, {}["beta"]), "plan raised KeyError: 'beta'"),
-            (lambda c: caps(c, c.ranks), "plan raised AttributeError: 'Candidates' object has no .*'ranks'"),
             (lambda c: caps(c, c.entropies + jnp.ones(9)), ".*shapes .*3, 4.*9"),
         ],
     )
@@ -169,15 +158,12 @@ def _poisoned(value):
 
 
 class TestValues:
-    """Said in the checked mode, which looks at real ones."""
-
     @pytest.mark.parametrize(
         ("plan", "message"),
         [
             (lambda c: caps(c, [[5, 5, 6, 7]]), r"the cap of sequence 0 at depth 2 is 6, outside 0\.\.5"),
             (lambda c: caps(c, [[5, -1, 5, 5]]), r"the cap of sequence 0 at depth 1 is -1, outside 0\.\.5"),
             (_poisoned(jnp.nan), "the bonus of sequence 0 at depth 2 is nan, not finite"),
-            (_poisoned(jnp.inf), "the bonus of sequence 0 at depth 2 is inf, not finite"),
             (
                 lambda c: caps(c, next(_calls) % 5),
                 "plan is not deterministic: called again with the same candidates, the cap of sequence 0 at "
@@ -195,7 +181,6 @@ class TestValues:
                 lambda c: caps(c, jnp.arange(1, len(c.tokens) + 1)[:, None]),
                 "plan looks across sequences: .* the cap of sequence 1 at depth 0 is 1 and not 2",
             ),
-            (lambda c: caps(c, min(len(c.tokens), WIDTH)), "plan looks across sequences: .* is 1 and not 3"),
         ],
     )
     def test_refused(self, broken, plan, message):
@@ -243,10 +228,8 @@ class TestTrees:
         [
             ("parents", 0, 3, "node 0 has parent 3 and depth 0: no root"),
             ("parents", 2, 2, "node 2 has parent 2, which does not come before it"),
-            ("parents", 2, -1, "node 2 has parent -1, which does not come before it"),
             ("depths", 3, 2, "node 3 has depth 2 below one of depth 0"),
             ("scores", 4, 0.5, "node 4 has score 0.5, and its parent 0"),
-            ("scores", 4, np.nan, "node 4 has score nan, and its parent 0"),
         ],
     )
     def test_a_broken_node_is_named(self, tree, field, node, value, message):

@@ -12,7 +12,6 @@ grow = jax.jit(grow_tree, static_argnames=("num_nodes", "width", "one_by_one"))
 
 
 def rows(seed, *shape, count=5, scale=3.0):
-    """Candidates of random draft rows."""
     rng = np.random.default_rng(seed)
     return top_candidates(jnp.asarray(rng.normal(0, scale, (*shape, 24)), jnp.float32), count)
 

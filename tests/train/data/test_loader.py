@@ -134,12 +134,6 @@ def test_the_seed_decides_the_order(documents, opened):
     assert first != other
 
 
-def test_reading_ahead_changes_no_batch(documents, opened):
-    near, far = (opened(documents, WINDOW, 3, seed=5, **given) for given in ({"ahead": 1}, {}))
-    for _ in range(20):
-        assert rows(next(near)) == rows(next(far))
-
-
 @pytest.mark.parametrize("taken", [0, 1, 7, 20])
 def test_a_position_is_left_and_taken_up(documents, opened, taken):
     iterator = opened(documents, WINDOW, 3, seed=5)
@@ -169,24 +163,6 @@ def test_threads_end_with_the_iterator(documents):
     assert reading_threads()
     iterator.close()
     until(lambda: not reading_threads(), reading_threads)
-
-
-def test_one_window_is_enough(tmp_path, opened):
-    document = Document(np.arange(5, dtype=np.int32), np.arange(5) > 0)
-    iterator = opened(Documents.open(write_folder(tmp_path, [document])), 8, 2, seed=0)
-    assert all(next(iterator)["tokens"][:, :5].tolist() == [[0, 1, 2, 3, 4]] * 2 for _ in range(3))
-
-
-def test_damage_is_said_where_batches_are_taken(tmp_path, opened):
-    made = [Document(np.arange(20, dtype=np.int32), np.ones(20, bool))] * 4
-    write_folder(tmp_path, made)
-    path = tmp_path / "train-00000.array_record"
-    data = bytearray(path.read_bytes())
-    data[150] ^= 255
-    path.write_bytes(data)
-    iterator = opened(Documents.open(tmp_path), 8, 12, seed=0)
-    with pytest.raises(ValueError, match=r"train-00000\.array_record is damaged"):
-        next(iterator)
 
 
 @pytest.mark.parametrize(

@@ -100,24 +100,6 @@ def test_each_token_of_a_kept_document_lies_in_one_window_and_documents_stay_who
     assert len(windows) < 0.75 * len(alone)
 
 
-def test_the_summary_counts_what_is_left_out(documents):
-    packed, alone = PackedWindows(documents, WINDOW, 0).contents, Windows(documents, WINDOW).contents
-    # One of a single token, and the two of the fixture's end.
-    assert packed.unlearnable == alone.unlearnable == 3
-    assert packed.documents == len(documents) - 3
-    assert packed.tokens == alone.tokens
-    assert packed.windows < alone.windows
-    assert str(packed).endswith("3 with nothing to learn are left out")
-    longer = [len(document.tokens) > WINDOW and document.learn[1:].any() for document in documents]
-    assert packed.cut == alone.cut == sum(longer) > 0
-    assert f"; {sum(longer)} documents are longer than a window and cut; 3 with" in str(packed)
-    assert "longer" not in str(
-        Windows(documents, max(len(document.tokens) for document in documents)).contents
-    )
-    share = packed.tokens / (packed.windows * WINDOW)
-    assert f"{packed.windows} windows of 16 tokens, of which {share:.1%} are real" in str(packed)
-
-
 @pytest.mark.parametrize("taken", [0, 7])
 def test_a_position_and_the_parts_of_processes_give_the_same_batches(documents, taken):
     def start(**part):
@@ -151,15 +133,3 @@ def test_fewer_windows_than_a_batch_are_refused_with_the_remedies(documents):
         check_enough(windows, len(windows) + 1)
     # Unpacked windows repeat within a batch, as they always did.
     check_enough(Windows(documents, WINDOW), 10_000)
-
-
-def test_damage_names_the_shard(tmp_path):
-    made = [Document(np.arange(1, 9, dtype=np.int32), np.ones(8, bool))] * 4
-    documents = opened(tmp_path, made)
-    path = tmp_path / "train-00000.array_record"
-    data = bytearray(path.read_bytes())
-    data[150] ^= 255
-    path.write_bytes(data)
-    windows = PackedWindows(documents, WINDOW, 0)
-    with pytest.raises(ValueError, match=r"train-00000\.array_record is damaged"):
-        [windows[i] for i in range(len(windows))]

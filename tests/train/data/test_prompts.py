@@ -9,7 +9,7 @@ import pytest
 
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer
 from jetspec_jax.demo import DEMO_TARGET
-from train.data.prompts import MOST_NAMED, Dropped, Entry, read_entries
+from train.data.prompts import Dropped, Entry, read_entries
 from train.data.rendering import Encoder
 
 USER = {"role": "user", "content": "def read(path):"}
@@ -53,7 +53,6 @@ def chat(*messages):
 
 
 def answers(encoder, document):
-    """The texts of the marked runs."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], document.learn.astype(int), [0]))))
     return [
         encoder.tokenizer.decode(document.tokens[a:b].tolist(), skip_special_tokens=False)
@@ -93,38 +92,11 @@ class TestReading:
         [
             (b'{"text": "a"', "not JSON .*every line must be a JSON object"),
             (b"", "an empty line"),
-            (b"  \t", "an empty line"),
-            (b"[1]", r"expected an object, not \[1\]"),
-            (b'"text"', "expected an object"),
             (b"{}", r"expected one of the keys messages, text, prompt, there are \[\]"),
-            (b'{"texts": "a"}', r"there are \['texts'\]"),
             (b'{"text": ""}', '"text" is empty'),
-            (b'{"prompt": ""}', '"prompt" is empty'),
-            (b'{"text": null}', '"text" must be a string, not None'),
-            (b'{"text": ["a"]}', r'"text" must be a string'),
             (b'{"text": "\\ud800"}', "half a surrogate pair"),
             (b'{"text": "\xff"}', "not UTF-8: invalid start byte at its byte 10"),
-            (b'{"messages": []}', "must be a list that is not empty"),
-            (b'{"messages": "hi"}', "must be a list that is not empty"),
-            (b'{"messages": ["hi"]}', 'message 0 must have "role" and "content"'),
             (b'{"messages": [{"role": "user"}]}', r'messages\[0\] has no "content"'),
-            (b'{"messages": [{"content": "a"}]}', 'message 0 must have "role" and "content"'),
-            (
-                b'{"messages": [{"role": "user", "content": 3}]}',
-                r'"content" of messages\[0\] must be a string, or a list of text parts, not 3',
-            ),
-            (
-                b'{"messages": [{"role": "human", "content": "a"}]}',
-                "message 0 has the role 'human', not one of",
-            ),
-            (
-                b'{"messages": [{"role": ["user"], "content": "a"}]}',
-                r'"role" of messages\[0\] must be a string, not \[',
-            ),
-            (
-                b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}]}',
-                r"content\[0\] of messages\[0\] is of type 'image_url'",
-            ),
         ],
     )
     def test_a_bad_line_is_named_with_its_number(self, tmp_path, line, message):
@@ -149,22 +121,6 @@ class TestReading:
         assert [record.getMessage() for record in caplog.records] == [
             f"dropped: {reason}" for reason in dropped.reasons
         ]
-
-    def test_many_of_them_are_counted_and_not_all_named(self, tmp_path, caplog):
-        path = tmp_path / "p.jsonl"
-        path.write_text("nonsense\n" * 100 + '{"text": "a"}\n')
-        dropped = Dropped()
-        assert len(read_entries(path, dropped=dropped)) == 1
-        assert len(dropped.reasons) == 100
-        assert len(caplog.records) == MOST_NAMED + 1
-
-    def test_none_left_is_an_error_with_the_first_reason(self, tmp_path):
-        path = tmp_path / "p.jsonl"
-        path.write_text("nonsense\n{}\n")
-        with pytest.raises(
-            ValueError, match=r"none of 2 rows can be used; the first: .*p\.jsonl:1: not JSON"
-        ):
-            read_entries(path, dropped=Dropped())
 
     @pytest.mark.parametrize("content", [b"", b"\n"])
     def test_a_file_without_entries(self, tmp_path, content):
@@ -304,82 +260,16 @@ class TestDocuments:
         assert len(answers(silent, silent.document(chat(USER, ANSWER, *SECOND)))) == 2
 
 
-#: Writes calls from mappings, as published templates of models with tools do.
-TOOLS_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}"
-    "{% for k, v in c.function.arguments | items %} {{ k }}={{ v }}{% endfor %}</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def calling(arguments, **message):
-    function = {"name": "look", "arguments": arguments}
-    call = {"id": "c1", "type": "function", "function": function}
-    return [
-        {"role": "user", "content": "look"},
-        {"role": "assistant", "tool_calls": [call], **message},
-        {"role": "tool", "tool_call_id": "c1", "content": "text"},
-        {"role": "assistant", "content": "it is text"},
-    ]
-
-
-class TestFormsOfTheServer:
-    """Rows as a server logs them become the tokens of the plain form."""
-
-    def document(self, tokenizer, tmp_path, messages):
-        tokenizer.chat_template = TOOLS_TEMPLATE
-        [entry] = read_entries(write(tmp_path / "p.jsonl", {"messages": messages}))
-        encoder = Encoder(tokenizer)
-        document = encoder.document(entry)
-        return document.tokens.tolist(), answers(encoder, document)
-
-    @pytest.mark.parametrize(
-        "content", [{"content": None}, {"content": ""}, {}], ids=["null", "empty", "none"]
-    )
-    @pytest.mark.parametrize("arguments", ['{"path": "a.md"}', {"path": "a.md"}], ids=["text", "object"])
-    def test_calls(self, tokenizer, tmp_path, arguments, content):
-        _, found = self.document(tokenizer, tmp_path, calling(arguments, **content))
-        assert found == ["<tool_call>look path=a.md</tool_call><|im_end|>", "it is text<|im_end|>"]
-
-    def test_a_call_without_arguments(self, tokenizer, tmp_path):
-        _, found = self.document(tokenizer, tmp_path, calling(""))
-        assert found[0] == "<tool_call>look</tool_call><|im_end|>"
-
-    @pytest.mark.parametrize(
-        ("messages", "plain"),
-        [
-            ([{"role": "user", "content": [{"type": "text", "text": "hi"}]}, ANSWER], "hi"),
-            ([{"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}, ANSWER], "a\nb"),
-            ([{"role": "user", "content": "hi", "name": None, "tool_calls": None}, ANSWER], "hi"),
-        ],
-        ids=["a part", "parts", "nulls"],
-    )
-    def test_content(self, tokenizer, tmp_path, messages, plain):
-        expected = self.document(tokenizer, tmp_path, [{"role": "user", "content": plain}, ANSWER])
-        assert self.document(tokenizer, tmp_path, messages) == expected
-
-    def test_a_developer_is_the_system_where_the_template_knows_no_other(self, tokenizer, tmp_path):
-        expected = self.document(tokenizer, tmp_path, [SYSTEM, USER, ANSWER])
-        assert self.document(tokenizer, tmp_path, [{**SYSTEM, "role": "developer"}, USER, ANSWER]) == expected
-
-    def test_arguments_that_are_no_object(self, tokenizer, tmp_path):
-        with pytest.raises(ValueError, match=r"p\.jsonl:1: arguments of a call .* must be a JSON object"):
-            self.document(tokenizer, tmp_path, calling("[1]"))
-
-
 class TestRefusals:
     @pytest.mark.parametrize(
         ("form", "entry", "message"),
         [
             ("prompt", chat(ANSWER), "no message stands before"),
             ("prompt", chat(SYSTEM), "a message of the system stands before"),
-            ("prompt", chat(SYSTEM, ANSWER), "a message of the system stands before"),
             ("prompt", chat(USER, ANSWER, ANSWER), "a message of the assistant stands before"),
             ("document", chat(USER), "a document without assistant tokens"),
             ("document", chat(ANSWER, USER), "the conversation begins with the assistant"),
             ("document", Entry("f:3", "prompt", "x = "), 'a "prompt" has no continuation'),
-            ("document", Entry("f:3", "text", "x"), "a document without assistant tokens; it needs at least"),
             # The newline of the header and those of the answer are one token.
             (
                 "document",

@@ -55,23 +55,10 @@ class TestPairs:
             [{"request": REQUEST, "response": response(TELL)}],
             [{"request": {"body": REQUEST}, "response": {"status_code": 200, "body": response(TELL)}}],
             [{"request": REQUEST, "response": CHUNKS}],
-            [{"request": REQUEST, "chunks": CHUNKS}],
             [{"request": REQUEST, "response": STREAM}],
             [REQUEST, response(TELL)],
             [REQUEST, *CHUNKS],
             [BATCH, BATCHED],
-            [BATCHED, BATCH],
-        ],
-        ids=[
-            "pair",
-            "bodies",
-            "chunks",
-            "more chunks",
-            "events",
-            "rows",
-            "rows of chunks",
-            "batch",
-            "reverse",
         ],
     )
     def test_a_request_and_its_response_are_a_conversation(self, tmp_path, rows):
@@ -171,9 +158,6 @@ REFUSED = [
     ({"messages": [{"role": "user", "content": [TEXT_PART, IMAGE]}]}, "is of type 'image_url'"),
     ({"messages": [{"role": "narrator", "content": SECRET}]}, "message 0 has the role 'narrator'"),
     ({"messages": [{"role": SECRET * 9, "content": "a"}]}, "message 0 has the role '…'"),
-    ({"messages": [{"role": "user", "content": {"a": SECRET}}]}, '"content" of messages[0] must be a string'),
-    ({"messages": [{"content": SECRET}]}, 'message 0 must have "role" and "content"'),
-    ({"messages": [ASK, TELL | {"tool_calls": [SECRET]}]}, '"tool_calls" of message 1 must be a list'),
     (
         {"messages": [ASK, TELL | {"tool_calls": [{"function": {"name": "f", "arguments": SECRET}}]}]},
         "arguments of a call in message 1 must be a JSON object",
@@ -183,18 +167,12 @@ REFUSED = [
         "reasoning and thinking of message 1 differ",
     ),
     ({"messages": [ASK], "tools": SECRET}, '"tools" is a text that is not JSON'),
-    ({"messages": [ASK], "tools": {"a": SECRET}}, '"tools" must be a list of objects'),
-    ({"messages": SECRET}, '"messages" must be a list that is not empty, not '),
-    ({"prompt": [SECRET]}, '"prompt" must be a string'),
     ({"conversations": [{"from": "alien", "value": SECRET}]}, "turn 0 has the role 'alien'"),
-    ({"conversations": [{"value": SECRET}]}, 'turn 0 must have "from" and "value"'),
     ({"conversations": [{"from": "function_call", "value": SECRET}]}, "turn 0 must be the JSON of a call"),
-    ({"request": SECRET, "response": response(TELL)}, "the request must be an object"),
     ({"request": REQUEST, "response": {"error": SECRET}}, 'the response has no "choices"'),
     ({"request": REQUEST, "response": {"status_code": 500, "body": SECRET}}, "the request failed"),
     ({"request": REQUEST, "response": f"data: {SECRET}\n"}, "an event of the stream is not JSON"),
     ({"request": REQUEST, "response": CHUNKS[:2]}, "the stream ends before its last chunk"),
-    ({"request": REQUEST, "response": [chunk(index=10**9)]}, "a chunk of the stream has the index"),
     (
         {"request": REQUEST, "response": response(TELL, reason="content_filter")},
         "the answer ended by content_filter",
@@ -207,10 +185,7 @@ REFUSED = [
     ),
     ({"messages": [ASK, TELL], "continue_final_message": True}, 'a request with "continue_final_message"'),
     ({"request": {"prompt": SECRET, "echo": True}, "response": response(TELL)}, 'a request with "echo"'),
-    ({"custom_id": "b", "error": {"message": SECRET}}, "the request failed"),
-    ({"custom_id": [SECRET]}, '"custom_id" must be a text'),
     (f'{{"messages": "{SECRET}', "not JSON"),
-    (f'"{SECRET}"', "expected an object, not '…'"),
 ]
 
 

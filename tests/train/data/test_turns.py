@@ -150,9 +150,7 @@ def test_every_turn_is_asked_with_its_own_history(encoder):
     ("template", "messages", "tools", "complaint"),
     [
         (LLAMA, THINKING, None, "does not write the thoughts of message 1"),
-        (LLAMA, [user("a"), assistant("b", None, CALL)], None, "does not write the calls of message 1"),
         (LLAMA, TALK, TOOLS, "the chat template does not write tools"),
-        (GEMMA, CALLING, None, "does not write the"),
         (GEMMA, [{"role": "system", "content": "s"}, *TALK], None, "refuses .*roles must alternate"),
         ("{% for m in messages %}{{ m.role }}{% endfor %}", TALK, None, "not write the content of message 1"),
     ],

@@ -97,10 +97,8 @@ def test_the_command_writes_a_head_and_resumes(tmp_path, capsys):
     ("changes", "message"),
     [
         (["--num-prompts", "0"], "--num-prompts must be at least 1, not 0"),
-        (["--skip-prompts", "-1"], "--skip-prompts must be at least 0, not -1"),
         (["--temperatures", "nan"], "temperature"),
         (["--num-prompts", "2"], "has 1 prompts after those skipped, too few"),
-        (["--candidates", "0"], "--candidates must be at least 1, not 0"),
     ],
 )
 def test_bad_input_comes_before_any_work(tmp_path, capsys, changes, message):

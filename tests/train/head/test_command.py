@@ -292,24 +292,6 @@ def test_a_cache_that_holds_nothing_is_refused_before_anything_is_made(folder, t
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ("selector.rank=0", "selector.rank must lie in 1.."),
-        ("selector.existing=replace", "has no selector to replace"),
-        ("head.layers=2", "a head that starts from a checkpoint keeps its settings; unset layers"),
-    ],
-)
-def test_fine_tuning_refuses_a_beginning_before_it_makes_documents(
-    folder, plain_head, tmp_path, monkeypatch, capsys, change, complaint
-):
-    monkeypatch.setattr(head_command, "make_data", None)
-    pair = ["--target", str(folder / "target"), "--draft-head", str(plain_head)]
-    given = ["finetune", *pair, "--work", str(tmp_path), "--prompts", "log.jsonl"]
-    assert main([*given, "--recipe", "selector", "--set", change]) == 2
-    assert complaint in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("recipe", "complaint"),
     [
         ("selector", "demo/draft_head has a selector already, of rank 32"),
@@ -334,13 +316,11 @@ def test_fine_tuning_refuses_a_head_with_a_selector_unless_told_what_to_do_with_
         ("smollm2", ["--draft-head", "smollm2"], "smollm2"),
         ("smollm2", ["--recipe", "smollm2-finetune"], None),
         ("demo", ["--draft-head", "demo"], None),
-        ("smollm2", ["--draft-head", "demo"], None),
     ],
 )
 def test_the_pair_smollm2_has_a_recipe_of_its_head_and_selector(
     tmp_path, monkeypatch, capsys, model, options, begins
 ):
-    """Without a recipe; others are asked for a head, or refuse its selector."""
     asked = {}
     monkeypatch.setattr(
         head_command, "check_start", lambda *given: asked.update(zip("shc", given, strict=True))
@@ -360,16 +340,14 @@ def test_the_pair_smollm2_has_a_recipe_of_its_head_and_selector(
     check_start(chosen, head, selector)  # the pair's selector can be continued as the recipe says
 
 
-@pytest.mark.parametrize("improved", [True, False])
 @pytest.mark.parametrize(
-    ("mode", "changes", "warns"),
+    ("mode", "changes", "warns", "improved"),
     [
-        ("corpus", ["objective.loss=sft"], True),
-        ("corpus", ["objective.loss=dpace"], True),
-        ("corpus", [], False),
-        ("regenerate", ["objective.loss=sft"], False),
-        ("corpus", ["objective.loss=sft", "selector.rank=2"], False),  # only the selector learns
-        ("corpus", ["objective.loss=sft", "selector.rank=2", "selector.joint=true"], True),
+        ("corpus", ["objective.loss=sft"], True, True),
+        ("corpus", ["objective.loss=dpace"], True, False),
+        ("corpus", [], False, False),
+        ("regenerate", ["objective.loss=sft"], False, False),
+        ("corpus", ["objective.loss=sft", "selector.rank=2"], False, True),  # only the selector learns
     ],
 )
 def test_hard_labels_of_texts_that_the_target_may_not_write(
@@ -395,19 +373,3 @@ def test_hard_labels_of_texts_that_the_target_may_not_write(
 def test_one_of_several_processes_must_know_which(folder, tmp_path, capsys):
     assert head(folder, tmp_path, tmp_path, "--coordinator", "localhost:1") == 2
     assert "belong together; add --processes, --process" in capsys.readouterr().err
-
-
-def test_bad_input_is_named(folder, tmp_path, capsys):
-    assert head(folder, tmp_path / "nothing", tmp_path / "work") == 2
-    assert "has no documents.json" in capsys.readouterr().err
-    assert main(["head", "--recipe", "best", "--target", "demo", "--data", "x", "--work", "y"]) == 2
-    said = capsys.readouterr().err
-    assert "no recipe best: name a TOML file or one of demo, demo-selector, finetune" in said
-    shutil.copy(folder / "prompts.jsonl", tmp_path / "broken.jsonl")
-    with (tmp_path / "broken.jsonl").open("a") as file:
-        file.write('{"messages": []}\n')
-    command = ["data", "--target", str(folder / "target"), "--out", str(tmp_path / "out")]
-    assert main([*command, "--max-tokens", "8", "--prompts", str(tmp_path / "broken.jsonl")]) == 0
-    said = capsys.readouterr()
-    assert f"dropped: {tmp_path / 'broken.jsonl'}:9: " in said.err
-    assert "dropped because they are excluded or cannot be used: 1" in said.out

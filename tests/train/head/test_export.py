@@ -184,14 +184,6 @@ def test_bad_input_is_named_and_writes_nothing(tmp_path, capsys):
     ):
         assert main(["export", *arguments, *out]) == 2
         assert complaint in capsys.readouterr().err
-    for arguments, complaint in (
-        (["--from", "demo", "--for", "trt"], "invalid choice: 'trt'"),
-        ([], "one of the arguments --work --from is required"),
-        (["--from", "demo", "--work", "w"], "not allowed with argument"),
-    ):
-        with pytest.raises(SystemExit):
-            main(["export", *arguments, *out])
-        assert complaint in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir()
     assert main(["export", "--from", "demo", *out]) == 2

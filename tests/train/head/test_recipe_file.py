@@ -144,13 +144,9 @@ def test_a_rate_that_is_no_number_is_refused(file, value):
     [
         ("fit.steps", "a change is KEY=VALUE, as fit.steps=100, not 'fit.steps'"),
         ("=3", "a change is KEY=VALUE"),
-        ("", "a change is KEY=VALUE"),
         ("fit.stepps=3", "unknown key fit.stepps"),
-        ("fit=3", "fit must be a table, not 3"),
-        ("window.size=3", "window.size"),
         ("fit.steps.more=3", "steps in 'fit.steps.more=3' is no table"),
         ("fit.steps=many", "fit.steps must be an integer, not 'many'"),
-        ("fit.steps=", "fit.steps must be an integer, not ''"),
     ],
 )
 def test_a_bad_change_is_named(file, change, message):

@@ -196,16 +196,11 @@ def test_a_key_of_a_checkpoint_that_is_to_be_ignored_stays(target, tmp_path):
     ("changes", "message"),
     [
         ({"taps": (0, 2, 5)}, r"taps \[2, 5\] lie outside the target's layers 0\.\.1"),
-        ({"taps": (-1,)}, r"taps \[-1\] lie outside"),
         ({"mask_token": None}, "the tokenizer has no mask token; set head.mask_token to the id"),
         ({"mask_token": "<mask>"}, "the tokenizer has no token '<mask>'"),
         ({"mask_token": 64}, "mask token 64 lies outside the target's vocabulary of 64"),
-        ({"mask_token": -1}, "mask token -1 lies outside"),
         ({"layers": 0}, "num_hidden_layers must be an integer of at least 1, not 0"),
-        ({"block_size": 1}, "block_size must be an integer of at least 2, not 1"),
-        ({"taps": ()}, "target_layer_ids"),
         ({"intermediate_size": -3}, "intermediate_size must be an integer of at least 1"),
-        ({"intermediate_size": 0}, "intermediate_size must be an integer of at least 1"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused(target, changes, message):

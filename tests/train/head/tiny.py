@@ -76,7 +76,6 @@ def write(folder, documents, vocab_size):
 
 
 def records(folder):
-    """The log without what depends on the clock."""
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     measured = ("seconds", "memory_gib")
     return [

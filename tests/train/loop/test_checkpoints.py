@@ -1,10 +1,6 @@
 """Checkpoints that were damaged after they were written: named, and the one before is read."""
 
-import errno
-import os
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -51,10 +47,6 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def zero(path):
-    path.write_bytes(bytes(path.stat().st_size))
-
-
 def flip(path, bit=12345):
     content = bytearray(path.read_bytes())
     content[bit // 8 % len(content)] ^= 1 << bit % 8
@@ -68,15 +60,11 @@ def empty(place):
 
 DAMAGES = {
     "truncated-arrays": lambda place: truncate(largest(place)),
-    "zeroed-arrays": lambda place: zero(largest(place)),
     "flipped-bit": lambda place: flip(largest(place)),
-    "no-arrays": lambda place: largest(place).unlink(),
     "no-manifest": lambda place: (place / "state" / "manifest.ocdbt").unlink(),
-    "truncated-metadata": lambda place: truncate(place / "state" / "_METADATA"),
     "no-metadata": lambda place: (place / "state" / "_METADATA").unlink(),
     "truncated-json": lambda place: truncate(place / "host" / "metadata"),
     "no-host": lambda place: shutil.rmtree(place / "host"),
-    "no-state": lambda place: shutil.rmtree(place / "state"),
     "empty-folder": empty,
 }
 IN_SHORT = ("flipped-bit", "no-host")
@@ -181,8 +169,7 @@ def test_a_reader_leaves_everything_to_the_run_that_writes(folder):
 
 
 @pytest.mark.parametrize("part", ["checkpoints", "best"])
-@pytest.mark.parametrize("flips", [30, wide(200)])
-def test_every_flipped_bit_is_noticed_or_harmless(folder, part, flips):
+def test_every_flipped_bit_is_noticed_or_harmless(folder, part):
     """One checkpoint, so that a damaged one is an error; the files take turns."""
     place = folder / part / {"checkpoints": "6", "best": "2"}[part]
     shutil.rmtree(place.with_name({"6": "3", "2": "1"}[place.name]))
@@ -191,7 +178,7 @@ def test_every_flipped_bit_is_noticed_or_harmless(folder, part, flips):
     noticed = set()
     with Checkpoints(folder) as checkpoints:
         restore = checkpoints.restore if part == "checkpoints" else checkpoints.restore_best
-        for number in range(flips):
+        for number in range(30):
             path = files[number % len(files)]
             before = path.read_bytes()
             flip(path, int(random.integers(8 * len(before))))
@@ -236,39 +223,6 @@ def test_a_checkpoint_of_an_earlier_version_is_read_with_a_warning(folder, caplo
     same(resumed.state, state(6))
     [line] = [record.getMessage() for record in caplog.records if record.name == "jetspec_jax.train"]
     assert line.startswith(f"{folder / 'checkpoints' / '6'} has no checksums")
-
-
-FULL = """
-import resource, sys
-from pathlib import Path
-import jax, numpy as np
-from jetspec_jax.cli.quiet import keep_libraries_quiet
-from train.loop.checkpoints import Best, Checkpoints, TrainingCheckpointError
-keep_libraries_quiet("asyncio")
-noise = np.random.default_rng(0).normal(size=(12, 200, 200)).astype(np.float32)
-state = {str(number): jax.numpy.asarray(rows) for number, rows in enumerate(noise)}
-try:
-    with Checkpoints(Path(sys.argv[1])) as checkpoints:
-        checkpoints.save(1, state, {})
-        checkpoints.wait()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-        checkpoints.save_best(Best(1, 0.0), state)
-        checkpoints.save(2, state, {})
-except TrainingCheckpointError as error:
-    sys.exit(f"train: {error}")
-"""
-
-
-@pytest.mark.wide
-def test_a_full_disk_is_one_line_on_standard_error(tmp_path):
-    """Orbax's threads fail one by one, with a traceback each."""
-    done = subprocess.run([sys.executable, "-c", FULL, tmp_path], capture_output=True, text=True)
-    assert done.returncode == 1
-    reason = os.strerror(errno.EFBIG)
-    assert done.stderr == (
-        f"train: a checkpoint could not be written in {tmp_path}: {reason}; the one of step 1 is whole, and "
-        "the same command goes on from there\n"
-    )
 
 
 def test_a_new_folder_holds_nothing(tmp_path):

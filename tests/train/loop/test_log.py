@@ -191,19 +191,6 @@ class TestTime:
         assert [record["tokens_per_second"] for record in steps[:4]] == [200.0, 400.0, 60.0, 600.0]
         assert math.isfinite(steps[4]["tokens_per_second"])
 
-    def test_a_pause_ends_with_its_error(self, tmp_path, clock):
-        def fail(log):
-            with log.paused():
-                clock.now += 10.0
-                raise KeyError
-
-        with TrainingLog(tmp_path, kept_steps=0) as log:
-            with pytest.raises(KeyError):
-                fail(log)
-            clock.now += 1.0
-            log.add(1, metrics(1.0), 8)
-        assert read_log(tmp_path / "log.jsonl")[0]["seconds"] == 1.0
-
 
 class TestMemory:
     def test_it_is_the_devices_peak_where_the_device_tells_it(self, monkeypatch):
@@ -316,12 +303,7 @@ class TestResume:
         [
             b'{"step": 2, "loss"',
             b'{"step": 2, "loss": NaN}',
-            b'{"loss": 2.0}',
-            b'{"step": true}',
-            b'{"step": "2"}',
-            b"[2]",
             b"",
-            b'{"step": 2, "x": "\xff"}',
             b"[" * 100_000,
         ],
     )
@@ -382,8 +364,6 @@ class TestTensorBoard:
 
 
 class Remote:
-    """A tracker that keeps what it gets."""
-
     def __init__(self):
         self.rows, self.failed = [], None
 
@@ -441,21 +421,3 @@ class TestTrackers:
     def test_other_processes_open_none(self, tmp_path):
         with TrainingLog(tmp_path, kept_steps=0, main=False, trackers=lambda: 1 / 0):
             pass
-
-
-def test_what_cannot_be_a_record_is_refused(tmp_path):
-    def refused(message, step, values, error=ValueError):
-        with pytest.raises(error, match=message):
-            log.add(step, values, 8)
-
-    with TrainingLog(tmp_path, kept_steps=4) as log:
-        refused("step 4 comes after step 4", 4, metrics(1.0))
-        log.add(5, metrics(1.0), 8)
-        refused("step 5 comes after step 5", 5, metrics(1.0))
-        refused("step 6 have no loss, only norm", 6, {"norm": 1.0})
-        refused("itself writes step, seconds", 6, metrics(1.0, seconds=2.0, step=3))
-        with pytest.raises(ValueError, match="itself writes step"):
-            log.write("validation", 6, {"step": 2})
-        with log.paused():
-            refused("while the log was paused", 6, metrics(1.0), RuntimeError)
-    assert [record["step"] for record in read_log(tmp_path / "log.jsonl")] == [5]

@@ -2,16 +2,13 @@
 
 import json
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib import image, pyplot
-from matplotlib.figure import Figure
 
-from tests.marks import wide
-from tests.train.figures import assert_apart, boxes, saved_figures
+from tests.train.figures import saved_figures
 from train.loop import plot
-from train.loop.log import TrainingLog, read_log
+from train.loop.log import read_log
 from train.loop.plot import plot_training, smooth
 
 DEPTH, STEPS = 15, 120
@@ -153,14 +150,6 @@ class TestTraining:
         assert count("accuracy", "accepted", "tau", "rate", "norm", "tokens", "memory") == 1
         assert count("seconds", "memory", "norm") == 7
 
-    @pytest.mark.parametrize("steps", [1, wide(2), wide(3)])
-    def test_a_run_that_has_just_begun(self, tmp_path, steps):
-        log = write_log(tmp_path / "log.jsonl", lambda r: r if r["step"] <= steps else None)
-        with log.open("a") as file:
-            file.write('{"step": 4, "lo')  # the run is writing
-        plot_training(log, tmp_path / "a.png", "title")
-        assert size(tmp_path / "a.png") == (800, 1600)
-
     def test_titles_say_what_is_a_chain_and_what_a_tree(self, tmp_path, figures):
         plot_training(write_log(tmp_path / "log.jsonl"), tmp_path / "a.png", "title")
         titles = {}
@@ -197,38 +186,6 @@ class TestTraining:
         assert np.isnan(curves["tree of 16"].get_ydata()).tolist() == [False, True] + [False] * 4
         assert np.isfinite(curves["1"].get_ydata()).all()
 
-    def test_it_reads_what_the_log_writes(self, tmp_path, figures):
-        with TrainingLog(tmp_path, kept_steps=0) as log:
-            for step in range(1, 5):
-                metrics = {"loss": jnp.float32(5 - step), "accuracy_by_depth": jnp.full(3, step / 5)}
-                log.add(step, metrics, 100)
-            log.write("evaluation", 4, {"validation_loss": 1.5, "tau": {"16": jnp.float32(2.5)}})
-        plot_training(tmp_path / "log.jsonl", tmp_path / "a.png", "title")
-        labels = [axis.get_ylabel() for axis in figures[0].axes]
-        assert labels[0] == "loss (nats)"
-        assert labels[-2:] == ["tokens/s", "peak memory (GiB)"]
-        np.testing.assert_array_equal(figures[0].axes[0].get_lines()[0].get_ydata(), [4, 3, 2, 1])
-
-    def test_labels_of_ticks_do_not_overlap(self, tmp_path, monkeypatch):
-        figures = saved_figures(monkeypatch, plot)
-
-        def stretch(record):
-            return {**record, "step": record["step"] * 1000} | (
-                {"gradient_norm": 10.0 ** (record["step"] % 5 - 2)} if "gradient_norm" in record else {}
-            )
-
-        plot_training(write_log(tmp_path / "log.jsonl", stretch), tmp_path / "a.png", "title")
-        for axis in figures[0].axes:
-            for side in (axis.xaxis, axis.yaxis):
-                labels = [label for label in side.get_ticklabels() if label.get_text()]
-                low, high = sorted(side.get_view_interval())
-                seen = [
-                    label
-                    for label, tick in zip(labels, side.get_ticklocs(), strict=False)
-                    if low <= tick <= high
-                ]
-                assert_apart(boxes(seen))
-
     def test_a_log_without_steps_is_an_error(self, tmp_path):
         log = write_log(tmp_path / "log.jsonl", lambda record: None)
         with pytest.raises(ValueError, match="no training step"):
@@ -239,34 +196,3 @@ class TestTraining:
         with pytest.raises(ValueError, match="line 1"):
             plot_training(log, tmp_path / "a.png", "title")
         assert not (tmp_path / "a.png").exists()
-
-    def test_a_failure_leaves_the_picture_before(self, tmp_path, monkeypatch):
-        picture = tmp_path / "a.png"
-        log = write_log(tmp_path / "log.jsonl")
-        plot_training(log, picture, "title")
-        before = picture.read_bytes()
-
-        def fail(figure, path, **settings):
-            path.write_bytes(b"half")
-            raise OSError("no space left")
-
-        monkeypatch.setattr(Figure, "savefig", fail)
-        with pytest.raises(OSError, match="no space"):
-            plot_training(log, picture, "another title")
-        assert picture.read_bytes() == before
-
-
-class TestSmooth:
-    @pytest.mark.parametrize("window", [0, 1, 2, 5, 50])
-    @pytest.mark.parametrize("shape", [(9,), (9, 3), (1,)])
-    def test_against_loops(self, window, shape):
-        rng = np.random.default_rng(0)
-        values = np.where(rng.random(shape) < 0.3, np.nan, rng.normal(size=shape))
-        values[-1] = 2.0
-        reach = window // 2
-        for row, out in enumerate(smooth(values, window)):
-            near = values[max(row - reach, 0) : row + reach + 1]
-            known = np.isfinite(near)
-            sums = np.where(known, near, 0).sum(axis=0)
-            expected = np.where(known.any(axis=0), sums / np.maximum(known.sum(axis=0), 1), np.nan)
-            np.testing.assert_allclose(out, expected, atol=1e-12)

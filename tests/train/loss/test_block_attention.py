@@ -85,7 +85,7 @@ def attended(q, k, v, keys, values, causal):
 
 @pytest.mark.parametrize(
     ("causal", "slots", "tokens"),
-    [(True, 6, 5), wide(False, 6, 5), wide(True, 1, 7), wide(False, 1024, 4), wide(True, 1024, 1024)],
+    [(True, 6, 5), wide(True, 1, 7), wide(False, 1024, 4)],
 )
 def test_outputs_and_gradients_are_those_of_all_scores_at_once(monkeypatch, causal, slots, tokens):
     monkeypatch.setattr(block_attention, "SLOTS", slots)

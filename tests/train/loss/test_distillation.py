@@ -70,7 +70,6 @@ def drafts(target, heads):
 
 
 def expected(teacher, drafts, objective, learn=LEARN, tokens=TOKENS):
-    """The loss's means in plain loops."""
     anchors = np.asarray(sample_anchors(KEY, jnp.asarray(learn), objective.anchors))
     value = np.zeros((*anchors.shape, K - 1))
     counted, matches = np.zeros_like(value), np.zeros_like(value)

@@ -131,7 +131,6 @@ def test_the_weights_of_the_docstring():
 
 
 def test_the_weights_are_the_slope_of_the_expected_length():
-    """Without smoothing: its derivative by the logarithm of each confidence."""
     log_q = -np.array([0.3, 1.1, 0.2, 2.0])
 
     def length(log_q):

@@ -50,14 +50,13 @@ def random_choices(seed, scale):
     return Choices(*map(jnp.asarray, arrays)), rng.normal(0, 1, best.shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("scale", [0.5, 2.0])
 @pytest.mark.parametrize(
     ("loss", "tail"),
     # Without its tail a distribution has an infinite divergence from one that has a tail.
     [(loss, tail) for loss in SELECTION_LOSSES for tail in (True, False) if tail or loss != "forward_kl"],
 )
-def test_rows_are_float64_s(loss, tail, scale):
-    choices, scores = random_choices(1, scale)
+def test_rows_are_float64_s(loss, tail):
+    choices, scores = random_choices(1, 2.0)
     found = rows_of(choices, jnp.asarray(scores), loss=loss, tail=tail)
     for place in np.ndindex(3, 4):
         own = choices.log_q[place], choices.p[place], scores[place]
@@ -117,7 +116,6 @@ def drafts(pair):
 
 
 def expected(pair, drafts, objective, loss, temperature):
-    """The loss's means in plain loops."""
     target, _, weights = pair
     selector = {name: np.asarray(own, np.float64) for name, own in weights["selector"].items()}
     teacher = np.asarray(logits(target, TOKENS), np.float64)

@@ -15,8 +15,6 @@ ROWS = [Row(1, {"train/loss": 2.0}), Row(1, {"evaluation/tau/16": 1.5}), Row(2, 
 
 
 class FakeWandB(ModuleType):
-    """Keeps every call; a run resumes at `step`."""
-
     def __init__(self, step=0):
         super().__init__("wandb")
         self.step, self.begun, self.logged, self.codes = step, [], [], []
