@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from jetspec_jax.device.memory import DeviceMemoryError
     from jetspec_jax.engine.output import Completion
     from jetspec_jax.engine.request import DeadlinePassed, EngineFailed
-    from jetspec_jax.engine.waiting_queue import QueueFull
+    from jetspec_jax.engine.scheduler import QueueFull
     from jetspec_jax.generation import generate, generate_tree
     from jetspec_jax.inspect.forward import draft_logits, hidden_states, logits, tree_logits
     from jetspec_jax.llm import LLM
     from jetspec_jax.models import bind, register_family, weights_of
+    from jetspec_jax.request_output import CompletionOutput, RequestOutput
     from jetspec_jax.sampling.params import SamplingParams
     from jetspec_jax.sampling.structured import StructuredOutputsParams
 
@@ -31,6 +32,7 @@ __all__ = [
     "AsyncLLM",
     "CheckpointError",
     "Completion",
+    "CompletionOutput",
     "DeadlinePassed",
     "DecodeState",
     "DecodeWeights",
@@ -41,6 +43,7 @@ __all__ = [
     "Head",
     "Proposer",
     "QueueFull",
+    "RequestOutput",
     "RoundRecord",
     "SamplingParams",
     "SlotSettings",
@@ -75,12 +78,13 @@ _PLACES = {
     "jetspec_jax.device.compilation_cache": ("enable_compilation_cache",),
     "jetspec_jax.device.joining": ("join_processes",),
     "jetspec_jax.device.memory": ("DeviceMemoryError",),
-    "jetspec_jax.engine.waiting_queue": ("QueueFull",),
+    "jetspec_jax.engine.scheduler": ("QueueFull",),
     "jetspec_jax.engine.output": ("Completion",),
     "jetspec_jax.engine.request": ("DeadlinePassed", "EngineFailed"),
     "jetspec_jax.generation": ("generate", "generate_tree"),
     "jetspec_jax.inspect.forward": ("draft_logits", "hidden_states", "logits", "tree_logits"),
     "jetspec_jax.llm": ("LLM",),
+    "jetspec_jax.request_output": ("CompletionOutput", "RequestOutput"),
     "jetspec_jax.models": ("bind", "register_family", "weights_of"),
     "jetspec_jax.sampling.params": ("SamplingParams",),
     "jetspec_jax.sampling.structured": ("StructuredOutputsParams",),

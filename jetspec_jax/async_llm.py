@@ -24,10 +24,7 @@ from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.device.mesh import without_mesh
 from jetspec_jax.engine.admission import CheckedRequest, check_models, check_request
 from jetspec_jax.engine.engine import EngineClosed
-from jetspec_jax.engine.engines import Engines
-from jetspec_jax.engine.logprobs import Logprob
-from jetspec_jax.engine.memory import with_slots_that_fit
-from jetspec_jax.engine.output import Completion, Output, Round
+from jetspec_jax.engine.output import Completion, Logprob, Output, Round
 from jetspec_jax.engine.prompts import Prompt
 from jetspec_jax.engine.request import EngineFailed, Request
 from jetspec_jax.engine.size import MAX_SLOTS, MOST_SLOTS
@@ -136,13 +133,7 @@ class AsyncLLM:
         xla = settings.get("implementation") == "xla" or gpu_problem() is not None
         slots = (MAX_SLOTS if xla else MOST_SLOTS) if max_slots is None else max_slots
         self.llm = LLM(*models, max_slots=slots, capacity=capacity, **settings)
-        target, head, plan = self.llm.target, self.llm.draft_head, self.llm.engines.plan
-        if max_slots is None:
-            plan = with_slots_that_fit(plan, target.meshes)
-        self._plan = plan
-        self.llm.engines = self._engines = Engines(
-            target, head, plan, proposer_weights=settings.get("proposer_weights"), owner="AsyncLLM"
-        )
+        self._engines = self.llm.engines
         self._compilations, self._max_waiting = Compilations(), max_waiting
         # Running requests by id, and how to abort them.
         self._running: dict[str, tuple[Sequence[Request], Callable[[], object]]] = {}
@@ -158,12 +149,12 @@ class AsyncLLM:
     @property
     def slots(self) -> int:
         """Requests that decode at the same time, per copy of the models."""
-        return self._plan.size.slots
+        return self._engines.plan.size.slots
 
     @property
     def num_spec_tokens(self) -> int:
         """Drafted tokens on the longest path that the settings of trees allow; 0 in plain decoding."""
-        settings, deepest = self.llm.settings, self._plan.decoder.depth
+        settings, deepest = self.llm.settings, self._engines.plan.decoder.depth
         return min(deepest if settings.depth is None else settings.depth, deepest, settings.budget - 1)
 
     @property
@@ -188,7 +179,9 @@ class AsyncLLM:
                 "decode together: raise max_slots, or ask several times with other seeds"
             )
         check_models(self.llm.target, self.llm.draft_head)
-        return check_request(self.llm.target, prompt, sampling_params, capacity=self._plan.size.capacity)
+        return check_request(
+            self.llm.target, prompt, sampling_params, capacity=self._engines.plan.size.capacity
+        )
 
     async def generate(
         self,
@@ -249,7 +242,7 @@ class AsyncLLM:
         else:
             checked = await asyncio.to_thread(self.check, prompt, sampling_params)
         name = uuid.uuid4().hex if request_id is None else request_id
-        requests = checked.requests(self.llm.settings, self._plan.decoder, request_id=name)
+        requests = checked.requests(self.llm.settings, self._engines.plan.decoder, request_id=name)
         loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[int, int] | str]()
         for number, request in enumerate(requests):
             request.arrival, request.deadline = arrival, deadline
@@ -333,11 +326,6 @@ class AsyncLLM:
     def warm(self) -> bool:
         """Whether there are engines, which compile nothing in the background."""
         return self._engines.warm
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Estimated seconds until all programs are compiled; None if no estimate is possible yet."""
-        return self._engines.seconds_left
 
     def stats(self) -> EngineStats:
         """Statistics of all copies together; from any thread, without waiting."""

@@ -11,12 +11,11 @@ from jetspec_jax.decode.settings import DEFAULT_BUDGET, PLAIN, TreeSettings
 from jetspec_jax.device.mesh import without_mesh
 from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.admission import check_models, make_requests
-from jetspec_jax.engine.engines import Engines
-from jetspec_jax.engine.output import Completion
-from jetspec_jax.engine.planning import plan_engine
+from jetspec_jax.engine.engines import Engines, complete
+from jetspec_jax.engine.plan import plan_engine, with_slots_that_fit
 from jetspec_jax.engine.prompts import Prompt
-from jetspec_jax.engine.serving import complete
 from jetspec_jax.engine.size import MAX_SLOTS
+from jetspec_jax.request_output import RequestOutput, by_prompt
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import DEFAULT_ALGORITHM, Algorithm
 from jetspec_jax.tree.routing import ROUTING_INSTEAD
@@ -30,7 +29,7 @@ def generate(
     *,
     max_slots: int = MAX_SLOTS,
     implementation: str | None = None,
-) -> list[Completion]:
+) -> list[RequestOutput]:
     """Plain decoding: rounds with trees of one node.
 
     Args:
@@ -41,7 +40,7 @@ def generate(
         implementation: Tree attention implementation; None picks the best.
 
     Returns:
-        The completions in the order of the prompts, ``n`` in a row for each.
+        One output for each prompt, in their order, with its ``n`` completions.
 
     Raises:
         TypeError: A value has a wrong type.
@@ -68,7 +67,7 @@ def generate_tree(
     proposer: Proposer | None = None,
     proposer_weights: Any = None,
     **unknown: object,
-) -> list[Completion]:
+) -> list[RequestOutput]:
     """Tree decoding: the same tokens as `generate`, in fewer forwards of the target.
 
     Args:
@@ -114,7 +113,7 @@ def _run(
     implementation: str | None,
     proposer: Proposer | None = None,
     proposer_weights: Any = None,
-) -> list[Completion]:
+) -> list[RequestOutput]:
     """Makes engines, serves the prompts, and closes the engines."""
     check_models(target, head)
     check_given(proposer, len(target.meshes))
@@ -129,8 +128,7 @@ def _run(
     options = {"slots": max_slots, "implementation": implementation, "mesh": target.mesh}
     plan = plan_engine(*models, settings, target.dtype, proposer=proposer, **options)
     requests = make_requests(target, plan, settings, prompts, sampling_params)
-    engines = Engines(
-        target, head, plan, longer_slots=True, fewer_slots=True, proposer_weights=proposer_weights
-    )
+    plan = with_slots_that_fit(plan, target.meshes)
+    engines = Engines(target, head, plan, longer_slots=True, proposer_weights=proposer_weights)
     with contextlib.closing(engines):
-        return complete(engines, requests, target.tokenizer)
+        return by_prompt(complete(engines, requests, target.tokenizer))

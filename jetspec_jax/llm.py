@@ -39,16 +39,14 @@ from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
 from jetspec_jax.device.mesh import without_mesh
 from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.admission import check_models, check_places, check_single, make_requests
-from jetspec_jax.engine.engines import Engines
-from jetspec_jax.engine.memory import check_engine_memory
-from jetspec_jax.engine.output import Completion
-from jetspec_jax.engine.planning import plan_engine
-from jetspec_jax.engine.programs import Kind
+from jetspec_jax.engine.batch import Kind
+from jetspec_jax.engine.engines import Engines, Stream, complete, terminal_bar
+from jetspec_jax.engine.plan import EnginePlan, check_engine_memory, plan_engine, with_slots_that_fit
 from jetspec_jax.engine.prompts import Prompt, encode_chat, naming, read_prompt, templated
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.serving import BAR, Stream, complete
 from jetspec_jax.engine.size import MAX_SLOTS
 from jetspec_jax.engine.worker import check_alike
+from jetspec_jax.request_output import RequestOutput, by_prompt
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Algorithm
 from jetspec_jax.tree.routing import ROUTING_INSTEAD
@@ -171,44 +169,20 @@ class LLM:
         capacity = either("capacity", capacity, "max_model_len", max_model_len)
         max_slots = either("max_slots", max_slots, "max_num_seqs", max_num_seqs)
         max_slots = MAX_SLOTS if max_slots is None else max_slots
-        target = _target_of(target, model)
-        check_type("draft_head", draft_head, str | Path | Head | None, "a folder, a hub id, a Head or None")
         check_type("compilation_cache", compilation_cache, str | Path, 'a folder, "auto" or "off"')
         if isinstance(ignore_config_keys, str) or not isinstance(ignore_config_keys, Collection):
             raise TypeError(f"ignore_config_keys must be a list of keys, not {shown(ignore_config_keys)}")
         check_given(proposer)
+        # What is read: the target and the head, unless they are loaded.
+        reading = Source("", dtype, ignore_config_keys, allow_nonfinite, mxfp4=mxfp4)
+        target = _target_of(target, model)
+        ours = _source_of_target(target, reading, tokenizer, chat_template)
         if draft_head is None and proposer is None:
             draft_head = default_draft_head(target)
-        reading = Source("", dtype, ignore_config_keys, allow_nonfinite, mxfp4=mxfp4)
-        template = None if chat_template is None else read_chat_template(chat_template)
-        ours: Target | Source
-        if isinstance(target, Target):
-            for name, value in (("tokenizer", tokenizer), ("chat_template", template)):
-                if value is not None:
-                    raise ValueError(
-                        f"{name} has no effect on a target that is loaded already: give it to load_target"
-                    )
-            ours = target
-        else:
-            ours = replace(reading, path_or_id=target, tokenizer=tokenizer, chat_template=template)
-        head: Head | Source | None = None
-        if draft_head is not None:
-            loaded = isinstance(draft_head, Head)
-            if loaded and not allow_nonfinite:
-                draft_head.check_finite()
-            head = draft_head if loaded else replace(reading, path_or_id=draft_head_at(draft_head))
-        resolved = resolve_dtype(dtype)
-        unread: dict[str, ModelConfig | DraftHeadConfig] = {}
-        if isinstance(ours, Target):
-            config, stores_dtype = ours.config, ours.dtype
-        else:
-            config, stores_dtype = ours.target_config, resolved
-            unread[TARGET_WEIGHTS] = config
-        head_config = None
-        if isinstance(head, Head):
-            head_config = head.config
-        elif head is not None:
-            head_config = unread[HEAD_WEIGHTS] = head.head_config
+        head = _source_of_head(draft_head, reading)
+        config = ours.config if isinstance(ours, Target) else ours.target_config
+        head_config = head.head_config if isinstance(head, Source) else head and head.config
+        # The trees.
         drafts = proposer if head_config is None else DraftHeadProposer(head_config)
         tree = {"budget": budget, "width": width, "depth": depth}
         tree |= {"algorithm": algorithm, "candidates": candidates}
@@ -219,18 +193,19 @@ class LLM:
         settings = settings.for_selected(selected_of(drafts))
         settings.check(config, None if drafts is None else drafts.depth)
         self.settings = PLAIN if drafts is None else settings
+        # The devices, and whether they can hold everything.
         sizes = tensor_parallel_size, expert_parallel_size, data_parallel_size
         meshes = _meshes_of(ours, head, config, mesh, *sizes)
         check_given(proposer, len(meshes))
         if isinstance(ours, Source):
             ours = with_storage(ours, *meshes)
-            config = unread[TARGET_WEIGHTS] = ours.target_config
+            config = ours.target_config
         self._capacity = capacity
         plan = plan_engine(
             config,
             head_config,
             self.settings,
-            stores_dtype,
+            ours.dtype if isinstance(ours, Target) else resolve_dtype(dtype),
             slots=max_slots,
             capacity=capacity,
             proposer=proposer,
@@ -238,30 +213,18 @@ class LLM:
             mesh=meshes[0],
         )
         check_alike(plan)
-        alone = replace(plan, size=plan.size.with_slots(1))  # an engine has the slots that fit
-        prepared = {}
-        if proposer is not None and meshes[0] is None:  # on a mesh they are prepared in rounds
-            prepared["prepared weights of the proposer"] = prepared_bytes(proposer, proposer_weights)
-        for group in meshes:
-            check_engine_memory(
-                alone.on(group),
-                lambda mesh: (
-                    {name: weight_bytes(kind, resolved, mesh) for name, kind in unread.items()} | prepared
-                ),
-            )
+        _check_memory(plan, meshes, ours, head, proposer_weights)
         enable_compilation_cache(compilation_cache, together=spans(meshes[0]))
         if mesh is None and isinstance(ours, Source):
             say_unused(meshes)
         self.target = read_target(ours, *meshes) if isinstance(ours, Source) else ours
         self.draft_head = read_draft_head(head, self.target) if isinstance(head, Source) else head
-        self.engines = Engines(
-            self.target,
-            self.draft_head,
-            plan,
-            longer_slots=capacity is None,
-            fewer_slots=True,
-            proposer_weights=proposer_weights,
-        )
+        plan = with_slots_that_fit(plan, meshes)
+        if (slots := plan.size.slots) < max_slots:
+            _log.warning("the memory holds %d of max_slots=%d", slots, max_slots)
+        models = self.target, self.draft_head
+        longer = capacity is None
+        self.engines = Engines(*models, plan, longer_slots=longer, proposer_weights=proposer_weights)
 
     def __enter__(self) -> "LLM":
         return self
@@ -298,7 +261,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         budget: int | None = None,
         **unknown: object,
-    ) -> list[Completion]:
+    ) -> list[RequestOutput]:
         """Completes prompts, texts or token ids, in batches.
 
         Args:
@@ -312,7 +275,7 @@ class LLM:
             **unknown: Refused: sampling settings go into ``sampling_params``.
 
         Returns:
-            The completions in the order of the prompts, ``n`` in a row for each.
+            One output for each prompt, in their order, with its ``n`` completions.
 
         Raises:
             TypeError: A prompt or a setting has a wrong type, or is unknown.
@@ -336,7 +299,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         budget: int | None = None,
         **unknown: object,
-    ) -> list[Completion]:
+    ) -> list[RequestOutput]:
         """Answers one conversation, or a list of them, in the form of the tokenizer's chat template.
 
         Args:
@@ -461,10 +424,10 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
         budget: int | None = None,
-    ) -> list[Completion]:
+    ) -> list[RequestOutput]:
         bar = _bar(use_tqdm)
         requests = self._requests(prompts, sampling_params, budget)
-        return complete(self.engines, requests, self.target.tokenizer, bar)
+        return by_prompt(complete(self.engines, requests, self.target.tokenizer, bar))
 
     def _requests(
         self,
@@ -510,6 +473,55 @@ def _target_of(target: str | Path | Target, model: str | Path | Target) -> str |
     return given
 
 
+def _source_of_target(
+    target: str | Path | Target, reading: Source, tokenizer: str | Path | None, template: str | Path | None
+) -> Target | Source:
+    """The target if it is loaded, or from where it is read; ValueError for settings that have no effect."""
+    text = None if template is None else read_chat_template(template)
+    if not isinstance(target, Target):
+        return replace(reading, path_or_id=target, tokenizer=tokenizer, chat_template=text)
+    for name, value in (("tokenizer", tokenizer), ("chat_template", text)):
+        if value is not None:
+            raise ValueError(
+                f"{name} has no effect on a target that is loaded already: give it to load_target"
+            )
+    return target
+
+
+def _source_of_head(head: str | Path | Head | None, reading: Source) -> Head | Source | None:
+    """The head if it is loaded, or from where it is read."""
+    check_type("draft_head", head, str | Path | Head | None, "a folder, a hub id, a Head or None")
+    if isinstance(head, Head):
+        if not reading.allow_nonfinite:
+            head.check_finite()
+        return head
+    return None if head is None else replace(reading, path_or_id=draft_head_at(head))
+
+
+def _check_memory(
+    plan: EnginePlan,
+    meshes: Meshes,
+    target: Target | Source,
+    head: Head | Source | None,
+    proposer_weights: Any,
+) -> None:
+    """Raises DeviceMemoryError unless each mesh can hold an engine of one slot and what is not loaded yet."""
+    unread: dict[str, tuple[ModelConfig | DraftHeadConfig, Any]] = {}
+    if isinstance(target, Source):
+        unread[TARGET_WEIGHTS] = target.target_config, resolve_dtype(target.dtype)
+    if isinstance(head, Source):
+        unread[HEAD_WEIGHTS] = head.head_config, resolve_dtype(head.dtype)
+    prepared, proposer = {}, plan.decoder.proposer
+    if proposer_weights is not None and proposer is not None and meshes[0] is None:  # on a mesh, in rounds
+        prepared["prepared weights of the proposer"] = prepared_bytes(proposer, proposer_weights)
+    alone = replace(plan, size=plan.size.with_slots(1))  # an engine has the slots that fit
+    for group in meshes:
+        check_engine_memory(
+            alone.on(group),
+            lambda mesh: prepared | {name: weight_bytes(*kind, mesh) for name, kind in unread.items()},
+        )
+
+
 def _meshes_of(
     target: Target | Source,
     head: Head | Source | None,
@@ -553,7 +565,7 @@ def _bar(use_tqdm: bool | Callable[..., Any]) -> Callable[..., Any] | None:
     """The function that makes a progress bar; None for no bar."""
     if callable(use_tqdm):
         return use_tqdm
-    return BAR if check_flag("use_tqdm", use_tqdm) else None
+    return terminal_bar if check_flag("use_tqdm", use_tqdm) else None
 
 
 _SAMPLING = frozenset(field.name for field in fields(SamplingParams))

@@ -2,15 +2,12 @@
 
 _KINDS = "AsyncLLM.generate always gives what is new, and LLM.generate whole completions"
 _POOLS = "models generate text alone"
-_RESULT = "generate and chat return Completion, which has its attributes"
 #: Names of vLLM's modules.
 IMPORTS = {
     "AsyncEngineArgs": "pass its settings to AsyncLLM itself, as AsyncLLM(model=…, max_model_len=…)",
     "EngineArgs": "pass its settings to LLM itself, as LLM(model=…, max_model_len=…)",
     "AsyncLLMEngine": "AsyncLLM serves requests that come at any time",
     "LLMEngine": "AsyncLLM serves requests that come at any time, and LLM serves lists of prompts",
-    "RequestOutput": _RESULT,
-    "CompletionOutput": _RESULT,
     "RequestOutputKind": _KINDS,
     "TextPrompt": 'a prompt is a text or a dictionary, {"prompt": …}',
     "TokensPrompt": 'a prompt is a list of token ids or a dictionary, {"prompt_token_ids": …}',

@@ -34,7 +34,7 @@ MOST_PROGRAMS = 400
 
 def pytest_unconfigure():
     """Removes what was compiled, at the end of the first process."""
-    if (threads := sys.modules.get("jetspec_jax.engine.threads")) is not None:
+    if (threads := sys.modules.get("jetspec_jax.engine.compiler")) is not None:
         threads.end_all()  # it writes there
     if FIRST:
         shutil.rmtree(os.environ[PROGRAMS], ignore_errors=True)

@@ -19,6 +19,7 @@ ROOMS = {
         ("checkpoint", "cache"),
         ("decode",),
         ("engine",),
+        ("request_output",),
         ("inspect", "llm", "generation"),
         ("async_llm",),
         ("view",),

@@ -17,13 +17,12 @@ from jax.sharding import Mesh, PartitionSpec, Sharding
 from jaxtyping import Array
 
 from jetspec_jax import DecodeState, SamplingParams, SlotSettings, TreeDecoder
-from jetspec_jax.cache.pages import PAGE_SIZE
+from jetspec_jax.cache.pages import PAGE_SIZE, pages_for
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.state import Stores, split
 from jetspec_jax.device.mesh import shardings
 from jetspec_jax.device.partition import parameter_specs, spread
-from jetspec_jax.engine.size import pages_for
 from jetspec_jax.models import Weights, abstract, weights_of
 from jetspec_jax.models.quantized import SCALES
 from pallas_kernels.mxfp4 import BLOCK, Mxfp4

@@ -15,12 +15,10 @@ from bench.common.workload import Workload
 from jetspec_jax import Completion, Head, Target
 from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.engine.admission import check_request, make_requests
-from jetspec_jax.engine.engines import Engines
-from jetspec_jax.engine.memory import check_engine_memory, state_bytes
-from jetspec_jax.engine.planning import EnginePlan, plan_engine
-from jetspec_jax.engine.programs import Kind
+from jetspec_jax.engine.batch import Kind
+from jetspec_jax.engine.engines import Engines, complete
+from jetspec_jax.engine.plan import EnginePlan, check_engine_memory, plan_engine, state_bytes
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.serving import complete
 from jetspec_jax.engine.size import default_capacity
 
 # Enough tokens to compile one round of every kind.

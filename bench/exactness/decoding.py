@@ -11,9 +11,8 @@ from bench.common.workload import Workload
 from jetspec_jax import Completion, Head, Target
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.engine.admission import make_requests
-from jetspec_jax.engine.engines import Engines
-from jetspec_jax.engine.planning import plan_engine
-from jetspec_jax.engine.serving import complete
+from jetspec_jax.engine.engines import Engines, complete
+from jetspec_jax.engine.plan import plan_engine
 from jetspec_jax.inspect.agreement import WatchedEngine, unequal
 
 

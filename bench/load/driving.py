@@ -14,10 +14,9 @@ from bench.common.pair import Pair
 from jetspec_jax import DecodeWeights, SamplingParams
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.engine.admission import check_request
+from jetspec_jax.engine.batch import Batch, Kind
 from jetspec_jax.engine.engine import Engine
-from jetspec_jax.engine.planning import EnginePlan, plan_engine
-from jetspec_jax.engine.programs import Kind
-from jetspec_jax.engine.records import Batch
+from jetspec_jax.engine.plan import EnginePlan, plan_engine
 from jetspec_jax.engine.request import Request
 
 

@@ -12,7 +12,7 @@ from bench.common.timing import median
 from bench.load.arrivals import random_prompts
 from bench.load.driving import Load, TimedRequest, quantiles
 from jetspec_jax import SamplingParams
-from jetspec_jax.engine.chunks import cut_prompts
+from jetspec_jax.engine.size import cut_prompts
 from jetspec_jax.sampling.structured import StructuredOutputsParams
 
 # The parameters of a request whose time to first token is measured.

@@ -4,3 +4,8 @@
 PAGE_SIZE = 64
 #: A missing page in a block table; any entry outside 0..P - 1 counts as missing.
 NO_PAGE = -1
+
+
+def pages_for(tokens: int) -> int:
+    """Pages for ``tokens`` tokens."""
+    return -(-tokens // PAGE_SIZE)

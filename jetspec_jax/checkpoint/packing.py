@@ -30,12 +30,7 @@ _log = logging.getLogger("jetspec_jax")
 
 
 def holds_mxfp4(config: ModelConfig, headers: Callable[[], Headers]) -> bool:
-    """Whether a checkpoint has experts in MXFP4 that can stay packed.
-
-    Args:
-        config: The checkpoint's config.
-        headers: Reads its headers; called only for families that are published in MXFP4.
-    """
+    """Whether a checkpoint has experts in MXFP4 that can stay packed; reads ``headers`` only if needed."""
     if not any(key.scales for key in family_of(config).KEYS):
         return False
     names = headers().tensors
@@ -50,13 +45,7 @@ def holds_mxfp4(config: ModelConfig, headers: Callable[[], Headers]) -> bool:
 def with_storage(source: Source, *meshes: Mesh | None) -> Source:
     """The source with ``mxfp4`` decided: "packed" or "widened".
 
-    Args:
-        source: The source, whose ``mxfp4`` may be "auto".
-        *meshes: The meshes of the target and of its copies; None means one device.
-
-    Raises:
-        ValueError: ``mxfp4`` is "packed", and the checkpoint has no experts in MXFP4, or the dtype is
-            float16, whose range is too small for MXFP4.
+    Raises ValueError if it cannot be "packed" as the source says.
     """
     if source.mxfp4 == WIDENED:
         return source

@@ -19,8 +19,8 @@ from jetspec_jax.cli.screen import on_screen
 from jetspec_jax.cli.settings import load_llm, sampling_params
 from jetspec_jax.demo import DEMO
 from jetspec_jax.device.memory import DeviceMemoryError
+from jetspec_jax.engine.engines import Stream
 from jetspec_jax.engine.prompts import EncodedPrompt, encode_chat, templated
-from jetspec_jax.engine.serving import Stream
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.smollm2 import SMOLLM2

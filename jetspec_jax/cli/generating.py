@@ -14,8 +14,7 @@ from jetspec_jax.cli.prompts import GivenPrompt, encode, read_prompts
 from jetspec_jax.cli.screen import on_screen
 from jetspec_jax.cli.settings import add_decoding_options, load_llm, sampling_params
 from jetspec_jax.engine.detokenizer import detokenizer_of
-from jetspec_jax.engine.logprobs import Logprob
-from jetspec_jax.engine.output import Completion
+from jetspec_jax.engine.output import Completion, Logprob
 from jetspec_jax.engine.prompts import EncodedPrompt
 from jetspec_jax.engine.size import DEFAULT_CAPACITY
 from jetspec_jax.inspect.exactness import first_divergence
@@ -77,7 +76,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         if streamed:
             completions = [_stream(llm, prompts[0], params, budget, shown=shown)]
         else:
-            completions = llm.generate(prompts, params, budget=budget)
+            outputs = llm.generate(prompts, params, budget=budget)
+            completions = [each for output in outputs for each in output.outputs]
         return _Run(completions, time.perf_counter() - started, warm)
 
     found = run(timed=arguments.json or arguments.stats, shown=True)

@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -11,11 +11,11 @@ from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.groups import Meshes, describe_meshes
-from jetspec_jax.engine.bad_words import check_choices_left, encode_bad_words, endings_of
 from jetspec_jax.engine.grammars import matcher_for
-from jetspec_jax.engine.planning import EnginePlan
-from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, naming, read_prompt, read_prompts
+from jetspec_jax.engine.plan import EnginePlan
+from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, check_ids, naming, read_prompt, read_prompts
 from jetspec_jax.engine.request import Request
+from jetspec_jax.sampling.adjust import MOST_BAD_WORDS, MOST_WORD_TOKENS
 from jetspec_jax.sampling.grammar import Matcher
 from jetspec_jax.sampling.params import SamplingParams, draw_seed
 from jetspec_jax.tree import Hints
@@ -27,10 +27,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, eq=False)
 class CheckedRequest:
-    """A prompt and its parameters, checked by `check_request`; see `Request` for the attributes.
-
-    Its ``params`` have ``max_tokens`` set, and its ``matcher`` is at its initial state.
-    """
+    """A prompt and its parameters, with ``max_tokens``, checked by `check_request`; see `Request`."""
 
     prompt: EncodedPrompt
     params: SamplingParams
@@ -46,7 +43,7 @@ class CheckedRequest:
         hints: Hints | None = None,
         request_id: str | None = None,
     ) -> list[Request]:
-        """One request for each of the ``n`` completions; a request without a seed draws a random seed.
+        """One request for each of the ``n`` completions, with a random seed unless it has one.
 
         Without the caller's ``request_id`` they get the next number of this process.
         """
@@ -73,20 +70,12 @@ class CheckedRequest:
 
 
 def check_request(
-    target: Target,
-    prompt: Prompt,
-    params: SamplingParams | None = None,
-    *,
-    capacity: int | None = None,
+    target: Target, prompt: Prompt, params: SamplingParams | None = None, *, capacity: int | None = None
 ) -> CheckedRequest:
     """Checks a prompt and its parameters.
 
-    The ``capacity`` is the number of tokens per slot; None is the target's whole context.
-
-    Raises:
-        ImportError: The request has a grammar, and llguidance is not installed.
-        TypeError: A value has a wrong type.
-        ValueError: The prompt or a parameter cannot be served.
+    The ``capacity`` is the number of tokens per slot; None is the target's whole context. Raises TypeError
+    and ValueError, or ImportError for a grammar without llguidance.
     """
     params = SamplingParams() if params is None else params
     check_type("sampling_params", params, SamplingParams, "SamplingParams")
@@ -109,14 +98,10 @@ def context_overflow(
 ) -> tuple[str, str] | None:
     """The argument that does not fit into a context, and the reason; None if all of them fit.
 
-    Clients of servers know this error by its words: LiteLLM by "maximum context length is" and "prompt is too
-    long", LangChain by the latter and "context_length_exceeded".
-
-    Args:
-        count: Tokens of the prompt.
-        limit: Tokens of the context, output included.
-        params: The request's parameters.
-        names: The caller's names of "prompt", "max_tokens" and "min_tokens", if others.
+    The prompt has ``count`` tokens, the context ``limit``, output included; ``names`` are the caller's names
+    of "prompt", "max_tokens" and "min_tokens", if others. Clients of servers know this error by its words:
+    LiteLLM by "maximum context length is" and "prompt is too long", LangChain by the latter and
+    "context_length_exceeded".
     """
     if count >= limit:
         reason = f"{count} tokens, and this model's maximum context length is {limit}"
@@ -137,6 +122,63 @@ def stop_ids_of(target: Target, params: SamplingParams) -> frozenset[int]:
     return frozenset((*(params.stop_token_ids or ()), *(() if params.ignore_eos else target.eos_token_ids)))
 
 
+def encode_bad_words(target: Target, words: Sequence[str] | None) -> tuple[tuple[int, ...], ...]:
+    """Tokens of each word, both at the beginning of a text and after a space; ValueError if too many."""
+    if not words:
+        return ()
+    if target.tokenizer is None:
+        raise ValueError("bad_words need a tokenizer, and the target has none; use logit_bias")
+    found: dict[tuple[int, ...], None] = {}
+    for word in dict.fromkeys(words):
+        for text in (word.lstrip(), f" {word.lstrip()}"):
+            ids = target.tokenizer.encode(text, add_special_tokens=False)
+            tokens = check_ids(ids, f"the bad word {shown(word)}", target.config.vocab_size)
+            if not 1 <= len(tokens) <= MOST_WORD_TOKENS:
+                has = f"{shown(word)} has {len(tokens)}"
+                raise ValueError(f"a bad word must have 1 to {MOST_WORD_TOKENS} tokens, and {has}")
+            found[tuple(tokens.tolist())] = None
+        if len(found) > MOST_BAD_WORDS:
+            raise ValueError(
+                f"bad_words may be at most {MOST_BAD_WORDS} sequences of tokens, with and without a space "
+                "before each word, and these are more"
+            )
+    return tuple(found)
+
+
+def endings_of(target: Target, params: SamplingParams) -> frozenset[int]:
+    """Tokens that `min_tokens` forbids: stop tokens and end-of-sequence tokens, even if these are ignored."""
+    return frozenset({*(params.stop_token_ids or ()), *target.eos_token_ids})
+
+
+def check_choices_left(
+    vocab_size: int, params: SamplingParams, words: Collection[Sequence[int]], endings: Collection[int]
+) -> None:
+    """Raises ValueError unless the token ids in the parameters exist, and some token can be chosen."""
+    allowed = params.allowed_token_ids
+    for name, tokens in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", dict(params.logit_bias or ())),
+        ("allowed_token_ids", allowed),
+    ):
+        outside = [token for token in tokens or () if token >= vocab_size]
+        if outside:
+            raise ValueError(
+                f"token id {shown(outside[0])} in {name} lies outside the vocabulary 0..{vocab_size - 1}"
+            )
+
+    def count_allowed(forbidden: Collection[int]) -> int:
+        return vocab_size - len(forbidden) if allowed is None else len(set(allowed) - set(forbidden))
+
+    forbidden = {word[0] for word in words if len(word) == 1}
+    if not count_allowed(forbidden):
+        raise ValueError("no token could be chosen: bad_words forbid all allowed tokens")
+    if params.min_tokens and not count_allowed(forbidden.union(endings)):
+        raise ValueError(
+            f"no token could be chosen before min_tokens={params.min_tokens}: all allowed tokens end the "
+            "output"
+        )
+
+
 def make_requests(
     target: Target,
     plan: EnginePlan,
@@ -147,18 +189,10 @@ def make_requests(
     *,
     capacity: int | None = None,
 ) -> list[Request]:
-    """Makes requests for engines of a plan, each checked once.
+    """Makes requests for engines of a plan, each checked once: ``n`` of its parameters for each prompt.
 
-    Args:
-        settings: Settings of their trees.
-        prompts: One prompt in any form, or several.
-        sampling_params: One for all prompts, or one for each; ``n`` of them makes n requests of a prompt.
-        routing: Routing hints for all prompts or for each: see `jetspec_jax.tree.routing`.
-        capacity: Tokens per slot; None is the target's whole context.
-
-    Raises:
-        TypeError: A value has a wrong type.
-        ValueError: A request cannot be served.
+    Parameters and ``routing`` hints (see `jetspec_jax.tree.routing`) are for all prompts or for each. Slots
+    have ``capacity`` tokens; None is the target's whole context. Raises as `check_request`.
     """
     read = read_prompts(target, prompts)
     params, hints = _of_each(sampling_params, len(read)), hints_of_each(routing, len(read), "prompts")
@@ -177,13 +211,7 @@ def check_single(sampling_params: SamplingParams | None) -> None:
 
 
 def check_models(target: object, head: object) -> None:
-    """Checks the types, devices and process of the models.
-
-    Raises:
-        TypeError: The target is not a loaded target, or the head neither None nor a loaded head.
-        ValueError: They are on different devices.
-        RuntimeError: This process is a fork of the process that loaded them.
-    """
+    """Checks the types and devices of the models (TypeError, ValueError), and the process (RuntimeError)."""
     check_type("the target", target, Target, "a Target, as load_target returns it")
     check_type("the draft head", head, Head | None, "a Head, as load_draft_head returns it")
     if isinstance(target, Target):

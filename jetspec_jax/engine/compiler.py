@@ -1,19 +1,21 @@
 """Compiles programs in threads, and knows which programs exist and serve for others.
 
-XLA lets go of the interpreter while it compiles, so the engine's thread decodes meanwhile.
+XLA lets go of the interpreter while it compiles, so the engine's thread decodes meanwhile. Tracing and
+lowering hold it: one program at a time, and in turns with decoding.
 """
 
 import logging
+import math
 import os
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import CancelledError, Future, as_completed
 
 from tqdm import tqdm
 
-from jetspec_jax.engine.programs import PREFILL, Program
-from jetspec_jax.engine.threads import PROGRAM_ENDED, EngineThread
+from jetspec_jax.engine.batch import PREFILL, Program, Shape
 from jetspec_jax.progress import unseen
 
 #: Most threads that compile at the same time, in all engines of the process: XLA uses several threads for a
@@ -22,7 +24,72 @@ MOST_THREADS = 8
 _AT_ONCE = threading.BoundedSemaphore(MOST_THREADS)
 #: Dispatches in which a larger program replaces a wanted one, before that is compiled too.
 REPLACED = 8
+#: Set at the interpreter's exit, after which all threads of engines end soon.
+PROGRAM_ENDED = threading.Event()
+# Seconds between rounds while requests are decoded on a GPU, at most, and between two looks for that.
+_DECODING, _LOOKS_EVERY = 0.1, 0.01
 _log = logging.getLogger("jetspec_jax")
+
+
+class EngineThread(threading.Thread):
+    """A thread that `end_all` ends before the interpreter does: in compiled code it would abort the exit."""
+
+    def __init__(self, work: Callable[[], None], name: str, end: Callable[[], object]):
+        """A thread that has not started; ``end`` makes it end soon."""
+        # A daemon: Python would wait for other threads before exit functions can end them.
+        super().__init__(target=work, name=name, daemon=True)
+        self.end = end
+
+
+def in_engine_thread() -> bool:
+    """Whether this is one of the threads."""
+    return isinstance(threading.current_thread(), EngineThread)
+
+
+def end_all() -> None:
+    """Ends all threads of engines: waits for the programs that they compile, and for rounds in flight."""
+    PROGRAM_ENDED.set()
+    threads = [thread for thread in threading.enumerate() if isinstance(thread, EngineThread)]
+    for thread in threads:
+        thread.end()
+    for thread in threads:
+        if thread.is_alive():  # a fork has none of them
+            thread.join()
+
+
+class Tracing:
+    """Entered to trace and lower a program.
+
+    More threads at once would be no faster, and an engine's thread would wait for each of them. While rounds
+    are launched, a turn is followed by a pause of the same length: a launch needs the interpreter dozens of
+    times, and beside a thread that lowers it takes up to a second.
+    """
+
+    def __init__(self):
+        #: Held while a program is traced and lowered, and in the pause after it.
+        self.lock = threading.Lock()
+        self._began, self._launched = 0.0, -math.inf
+
+    def launched(self) -> None:
+        """Called by an engine's thread when it launches a round."""
+        self._launched = time.monotonic()
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        self._began = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            ended = time.monotonic()
+            pause = ended + (ended - self._began)
+            while time.monotonic() < min(pause, self._launched + _DECODING):
+                time.sleep(_LOOKS_EVERY)
+        finally:
+            self.lock.release()
+
+
+#: Of all engines of the process, which share its interpreter.
+TRACING = Tracing()
 
 
 def default_threads() -> int:
@@ -32,13 +99,7 @@ def default_threads() -> int:
 
 
 class Compiler:
-    """Compiles programs: at once those that are needed now, and in threads those that are queued.
-
-    Example::
-
-        compiler.add([first, second])
-        compiler.compile([second])  # before the first one
-    """
+    """Compiles programs: at once those that are needed now, and in threads those that are queued."""
 
     def __init__(self, compile: Callable[[Program], None], threads: int | None = None):
         """A compiler without programs; several threads at once call ``compile``.
@@ -47,94 +108,69 @@ class Compiler:
         """
         self._compile, self._most = compile, default_threads() if threads is None else threads
         # Protects the attributes below.
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
         self._queue: deque[Program] = deque()
-        self._running: set[Program] = set()
-        self._compiled: set[Program] = set()
-        self._errors: dict[Program, Exception] = {}
+        # Of all programs that were asked for.
+        self._futures: dict[Program, Future[None]] = {}
         self._replaced: Counter[Program] = Counter()
         self._threads: set[threading.Thread] = set()
-        # When programs were added to an empty queue, and the number compiled since then.
-        self._since, self._count = 0.0, 0
 
     @property
     def left(self) -> int:
         """Number of programs that are not compiled yet."""
-        return len(self._queue) + len(self._running)
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Estimated seconds until all programs are compiled; None before the first one is."""
-        with self._changed:
-            if not self.left:
-                return 0.0
-            return (time.monotonic() - self._since) / self._count * self.left if self._count else None
+        with self._lock:
+            return sum(not future.done() for future in self._futures.values())
 
     def add(self, programs: Iterable[Program]) -> None:
-        """Queues programs, unless they are compiled already, or the interpreter ends."""
-        with self._changed:
-            self._add(programs)
-            starting = min(self._most, self.left) - len(self._threads)
-            for _ in range(starting):
+        """Queues programs that are not known yet, unless the interpreter ends."""
+        with self._lock:
+            self._queue_new(programs)
+            for _ in range(min(self._most, self.left) - len(self._threads)):
                 thread = EngineThread(self._work, "jetspec-compiler", self.stop)
                 thread.start()  # a thread that cannot start must not count as one
                 self._threads.add(thread)
 
     def compile(self, programs: Collection[Program]) -> None:
-        """Compiles programs now, before all queued ones; this thread compiles too.
-
-        Raises:
-            Exception: As `wait`.
-        """
-        with self._changed:
-            new = [program for program in programs if program not in self._compiled]
-            if not new:
-                return
-            for program in new:
-                self._errors.pop(program, None)  # tried again
-                if program in self._queue:
-                    self._queue.remove(program)
-            before = list(self._queue)
-            self._queue.clear()
-            self.add(new) if self._most and len(new) > 1 else self._add(new)
-            self._queue += before
-        while self._next(new):
+        """Compiles programs now, before all queued ones; this thread compiles too. Raises as `wait`."""
+        with self._lock:
+            missing = [program for program in programs if not self._has(program)]
+            for program in missing:
+                if program in self._futures and self._futures[program].done():
+                    del self._futures[program]  # tried again
+            self.add(missing) if len(missing) > 1 else self._queue_new(missing)
+            ahead = [program for program in missing if program in self._queue]
+            self._queue = deque([*ahead, *(each for each in self._queue if each not in ahead)])
+        while missing and self._next(missing):
             pass
-        self.wait(new)
+        self.wait(missing)
 
     def wait(self, programs: Collection[Program] | None = None) -> None:
         """Waits until programs, by default all, are compiled, with a progress bar on a terminal.
 
-        Raises:
-            RuntimeError: The compiler was stopped before.
-            Exception: The error of one of them.
+        Raises the error of one of them, or RuntimeError if the compiler was stopped before.
         """
-        with self._changed:
-            every = *self._errors, *self._running, *self._queue
-            mine = list(every if programs is None else programs)
+        with self._lock:
+            futures = [self._futures[each] for each in (self._futures if programs is None else programs)]
         with tqdm(
-            total=len(mine), desc="compiling", unit=" programs", delay=2, disable=unseen(), leave=False
+            total=len(futures), desc="compiling", unit=" programs", delay=2, disable=unseen(), leave=False
         ) as bar:
-            while left := self._pending(mine):
-                if self._most:
-                    with self._changed:
-                        self._changed.wait_for(lambda left=left: self._pending(mine) != left)
-                else:
-                    self._next()
-                bar.update(len(mine) - len(self._pending(mine)) - bar.n)
-        for program in mine:
-            if program in self._errors:
-                raise self._errors[program]
-            if program not in self._compiled:
-                raise RuntimeError("the engine was closed before its programs were compiled")
+            while not self._most and self._next():
+                bar.update()
+            for _ in as_completed(futures):
+                bar.update(int(self._most > 0))
+        try:
+            for future in futures:
+                future.result()
+        except CancelledError:
+            raise RuntimeError("the engine was closed before its programs were compiled") from None
 
     def stop(self) -> None:
         """Drops all programs but those that are being compiled, after which the threads end."""
-        with self._changed:
-            self._queue.clear()
-            self._changed.notify_all()
+        with self._lock:
+            while self._queue:
+                self._futures[self._queue.pop()].cancel()
 
-    def shape(self, kind: str, live: int, bucket: int, coming: int | None = None) -> tuple[int, int]:
+    def shape(self, kind: str, live: int, bucket: int, coming: int | None = None) -> Shape:
         """The shape of rounds to run for a wanted one.
 
         It is the smallest compiled one with as many live slots, and trees of the same size; the wanted one is
@@ -143,11 +179,12 @@ class Compiler:
         wanted shape is compiled at once, for ``coming`` live slots if more requests are about to decode.
         """
         wanted = Program(kind, live, bucket)
-        if wanted in self._compiled:
+        if self._has(wanted):
             return live, bucket
-        with self._changed:
-            queued = wanted in (*self._running, *self._queue, *self._errors)
-            there = [each[1:] for each in self._compiled if each.kind == kind and each.slots >= live]
+        with self._lock:
+            queued = wanted in self._futures
+            there = [each[1:] for each in self._futures if each.kind == kind and self._has(each)]
+        there = [shape for shape in there if shape[0] >= live]
         serving = [shape for shape in there if shape[1] == bucket or (queued and shape[1] > bucket)]
         if serving:
             self._replaced[wanted] += 1
@@ -158,24 +195,22 @@ class Compiler:
             return min(there, key=lambda shape: (-shape[1], shape[0]))
         return coming or live, bucket
 
-    def chunks(self, shapes: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-        """The shapes of prefill forwards to choose from: those that are compiled; all if none is."""
-        if not self.left:
-            return shapes
-        with self._changed:
-            missing = {*self._queue, *self._running}
-        return [shape for shape in shapes if Program(PREFILL, *shape) not in missing] or shapes
+    def chunks(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
+        """The shapes of prefill forwards to choose from: all but those that are still compiled."""
+        with self._lock:
+            left = {program for program, future in self._futures.items() if not future.done()}
+        return [shape for shape in shapes if Program(PREFILL, *shape) not in left] or shapes
 
-    def _add(self, programs: Iterable[Program]) -> None:
-        known = {*self._queue, *self._running, *self._compiled, *self._errors}
-        if not self.left:
-            self._since, self._count = time.monotonic(), 0
-        self._queue += [each for each in programs if each not in known and not PROGRAM_ENDED.is_set()]
+    def _queue_new(self, programs: Iterable[Program]) -> None:
+        new = [program for program in dict.fromkeys(programs) if program not in self._futures]
+        self._futures |= {program: Future() for program in new}
+        self._queue += new
+        if PROGRAM_ENDED.is_set():
+            self.stop()
 
-    def _pending(self, programs: Iterable[Program]) -> list[Program]:
-        with self._changed:
-            left = {*self._queue, *self._running}
-        return [program for program in programs if program in left]
+    def _has(self, program: Program) -> bool:
+        future = self._futures.get(program)
+        return future is not None and future.done() and not (future.cancelled() or future.exception())
 
     def _work(self) -> None:
         going_on = True
@@ -185,30 +220,21 @@ class Compiler:
 
     def _next(self, among: Collection[Program] | None = None) -> bool:
         """Compiles the next program, of all or among some; False without one."""
-        with self._changed:
+        with self._lock:
             program = next((each for each in self._queue if among is None or each in among), None)
             if program is None:
                 self._threads.discard(threading.current_thread())
                 return False
-            self._running.add(program)  # first: `left` is read without the lock
             self._queue.remove(program)
-        error = None
+            future = self._futures[program]
         try:
             self._compile(program)
-        except Exception as raised:
-            _log.warning("%s was not compiled ahead: %s", program, raised)
-            error = raised.with_traceback(None)  # its frames keep arrays alive
+        except Exception as error:
+            _log.warning("%s was not compiled ahead: %s", program, error)
+            future.set_exception(error.with_traceback(None))  # its frames keep arrays alive
         except BaseException:  # an interrupt of a caller that compiles
-            with self._changed:
-                self._running.discard(program)
-                self._changed.notify_all()
+            future.cancel()
             raise
-        with self._changed:
-            self._running.discard(program)
-            self._count += 1
-            if error is None:
-                self._compiled.add(program)
-            else:
-                self._errors[program] = error
-            self._changed.notify_all()
+        else:
+            future.set_result(None)
         return True

@@ -15,7 +15,6 @@ put one before each text. A text that continues another one keeps that space: se
 
 import codecs
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -101,14 +100,11 @@ class Detokenizer:
         prompt: Sequence[int] = (),
         keep_space: bool = False,
     ) -> "TextStream":
-        """An incremental decoder of one sequence.
+        """An incremental decoder of one sequence, which continues a ``prompt``.
 
-        Args:
-            skip_special_tokens: Whether special tokens have no text, in the sequence and in its prompt.
-            kept: Special tokens that have text nevertheless.
-            prompt: The tokens that the sequence continues. The sequence's text is what it adds to their text,
-                with all of a character that they begin and do not complete.
-            keep_space: Whether to keep a space at the beginning of a text: grammars count it.
+        Its text is what it adds to the prompt's, with all of a character that the prompt begins and does not
+        complete. Special tokens can have no text, but for those that are ``kept``. With ``keep_space`` a text
+        keeps the space at its beginning: grammars count it.
         """
         before: list[_Token] = []
         shown = kept if skip_special_tokens else None
@@ -119,7 +115,7 @@ class Detokenizer:
                     break
         if keep_space and not before and not self._adds_spaces:
             before = [_BEFORE]
-        kind = _ByteLevelStream if self._byte_level else _WordStream
+        kind = TextStream if self._byte_level else _WordStream
         return kind(self, shown, before)
 
     def decode(self, tokens: Sequence[int], *, continued: bool = False) -> str:
@@ -168,51 +164,34 @@ class Detokenizer:
         return _Token(word, text.encode(), first.encode(), False, special)
 
 
-class TextStream(ABC):
-    """The text of a growing sequence of tokens.
+class TextStream:
+    """The text of a growing sequence of tokens: the UTF-8 of all bytes.
 
-    The joined results of `feed` and `end` equal the tokenizer's decoding of the whole sequence, or, after a
-    prompt, what the sequence adds to the prompt's. The time is linear in the number of tokens.
+    Only an incomplete character is held back. The joined results of `feed` and `end` equal the tokenizer's
+    decoding of the whole sequence, or, after a prompt, what the sequence adds to the prompt's. The time is
+    linear in the number of tokens.
     """
 
-    def __init__(self, detokenizer: Detokenizer, kept: Collection[int] | None):
+    #: Whether the next token's text is decoded as the beginning of a text.
+    begins = False
+    #: Whole characters after the final text, which later tokens may still replace.
+    held = ""
+
+    def __init__(self, detokenizer: Detokenizer, kept: Collection[int] | None, before: Sequence[_Token]):
         self._detokenizer, self._kept = detokenizer, kept
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(_open_bytes(before))
 
     def feed(self, token: int) -> str:
         """The text that a token makes final: no later token can change it."""
         known = self._detokenizer.visible(token, self._kept)
         return "" if known is None else self._add(known)
 
-    @property
-    def begins(self) -> bool:
-        """Whether the next token's text is decoded as the beginning of a text."""
-        return False
-
-    @property
-    def held(self) -> str:
-        """Whole characters after the final text, which later tokens may still replace."""
-        return ""
-
-    @abstractmethod
-    def _add(self, known: _Token) -> str: ...
-
-    @abstractmethod
-    def end(self) -> str:
-        """The rest of the text; no token may follow."""
-
-
-class _ByteLevelStream(TextStream):
-    """Text as the UTF-8 of all bytes: only an incomplete character is held back."""
-
-    def __init__(self, detokenizer: Detokenizer, kept: Collection[int] | None, before: Sequence[_Token]):
-        super().__init__(detokenizer, kept)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._decoder.decode(_open_bytes(before))
-
     def _add(self, known: _Token) -> str:
         return self._decoder.decode(known.data)
 
     def end(self) -> str:
+        """The rest of the text; no token may follow."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -224,7 +203,7 @@ class _WordStream(TextStream):
     """
 
     def __init__(self, detokenizer: Detokenizer, kept: Collection[int] | None, before: Sequence[_Token]):
-        super().__init__(detokenizer, kept)
+        self._detokenizer, self._kept = detokenizer, kept
         self._begin_run()
         complete = len(before) - len(_open_bytes(before))
         # A byte of the prompt would make a run with the sequence's bytes.
@@ -234,16 +213,12 @@ class _WordStream(TextStream):
 
     def _begin_run(self) -> None:
         self._run: list[str] = []
-        self._held, self._valid = "", True
+        self.held, self._valid = "", True
         self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
 
     @property
     def begins(self) -> bool:
         return not self._last and not self._run
-
-    @property
-    def held(self) -> str:
-        return self._held
 
     def _add(self, known: _Token) -> str:
         data = known.first if self.begins else known.data
@@ -252,9 +227,9 @@ class _WordStream(TextStream):
             return self.end()
         if self._valid:
             try:
-                self._held += self._decoder.decode(data)
+                self.held += self._decoder.decode(data)
             except UnicodeDecodeError:
-                self._held, self._valid = "", False
+                self.held, self._valid = "", False
         return ""
 
     def end(self) -> str:

@@ -14,17 +14,15 @@ from typing import Any, Generic, TypeVar
 
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.device.memory import DeviceMemoryError
-from jetspec_jax.engine.memory import checked
-from jetspec_jax.engine.planning import EnginePlan, overlaps
-from jetspec_jax.engine.policy import AutoBudget, BudgetPolicy, FixedBudget
-from jetspec_jax.engine.programs import KINDS, Kind, Program, first_programs
-from jetspec_jax.engine.records import Batch
+from jetspec_jax.engine.batch import KINDS, Batch, Kind, Program
+from jetspec_jax.engine.compiler import PROGRAM_ENDED, EngineThread, end_all, in_engine_thread
+from jetspec_jax.engine.plan import EnginePlan, check_engine_memory, overlaps
+from jetspec_jax.engine.policy import AutoBudget, FixedBudget
 from jetspec_jax.engine.request import EngineFailed, Request
 from jetspec_jax.engine.runner import Decode, Runner
-from jetspec_jax.engine.scheduler import Scheduler
+from jetspec_jax.engine.scheduler import Scheduler, check_room
+from jetspec_jax.engine.size import first_programs
 from jetspec_jax.engine.stats import EngineStats, Tally
-from jetspec_jax.engine.threads import PROGRAM_ENDED, EngineThread, end_all, in_engine_thread
-from jetspec_jax.engine.waiting_queue import check_room
 from jetspec_jax.engine.worker import Workers
 from pallas_kernels.dispatch import gpu_problem
 
@@ -58,19 +56,16 @@ class _Task(Generic[T]):
     def __init__(self, function: Callable[[], T], due: Callable[[], bool]):
         self._function, self.due = function, due
         # A queue of the standard library's C code: an interrupt cannot leave it locked.
-        self._results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self.results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def run(self) -> None:
         try:
-            self._results.put((self._function(), None))
+            self.results.put((self._function(), None))
         except BaseException as error:
-            self._results.put((None, error))
-
-    def fail(self, error: BaseException) -> None:
-        self._results.put((None, error))
+            self.results.put((None, error))
 
     def wait(self) -> T:
-        result, error = self._results.get()
+        result, error = self.results.get()
         if error is not None:
             raise error
         return result
@@ -87,34 +82,23 @@ class Engine:
     repeats: take commands, schedule a batch, send it to the other processes, launch it, and update the
     requests. On a GPU a batch may be launched while the one before is in flight: see `overlaps` and
     `Scheduler`. Text is handled in `jetspec_jax.engine.output`. While the thread is idle it holds no
-    reference to the engine, so an engine that nobody holds is freed, and its thread ends.
+    reference to the engine, so an engine that nobody holds is freed, and its thread ends. An error of a batch
+    fails all requests and frees the stores; the engine is closed then.
 
-    An error of a batch fails all requests and frees the stores; the engine is closed then.
-
-    If several processes share the mesh, process 0 has the engine, and the others follow it: see
-    `jetspec_jax.engine.worker`.
+    If several processes share the mesh, process 0 has the engine, and the others `follow` it.
     """
 
-    def __init__(
-        self,
-        plan: EnginePlan,
-        weights: DecodeWeights,
-        *,
-        fewer_slots: bool = False,
-        overlapped: bool | None = None,
-    ):
+    def __init__(self, plan: EnginePlan, weights: DecodeWeights, *, overlapped: bool | None = None):
         """An engine without stores.
 
-        Args:
-            fewer_slots: Whether it has only as many slots as the device memory allows: half, a quarter, ….
-            overlapped: Whether to launch single rounds, with two batches in flight, instead of loops; None
-                chooses for the devices.
+        If ``overlapped`` it launches single rounds, with two batches in flight, instead of loops; None
+        chooses for the devices.
         """
         self.plan = plan
         self.state = State.STARTING
         #: Whether an error has closed it.
         self.failed = False
-        self._weights, self._fewer_slots, self._overlapped = weights, fewer_slots, overlapped
+        self._weights, self._overlapped = weights, overlapped
         self._workers = Workers(plan.decoder.mesh)
         self._process = os.getpid()
         self._tally = Tally()
@@ -132,9 +116,7 @@ class Engine:
     def submit(self, requests: Sequence[Request], most_waiting: int | None = None) -> None:
         """Queues requests, from any thread, without waiting.
 
-        Raises:
-            QueueFull: More than ``most_waiting`` requests would wait for a slot.
-            EngineClosed: The engine is closed.
+        Raises QueueFull if more than ``most_waiting`` requests would wait for a slot, or EngineClosed.
         """
         with self._lock:
             self._check_open()
@@ -150,12 +132,7 @@ class Engine:
     def run(self, function: Callable[[], T], due: Callable[[], bool] = lambda: True) -> T:
         """Runs a function in the engine's thread, with nothing in flight, and waits for its result.
 
-        Args:
-            due: Whether it can run now; until then requests are served.
-
-        Raises:
-            EngineClosed: The engine is closed.
-            Exception: The function's error.
+        It runs once it is ``due``; until then requests are served. Raises EngineClosed, or its error.
         """
         self.check_can_wait()
         task = _Task(function, due)
@@ -183,11 +160,7 @@ class Engine:
         self._commands.put([])
 
     def check_can_wait(self) -> None:
-        """Checks that this thread may wait for the engine.
-
-        Raises:
-            RuntimeError: This is an engine's thread, or the process is a fork, which has no such thread.
-        """
+        """Raises RuntimeError in an engine's thread, and in a fork, which has no such thread."""
         if in_engine_thread():
             raise RuntimeError("an engine calls this function, and cannot wait for one: use another thread")
         if os.getpid() != self._process:
@@ -202,11 +175,6 @@ class Engine:
     def left(self) -> int:
         """Number of programs that are still compiled in the background."""
         return self.runner.compiler.left if self.state is State.SERVING else 0
-
-    @property
-    def seconds_left(self) -> float | None:
-        """See `Compiler.seconds_left`."""
-        return self.runner.compiler.seconds_left if self.state is State.SERVING else 0.0
 
     def stats(self) -> EngineStats:
         """Statistics so far; from any thread, without waiting."""
@@ -223,16 +191,11 @@ class Engine:
         scores: bool = False,
         background: bool = False,
     ) -> None:
-        """Compiles all prefill forwards, and the rounds of some kinds; requests are served meanwhile.
+        """Compiles all prefill forwards, the rounds of some kinds, and ``scores`` of prompts.
 
-        Args:
-            count: Number of requests that decode together; None is any number.
-            scores: Whether to compile log-probabilities of prompts.
-            background: Whether to return as soon as any request can be served. Processes that share devices
-                compile everything.
-
-        Raises:
-            Exception: An error of the engine or the compiler.
+        Requests are served meanwhile. The rounds are those of ``count`` requests that decode together; None
+        is any number. In the ``background`` it returns as soon as any request can be served; processes that
+        share devices compile everything. Raises the errors of the engine and the compiler.
         """
         programs = self.run(lambda: self.runner.programs(kinds, scores=scores))
         size, compiler = self.plan.size, self.runner.compiler
@@ -242,18 +205,14 @@ class Engine:
         if self._workers.there:  # all processes compile the same programs, in one order
             self.run(functools.partial(self._compile, programs))
         elif background:
-            compiler.compile(first_programs(size, tuple(self.runner.decoders)))
+            compiler.compile(first_programs(size, tuple(self.runner.decoders), Kind()))
             compiler.add(programs)
         else:
             compiler.add(programs)
             compiler.wait(programs)
 
     def trace(self, request: Request, decode: Decode) -> None:
-        """Decodes one round of a traced request by a function; called by `run`.
-
-        Raises:
-            Exception: An error of the round; the engine has failed.
-        """
+        """Decodes one round of a traced request by a function; called by `run`. An error ends the engine."""
         try:
             batch = self.scheduler.next_batch(traced=request)
             if batch is not None:
@@ -312,14 +271,11 @@ class Engine:
         return self.state is State.SERVING
 
     def _open(self) -> None:
-        """Allocates the stores.
-
-        Raises:
-            DeviceMemoryError: The device cannot hold them and a round's workspace.
-        """
-        self._workers.send("open", self.plan.size, self._fewer_slots)
+        """Allocates the stores; raises DeviceMemoryError if the device cannot hold them and a round."""
+        plan = self.plan
+        self._workers.send("open", plan.size)
         try:
-            self.plan = plan = checked(self.plan, fewer_slots=self._fewer_slots)
+            check_engine_memory(plan)
         except DeviceMemoryError as error:
             if not _SERVING:
                 raise
@@ -329,25 +285,23 @@ class Engine:
             ) from None
         overlapped = overlaps(plan) if self._overlapped is None else self._overlapped
         self.runner = Runner(plan, self._weights, overlapped=overlapped)
-        self.scheduler = Scheduler(
-            plan.size,
-            self._policy(overlapped),
-            plan.round_tokens,
-            self.runner.compiler,
-            overlapped=overlapped,
+        auto, shapes = plan.auto, plan.size.rounds(tuple(self.runner.decoders))
+        policy = (
+            FixedBudget(shapes, overlapped=overlapped)
+            if auto is None
+            else AutoBudget(shapes, auto.probing, overlapped=overlapped)
         )
-        if plan.decoder.implementation is None:
-            log_attention_fallback()
+        self.scheduler = Scheduler(
+            plan.size, policy, plan.round_tokens, self.runner.compiler, overlapped=overlapped
+        )
+        if plan.decoder.implementation is None and (problem := gpu_problem()):
+            log_once(logging.WARNING, f"tree attention runs on XLA: {problem}")
         if not plan.size.shares_pages:
-            log_no_prefix_sharing(plan.decoder.target.model_type)
+            text = "each slot has windows or states of its own, and this engine keeps no snapshots of them"
+            text = f"{plan.decoder.target.model_type}: {text}, so requests share no beginnings"
+            log_once(logging.INFO, text)
         self.state = State.SERVING
         _SERVING.add(self)
-
-    def _policy(self, overlapped: bool) -> BudgetPolicy:
-        auto, shapes = self.plan.auto, self.plan.size.rounds(tuple(self.runner.decoders))
-        if auto is None:
-            return FixedBudget(shapes, overlapped=overlapped)
-        return AutoBudget(shapes, auto.probing, overlapped=overlapped)
 
     def _take_commands(self) -> bool:
         """Takes all commands, without waiting; False if the engine is closed."""
@@ -368,17 +322,14 @@ class Engine:
             self._tasks.append(command)
         else:
             for request in command:
-                self._add(request)
-
-    def _add(self, request: Request) -> None:
-        try:
-            self.scheduler.add(request)
-        except ValueError as error:
-            request.fail(error)
-            return
-        if request.scored is not None:
-            self._workers.send("score", request.scored)
-            request.set_prompt_logprobs(self.runner.score(request.scored))
+                try:
+                    self.scheduler.add(request)
+                except ValueError as error:
+                    request.fail(error)
+                    continue
+                if request.scored is not None:
+                    self._workers.send("score", request.scored)
+                    request.set_prompt_logprobs(self.runner.score(request.scored))
 
     def _launch(self, batch: Batch) -> None:
         self._workers.send("batch", batch)
@@ -386,10 +337,10 @@ class Engine:
 
     def _collect(self) -> list[Request]:
         """Waits for the oldest batch in flight; returns the requests that it decoded."""
-        record = self.runner.collect()
-        served = self.scheduler.update(record)
+        result = self.runner.collect()
+        served = self.scheduler.update(result)
         with self._lock:
-            self._tally.add_dispatch(record, self.scheduler.idle_rounds)
+            self._tally.add_dispatch(result, self.scheduler.idle_rounds)
         self._count_ended()
         for request in served:
             request.notify()
@@ -421,7 +372,7 @@ class Engine:
             request.lost = True
             request.fail(error)
         for task in tasks:
-            task.fail(error)
+            task.results.put((None, error))
         self._tasks = []
         self._count_ended()
         if served:
@@ -444,17 +395,6 @@ def _serve(engine_ref: "weakref.ref[Engine]", commands: _Commands, turn: threadi
 
 
 @functools.cache
-def log_attention_fallback() -> None:
-    """Logs, once per process, why the GPU kernels cannot run, if they cannot."""
-    if problem := gpu_problem():
-        _log.warning("tree attention runs on XLA: %s", problem)
-
-
-@functools.cache
-def log_no_prefix_sharing(model_type: str) -> None:
-    """Logs, once per process and type of model, that requests share no prefixes."""
-    _log.info(
-        "%s: each slot has windows or states of its own, and this engine keeps no snapshots of them, "
-        "so requests share no beginnings",
-        model_type,
-    )
+def log_once(level: int, text: str) -> None:
+    """Logs a text once per process."""
+    _log.log(level, "%s", text)

@@ -1,20 +1,26 @@
-"""The engines of a target, its draft head and their copies, and the object that owns them."""
+"""The engines of a target, its draft head and their copies, and callers that wait for requests."""
 
 import contextlib
+import functools
+import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+
+from tqdm import tqdm
 
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.device.processes import is_first
+from jetspec_jax.engine.batch import Kind
 from jetspec_jax.engine.engine import Engine, EngineClosed, State
-from jetspec_jax.engine.planning import EnginePlan
-from jetspec_jax.engine.programs import Kind
+from jetspec_jax.engine.output import Completion, Output
+from jetspec_jax.engine.plan import EnginePlan, with_slots_that_fit
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.stats import EngineStats
 from jetspec_jax.engine.worker import Workers, follow
+from jetspec_jax.progress import unseen
 
 
 class Engines:
@@ -31,24 +37,16 @@ class Engines:
         plan: EnginePlan,
         *,
         longer_slots: bool = False,
-        fewer_slots: bool = False,
         proposer_weights: Any = None,
         make: Callable[..., Engine] = Engine,
-        owner: str = "LLM",
     ):
-        """Engines without stores, of models that `jetspec_jax.engine.admission.check_models` has checked.
+        """Engines without stores, of models that `check_models` has checked.
 
-        Args:
-            plan: The plan of each engine, on any of the meshes.
-            longer_slots: Whether slots become longer if a request needs it; else it is refused.
-            fewer_slots: As for `Engine`.
-            proposer_weights: Parameters of a proposer other than the head's.
-            make: Makes an engine.
-            owner: Whose engines they are, for errors.
+        The ``plan`` is that of each engine, on any of the meshes. With ``longer_slots`` slots become longer
+        if a request needs it; else it is refused. A proposer other than the head's has ``proposer_weights``.
         """
         self.target, self.head, self.plan = target, head, plan
-        self._longer_slots, self._fewer_slots, self._make = longer_slots, fewer_slots, make
-        self._owner = owner
+        self._longer_slots, self._make = longer_slots, make
         self._proposer_weights = proposer_weights
         #: The other processes that share the models.
         self.workers = Workers(target.mesh)
@@ -72,19 +70,10 @@ class Engines:
         """Whether there are engines, which compile nothing in the background."""
         return bool(self._engines) and not any(engine.left for engine in self._engines)
 
-    @property
-    def seconds_left(self) -> float | None:
-        """Estimated seconds until all programs are compiled; None if no estimate is possible yet."""
-        seconds = [engine.seconds_left for engine in self._engines]
-        return None if None in seconds else max(filter(None, seconds), default=0.0)
-
     def engines(self, requests: Sequence[Request] = ()) -> list[Engine]:
         """The engines, made unless there are any, or anew if these have failed or the requests need it.
 
-        Raises:
-            ValueError: The requests need longer slots, and an engine serves other requests; or this process
-                follows another.
-            RuntimeError: The owner was closed.
+        Raises as `check_open`, and ValueError if the requests need longer slots while others are served.
         """
         with self._lock:
             self.check_open()
@@ -102,7 +91,8 @@ class Engines:
                 plan = self.plan
             if plan != self.plan:
                 self._drop()
-                self.plan = plan
+                # All processes would have to ask for the free memory at once.
+                self.plan = plan if self.workers.there else with_slots_that_fit(plan, self.target.meshes)
             self._engines = self._engines or [self._make_one(number) for number in range(copies)]
             for number, engine in enumerate(self._engines):
                 if engine.state is State.CLOSED:
@@ -113,9 +103,7 @@ class Engines:
     def submit(self, requests: Sequence[Request], most_waiting: int | None = None) -> list[Engine]:
         """Deals requests among the engines, each to one with the fewest requests; returns the engine of each.
 
-        Raises:
-            QueueFull: More than ``most_waiting`` requests would wait for a slot of the engine.
-            Exception: As `engines`.
+        Raises QueueFull if more than ``most_waiting`` would wait for a slot of the engine, or as `engines`.
         """
         places: dict[Request, Engine] = {}
         while len(places) < len(requests):
@@ -146,17 +134,12 @@ class Engines:
         return sum((engine.stats() for engine in engines), self._past + pages)
 
     def follow(self) -> None:
-        """Runs what process 0 runs, until it closes or ends; blocks. For all other processes.
-
-        Raises:
-            ValueError: This is process 0, or it shares its models with no other process.
-            OutOfStep: Process 0 does something else.
-        """
+        """Runs what process 0 runs, until it closes or ends; see `LLM.follow`."""
         if not self.workers.there:
             raise ValueError("this process shares its models with no other process, so it is not a worker")
         if is_first():
             raise ValueError("process 0 serves requests; call follow() in the other processes only")
-        follow(self.target, self.plan, self._weights(0))
+        follow(self.plan, self._weights(0))
 
     def close(self) -> None:
         """Closes the engines for good: their requests fail, and their stores are freed."""
@@ -167,16 +150,11 @@ class Engines:
                 self.workers.send("end")
 
     def check_open(self) -> None:
-        """Checks that requests can be served.
-
-        Raises:
-            ValueError: This process follows another.
-            RuntimeError: The owner was closed.
-        """
+        """Raises ValueError if this process follows another, and RuntimeError if the owner was closed."""
         if self.follows:
             raise ValueError("requests go to process 0; this process is a worker: call follow()")
         if self.closed:
-            raise RuntimeError(f"this {self._owner} is closed")
+            raise RuntimeError("this LLM is closed")
 
     def _drop(self) -> None:
         engines, self._engines = self._engines, []
@@ -189,10 +167,113 @@ class Engines:
 
     def _make_one(self, number: int) -> Engine:
         plan = self.plan.on(self.target.meshes[number])
-        return self._make(plan, self._weights(number), fewer_slots=self._fewer_slots)
+        return self._make(plan, self._weights(number))
 
     def _weights(self, number: int) -> DecodeWeights:
         target = (self.target, *self.target.copies)[number]
         if self.head is None:
             return DecodeWeights(target.weights, self._proposer_weights)
         return DecodeWeights(target.weights, (self.head, *self.head.copies)[number].weights)
+
+
+def terminal_bar(**settings: Any) -> tqdm:
+    """A progress bar on a terminal, for long calls."""
+    return tqdm(delay=2, miniters=0, leave=False, disable=unseen(), **settings)
+
+
+def complete(
+    engines: Engines,
+    requests: Sequence[Request],
+    tokenizer: Any,
+    bar: Callable[..., Any] | None = terminal_bar,
+) -> list[Completion]:
+    """Serves requests to their ends. The ``bar`` is called like tqdm; None is no bar.
+
+    Raises an error of a request, or of the engine; the other requests are cancelled.
+    """
+    running = {request: Output(request, tokenizer) for request in requests}
+    outputs, news = list(running.values()), queue.SimpleQueue[Request]()
+    for request in requests:
+        request.on_update = functools.partial(news.put, request)
+    progress, tokens = None if bar is None else bar(total=len(requests), unit=" completions"), 0
+    try:
+        for engine in set(engines.submit(requests)):
+            engine.check_can_wait()
+        while running:
+            request = news.get()
+            if (output := running.get(request)) is None:
+                continue
+            tokens -= len(output.token_ids)
+            output.update()
+            tokens += len(output.token_ids)
+            if isinstance(progress, tqdm):  # shows progress of a single long completion
+                progress.set_postfix_str(f"{tokens} tokens", refresh=False)
+            if output.finish_reason is not None:
+                request.cancel()  # engines do not know stop strings
+                del running[request]
+            if progress is not None:
+                progress.update(int(request not in running))
+    finally:
+        for request in requests:  # after an error, nobody waits for the others
+            request.cancel()
+        if progress is not None:
+            progress.close()
+    return [output.completion() for output in outputs]
+
+
+class Stream(Iterator[str]):
+    """Pieces of text as they are accepted; tokens after the end are discarded.
+
+    A stream that is closed, interrupted, left as a context, or dropped before its end frees its slot. It may
+    be iterated and closed from any thread.
+
+    Attributes:
+        completion: The whole completion once the stream has ended, None before.
+    """
+
+    def __init__(self, engines: Engines, request: Request, tokenizer: Any):
+        """Submits a request."""
+        self.completion: Completion | None = None
+        self._output, self._sent = Output(request, tokenizer), 0
+        self._news = queue.SimpleQueue[None]()
+        self._lock, self._closed = threading.RLock(), False
+        request.on_update = functools.partial(self._news.put, None)
+        self._engine: Engine | None = engines.submit([request])[0]
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __next__(self) -> str:
+        """The next piece of text, never empty; raises an error of the request, or of the engine."""
+        try:
+            with self._lock:
+                return self._next()
+        except BaseException:
+            self.close()
+            raise
+
+    def _next(self) -> str:
+        output = self._output
+        while not self._closed:
+            output.update()
+            if output.finish_reason is not None:
+                self.completion = output.completion()
+            if len(output.settled_text) > self._sent:
+                sent, self._sent = self._sent, len(output.settled_text)
+                return output.settled_text[sent:]
+            if self.completion is not None:
+                break
+            if (engine := self._engine) is not None:
+                engine.check_can_wait()
+            del engine
+            self._news.get()
+        raise StopIteration
+
+    def close(self) -> None:
+        """Ends the request, whose slot and pages are freed; does not wait."""
+        self._closed, self._engine = True, None  # an ended stream keeps no engine
+        self._output.request.cancel()
+        self._news.put(None)  # a thread that iterates ends

@@ -1,16 +1,24 @@
-"""Grammar matchers of requests, for the tokens of their target."""
+"""Grammars: matchers of requests, and rounds in which the host makes token masks while the target verifies.
+
+Shapes: L live slots, N nodes, D draft depth.
+"""
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
+import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int, Int32, UInt32
 
 from jetspec_jax.checkpoint.loading import Target
-from jetspec_jax.engine.records import Batch
+from jetspec_jax.decode.decoder import TreeDecoder
+from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord
+from jetspec_jax.decode.three_programs import propose, settle, verify
+from jetspec_jax.device.processes import spans
 from jetspec_jax.sampling.grammar import Matcher, Vocabulary
 from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.tree import TokenTree
 
 # Vocabularies by target, because they take a moment to make; freed with the target.
 _VOCABULARIES: WeakKeyDictionary[Target, Vocabulary] = WeakKeyDictionary()
@@ -20,12 +28,15 @@ _LOCK = threading.Lock()
 def matcher_for(target: Target, params: SamplingParams, stop_ids: Collection[int]) -> Matcher | None:
     """A request's grammar matcher; None without a grammar.
 
-    Raises:
-        ImportError: llguidance is not installed.
-        ValueError: The grammar does not work with this target: see `Vocabulary.matcher`.
+    Raises ImportError without llguidance, and ValueError for a grammar that does not work with this target
+    (see `Vocabulary.matcher`), or if several processes share the target: each would need the matchers.
     """
     wanted = params.structured_outputs
-    return None if wanted is None else vocabulary_of(target).matcher(wanted, stop_ids)
+    if wanted is None:
+        return None
+    if spans(target.mesh):
+        raise ValueError("structured_outputs need a model that one process has; several share this one")
+    return vocabulary_of(target).matcher(wanted, stop_ids)
 
 
 def vocabulary_of(target: Target) -> Vocabulary:
@@ -38,34 +49,54 @@ def vocabulary_of(target: Target) -> Vocabulary:
     return known
 
 
-class WorkerMatchers:
-    """Matchers of process 0's requests in a worker.
+def run_constrained(
+    decoder: TreeDecoder,
+    matchers: Mapping[int, Matcher],
+    weights: DecodeWeights,
+    state: DecodeState,
+    rounds: np.int32,
+    *live: Int32[np.ndarray, "L"],
+) -> tuple[DecodeState, RoundRecord]:
+    """Runs up to ``rounds`` rounds, at least one, as `TreeDecoder.decode`; returns to the host in each.
 
-    Both processes make the same masks from the same trees, so no masks are sent.
+    This waits for all rounds but the last, and the ``matchers``, by slot, advance over these; tokens of slots
+    without one are not masked. ``state`` is donated.
     """
+    slots = live[0].tolist() if live else range(len(state.active))
+    live_matchers = [matchers.get(slot) for slot in slots]
+    decodes, still_active, records = np.ones(len(live_matchers), bool), None, []
+    while True:
+        tree = propose(decoder, weights, state, *live)
+        if records:
+            # Waits for the last round only: the device already proposes the next round's trees.
+            committed, decodes = jax.device_get((records[-1].tokens, still_active))
+            _advance(live_matchers, committed[0])
+            if not decodes.any():
+                break
+        verified = verify(decoder, weights, state, tree, *live)
+        allowed = _masks(live_matchers, tree, decodes, decoder.target.vocab_size)
+        state, (record, still_active) = settle(decoder, weights, state, tree, verified, allowed, *live)
+        records.append(record)
+        if len(records) == rounds:
+            break
+    if len(records) == 1:
+        return state, records[0]
+    return state, jax.tree.map(lambda *each: np.concatenate(each), *jax.device_get(records))
 
-    def __init__(self, target: Target):
-        self._target = target
-        # By slot: the matcher, and the number of tokens that its request has.
-        self._matchers: dict[int, tuple[Matcher, int]] = {}
 
-    def begin(self, batch: Batch) -> dict[int, Matcher]:
-        """Updates the slots for a batch; returns the matchers of its rounds, by slot."""
-        for slot in batch.releases:
-            self._matchers.pop(slot, None)
-        for admission in batch.admissions:
-            self._matchers.pop(admission.slot, None)
-            matcher = matcher_for(self._target, admission.params, admission.stop_ids)
-            if matcher is not None:
-                matcher.advance(admission.output)
-                self._matchers[admission.slot] = matcher, len(admission.output)
-        return {slot: self._matchers[slot][0] for slot in batch.masked}
+def _masks(
+    matchers: Sequence[Matcher | None], tree: TokenTree, decodes: Bool[np.ndarray, "L"], vocab_size: int
+) -> UInt32[np.ndarray, "L N words"]:
+    """The allowed tokens at each node, all without a grammar. Waits for the trees."""
+    tokens, parents, sizes = jax.device_get((tree.tokens, tree.parents, tree.num_nodes))
+    masks = np.full((*tokens.shape, -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+    for place, matcher in enumerate(matchers):
+        if matcher is not None and decodes[place]:
+            masks[place] = matcher.masks_of_tree(tokens[place], parents[place], int(sizes[place]))
+    return masks
 
-    def end(self, batch: Batch, tokens: Int[np.ndarray, "R L D1"]) -> None:
-        """Advances the matchers over the batch's tokens; a matcher may already have seen the first rounds."""
-        for slot in batch.masked:
-            matcher, had = self._matchers[slot]
-            rows = tokens[:, batch.live.index(slot)]
-            committed = rows[rows >= 0].tolist()
-            matcher.advance(committed[matcher.count - had :])
-            self._matchers[slot] = matcher, had + len(committed)
+
+def _advance(matchers: Sequence[Matcher | None], tokens: Int[np.ndarray, "L D1"]) -> None:
+    for matcher, committed in zip(matchers, tokens, strict=True):
+        if matcher is not None:
+            matcher.advance(committed[committed >= 0].tolist())

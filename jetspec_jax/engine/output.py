@@ -1,29 +1,78 @@
-"""A request's output as tokens and as text."""
+"""A request's output: tokens, text, log-probabilities in the form of vLLM's results, and metrics."""
 
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from jetspec_jax.arguments import shown
-from jetspec_jax.engine.detokenizer import Detokenizer, TextStream, detokenizer_of
-from jetspec_jax.engine.logprobs import Logprob, describe
-from jetspec_jax.engine.metrics import RequestMetrics
-from jetspec_jax.engine.request import Request
-from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.engine.detokenizer import Detokenizer, detokenizer_of
+from jetspec_jax.engine.request import Request, TokenLogprobs
 
 
 class Round(NamedTuple):
-    """A round's part of a completion.
+    """A round's part of a completion."""
+
+    text: str  # final text of the round; empty without a tokenizer
+    tokens: int  # number of tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability of a token at a position.
 
     Attributes:
-        text: Final text of the round; empty without a tokenizer.
-        tokens: Number of tokens.
+        logprob: Log-probability under the target's own distribution.
+        rank: 1 for the likeliest of all tokens.
+        decoded_token: The token's text; None without a tokenizer.
     """
 
-    text: str
-    tokens: int
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """Metrics of a request; times are in seconds, None if the event has not happened."""
+
+    queue_time: float | None  # from its arrival to its first slot
+    time_to_first_token: float | None  # from its arrival to its first tokens
+    decode_time: float | None  # from its first tokens to its end
+    rounds: int  # of speculation, or plain steps
+    drafts: int  # verified trees with more than a root
+    drafted_tokens: int  # nodes of its trees without their roots
+    accepted_tokens: int  # drafted tokens that the target agreed with, before any cut
+    accepted_by_depth: tuple[int, ...]  # rounds that accepted at least 1, 2, 3, … drafted tokens
+    prefix_tokens: int  # tokens of its prompt that were in the prefix cache
+    preemptions: int
+
+    @classmethod
+    def of(cls, request: Request, rounds: int | None = None) -> "RequestMetrics":
+        """Metrics so far; ``rounds`` excludes rounds after the output's end."""
+        lengths, sizes = request.accept_lengths[:rounds], request.tree_sizes[:rounds]
+        return cls(
+            queue_time=_between(request.arrival, request.started),
+            time_to_first_token=_between(request.arrival, request.first_token),
+            decode_time=_between(request.first_token, request.ended),
+            rounds=len(lengths),
+            drafts=sum(size > 1 for size in sizes),
+            drafted_tokens=sum(sizes) - len(sizes),
+            accepted_tokens=sum(lengths) - len(lengths),
+            accepted_by_depth=_at_least(lengths),
+            prefix_tokens=request.prefix_tokens,
+            preemptions=request.preemptions,
+        )
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
+
+
+def _at_least(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Number of lengths that include 1, 2, 3, … drafted tokens; a round's last token is not drafted."""
+    return tuple(sum(length > depth for length in lengths) for depth in range(1, max(lengths, default=1)))
 
 
 @dataclass(frozen=True)
@@ -82,11 +131,6 @@ class Completion:
         )
 
     @property
-    def outputs(self) -> "list[Completion]":
-        """The completion itself: a result of vLLM has a list of completions, here it is a completion."""
-        return [self]
-
-    @property
     def rounds(self) -> int:
         """Number of rounds."""
         return len(self.accept_lengths)
@@ -104,24 +148,30 @@ class Completion:
         return sum(entry[token].logprob for token, entry in zip(self.token_ids, self.logprobs, strict=True))
 
 
-def stream_of(
+def describe(
+    tokens: Sequence[int],
+    rows: Sequence[TokenLogprobs],
+    count: int,
     detokenizer: Detokenizer | None,
-    params: SamplingParams,
-    prompt: Sequence[int],
-    kept: Collection[int] = (),
-) -> TextStream | None:
-    """The decoder of an output, which continues a prompt unless that is empty; None without a detokenizer.
+    beginning: int = 0,
+) -> list[dict[int, Logprob]]:
+    """Log-probabilities of each token and of the ``count`` likeliest tokens at its position, by token.
 
-    A grammar reads a text's first space, so the text keeps it.
+    The token itself is always included, and first. ``rows`` come from the device. The first ``beginning``
+    tokens are at the beginning of a text.
     """
-    if detokenizer is None:
-        return None
-    return detokenizer.stream(
-        skip_special_tokens=params.skip_special_tokens,
-        kept=kept,
-        prompt=prompt,
-        keep_space=params.structured_outputs is not None,
-    )
+
+    def text_of(token: int, place: int) -> str | None:
+        return None if detokenizer is None else detokenizer.token_text(token, begins=place < beginning)
+
+    described = []
+    for place, (token, row) in enumerate(zip(tokens, rows, strict=True)):
+        entry = {token: Logprob(row.chosen, row.rank, text_of(token, place))}
+        best = zip(row.tokens[:count], row.likeliest[:count], strict=True)
+        for rank, (candidate, value) in enumerate(best, start=1):
+            entry[candidate] = Logprob(value, rank, text_of(candidate, place))
+        described.append(entry)
+    return described
 
 
 class Output:
@@ -136,13 +186,6 @@ class Output:
         self._params = request.params
         self._stop = tuple(request.params.stop or ())
         self._detokenizer = detokenizer_of(tokenizer)
-        self._begin()
-
-    def __del__(self) -> None:
-        """Cancels the request, as no caller waits for it."""
-        self.request.cancel()
-
-    def _begin(self) -> None:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -154,25 +197,18 @@ class Output:
         self._begun = [0] * len(self._stop)
         # Number of first tokens that are decoded as the beginning of a text.
         self._beginning = 0
-        prompt = self.request.prompt.tolist() if self.request.continues else ()
-        kept = self.request.kept_special_tokens
-        self._stream = stream_of(self._detokenizer, self._params, prompt, kept)
-        self._whole = True
+        prompt = request.prompt.tolist() if request.continues else ()
+        self._stream = self._detokenizer and self._detokenizer.stream(
+            skip_special_tokens=self._params.skip_special_tokens,
+            kept=request.kept_special_tokens,
+            prompt=prompt,
+            # A grammar reads a text's first space, so the text keeps it.
+            keep_space=self._params.structured_outputs is not None,
+        )
 
-    def update(self, count: int | None = None) -> None:
-        """Reads the request's new tokens, or those among its first ``count``, as other threads may add more.
-
-        After an interrupted update, reads all its tokens again.
-
-        Raises:
-            DeadlinePassed: The request's deadline passed.
-            Exception: Any other error of the request.
-        """
-        if not self._whole:
-            self._begin()
-        self._whole = False
-        self._append(count)
-        self._whole = True
+    def __del__(self) -> None:
+        """Cancels the request, as no caller waits for it."""
+        self.request.cancel()
 
     def update_by_round(self, count: int) -> list[Round]:
         """As `update`, with each round's part."""
@@ -186,7 +222,11 @@ class Output:
         self.update(count)
         return added
 
-    def _append(self, count: int | None) -> None:
+    def update(self, count: int | None = None) -> None:
+        """Reads the request's new tokens, or those among its first ``count``, as other threads may add more.
+
+        Raises DeadlinePassed, or any other error of the request.
+        """
         request = self.request
         available, reason = request.readable
         if request.error is not None:  # another thread may have failed it just now

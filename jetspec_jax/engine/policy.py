@@ -7,17 +7,17 @@ looks best. The choice changes no token.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
-from jetspec_jax.engine.records import DispatchRecord
+from jetspec_jax.engine.batch import BatchResult, Shape
+from jetspec_jax.engine.size import FORWARD_ROWS
 
-#: The shape of a program: live slots and nodes of a round, or prompts and rows of a prefill forward.
-Shape = tuple[int, int]
 #: The shape that runs for a wanted one: the same, or a larger one while the wanted one is not compiled.
 ShapeOf = Callable[[int, int], Shape]
 
@@ -27,8 +27,6 @@ MAX_ROUNDS = 256
 SLICE_SECONDS, HURRIED_SECONDS = 0.100, 0.015
 #: Rounds of a probe, and of the first dispatch of trees.
 PROBE_ROUNDS = 8
-#: Fixed cost of a forward, in rows: it reads all weights, however few its rows.
-FORWARD_ROWS = 192
 # The share of the smallest tree's time that a plain round is guessed to take, before one was timed.
 _PLAIN_SHARE = 0.7
 # Seconds of a round before any was timed.
@@ -46,41 +44,12 @@ _PER_DOUBLING, _PRIOR_ROUNDS = 0.5, 2
 
 
 class LiveSlot(NamedTuple):
-    """A policy's view of a decoding request.
+    """A policy's view of a decoding request."""
 
-    Attributes:
-        remaining: Tokens that it may still get.
-        sampled: Whether its temperature is above 0.
-        fresh: Whether it has had no round yet.
-        budget: Most nodes of its trees; None is no limit.
-    """
-
-    remaining: int
-    sampled: bool
-    fresh: bool = False
-    budget: int | None = None
-
-
-@runtime_checkable
-class BudgetPolicy(Protocol):
-    """Chooses before every dispatch, and may learn from the results of past dispatches."""
-
-    def choose(
-        self, live: Sequence[LiveSlot], waiting: int, forwards: Sequence[Shape], shape_of: ShapeOf
-    ) -> tuple[Shape, int]:
-        """The shape of the rounds, and how many, for the live slots.
-
-        Args:
-            live: The decoding requests.
-            waiting: Number of other requests, which wait for a slot or are prefilled.
-            forwards: Shapes of the dispatch's prefill forwards.
-            shape_of: The shape that runs for a wanted one.
-        """
-        ...
-
-    def observe(self, record: DispatchRecord) -> None:
-        """Learns from a dispatch."""
-        ...
+    remaining: int  # tokens that it may still get
+    sampled: bool  # whether its temperature is above 0
+    fresh: bool = False  # whether it has had no round yet
+    budget: int | None = None  # most nodes of its trees; None is no limit
 
 
 class RoundTimes:
@@ -135,12 +104,6 @@ class RoundTimes:
         for means, part in {(id(means), part): (means, part) for means, part, _ in parts}.values():
             means[part] *= 1 + _WEIGHT * (ratio - 1)
 
-    def rounds_of(self, shape: Shape, live: Sequence[LiveSlot], waiting: int) -> int:
-        """Rounds that fit a slice of time."""
-        hurried = waiting > 0 or any(slot.fresh for slot in live)
-        rounds = int((HURRIED_SECONDS if hurried else SLICE_SECONDS) / self.seconds(shape))
-        return max(min(rounds, _most_remaining(live), MAX_ROUNDS), 1)
-
 
 class AcceptanceEstimate:
     """Running estimate of the tokens that a round of each of K buckets commits."""
@@ -177,12 +140,40 @@ class AcceptanceEstimate:
         self.rounds[:k] += rounds
 
 
-class FixedBudget:
-    """Always the largest bucket, or a smaller one that holds the budgets of all live requests."""
+class BudgetPolicy(ABC):
+    """Chooses before every dispatch, and learns from the results of past dispatches."""
 
     def __init__(self, shapes: Sequence[Shape], *, overlapped: bool = False):
-        """A policy for these shapes of rounds; if they are ``overlapped``, a dispatch is one round."""
+        """A policy for these shapes of rounds, with plain ones for each number of live slots.
+
+        If they are ``overlapped``, a dispatch is one round, and is chosen before the one before is observed.
+        """
         self._shapes, self._overlapped, self._times = tuple(shapes), overlapped, RoundTimes()
+
+    @abstractmethod
+    def choose(
+        self, live: Sequence[LiveSlot], waiting: int, forwards: Sequence[Shape], shape_of: ShapeOf
+    ) -> tuple[Shape, int]:
+        """The shape of the rounds, and how many, for the live slots, after some prefill forwards.
+
+        Other requests are ``waiting`` for a slot or are prefilled. ``shape_of`` gives the shape that runs for
+        a wanted one.
+        """
+
+    def observe(self, result: BatchResult) -> None:
+        """Learns from a dispatch."""
+        if result.seconds is not None:
+            self._times.learn(result.batch.shape, result.rounds, result.batch.forwards, result.seconds)
+
+    def _rounds(self, shape: Shape, live: Sequence[LiveSlot], waiting: int) -> int:
+        """Rounds that fit a slice of time."""
+        hurried = waiting > 0 or any(slot.fresh for slot in live)
+        rounds = int((HURRIED_SECONDS if hurried else SLICE_SECONDS) / self._times.seconds(shape))
+        return 1 if self._overlapped else max(min(rounds, _most_remaining(live), MAX_ROUNDS), 1)
+
+
+class FixedBudget(BudgetPolicy):
+    """Always the largest bucket, or a smaller one that holds the budgets of all live requests."""
 
     def choose(
         self, live: Sequence[LiveSlot], waiting: int, forwards: Sequence[Shape], shape_of: ShapeOf
@@ -190,42 +181,25 @@ class FixedBudget:
         """The smallest sufficient bucket, with rounds that fit a slice."""
         slots, buckets = shapes_for(self._shapes, live)
         shape = shape_of(slots, buckets[-1])
-        return shape, 1 if self._overlapped else self._times.rounds_of(shape, live, waiting)
-
-    def observe(self, record: DispatchRecord) -> None:
-        """Learns the times."""
-        if record.seconds is not None:
-            self._times.learn(record.shape, record.rounds, record.forwards, record.seconds)
+        return shape, self._rounds(shape, live, waiting)
 
 
 class _Choice(NamedTuple):
-    """The basis on which a dispatch was chosen.
-
-    Attributes:
-        earned: Seconds that each of its rounds adds to the account for probes; negative for a probe.
-        most: Most seconds in the account after it.
-    """
+    """The basis on which a dispatch was chosen."""
 
     acceptance: AcceptanceEstimate
     rounds: int
-    earned: float
-    most: float
+    earned: float  # seconds that each of its rounds adds to the account for probes; negative for a probe
+    most: float  # most seconds in the account after it
 
 
-class AutoBudget:
+class AutoBudget(BudgetPolicy):
     """Chooses the bucket that is expected to commit the most tokens per second."""
 
     def __init__(self, shapes: Sequence[Shape], probing: float, *, overlapped: bool = False):
-        """A policy that starts with guessed acceptance rates and times.
-
-        Args:
-            shapes: The shapes to choose from; each number of live slots has plain rounds.
-            probing: Share of the time that probes may lose.
-            overlapped: Whether dispatches have one round, and each is chosen before the one before is
-            observed.
-        """
-        self._shapes, self._probing, self._overlapped = tuple(shapes), probing, overlapped
-        self._times = RoundTimes()
+        """A policy that starts with guesses; probes may lose the share ``probing`` of the time."""
+        super().__init__(shapes, overlapped=overlapped)
+        self._probing = probing
         # Greedy and sampled requests have different acceptance rates.
         trees = sorted({nodes for _, nodes in shapes})[1:]
         self._acceptances = {sampled: AcceptanceEstimate(trees) for sampled in (False, True)}
@@ -268,34 +242,29 @@ class AutoBudget:
         self._choices.append(_Choice(acceptance, turns, earned, loss))
         return shape_of(slots, buckets[chosen]), turns
 
-    def observe(self, record: DispatchRecord) -> None:
+    def observe(self, result: BatchResult) -> None:
         """Learns from rounds of requests like those of the oldest choice that was not observed."""
-        if record.seconds is not None:
-            self._times.learn(record.shape, record.rounds, record.forwards, record.seconds)
-        if not record.live:
+        super().observe(result)
+        if not result.batch.live:
             return
         if self._choices:
             self._choice = self._choices.popleft()
         choice, self._choice = self._choice, self._choice._replace(earned=0.0)
-        ran = record.tree_sizes > 0
-        if not record.rounds:
+        ran = result.tree_sizes > 0
+        if not result.rounds:
             return
         # Only rounds that ran count: a dispatch may end early, or the caller may cut it short.
-        self._account = min(self._account + choice.earned * record.rounds, choice.most)
-        if record.expected is None or record.accepted is None:
+        self._account = min(self._account + choice.earned * result.rounds, choice.most)
+        if result.expected is None or result.accepted is None:
             choice.acceptance.fade(int(ran.sum()))
         else:
-            choice.acceptance.learn(record.expected[ran], record.accepted[ran])
-
-    def _rounds(self, shape: Shape, live: Sequence[LiveSlot], waiting: int) -> int:
-        return 1 if self._overlapped else self._times.rounds_of(shape, live, waiting)
+            choice.acceptance.learn(result.expected[ran], result.accepted[ran])
 
 
 def shapes_for(shapes: Sequence[Shape], live: Sequence[LiveSlot]) -> tuple[int, list[int]]:
-    """The fewest slots that hold all live ones, and their buckets in rising order.
+    """The fewest slots that hold all live ones, and their buckets up to the largest budget, in rising order.
 
-    The last bucket is the first that holds the largest budget of the live requests. With many live slots only
-    small trees have programs.
+    With many live slots only small trees have programs.
     """
     every = sorted({slots for slots, _ in shapes})
     slots = next((slots for slots in every if slots >= len(live)), every[-1])

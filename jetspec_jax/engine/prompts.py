@@ -28,20 +28,14 @@ _FORMS = f'a text, a list of token ids, {{"{_TEXT}": a text}} or {{"{_IDS}": tok
 
 @dataclass(frozen=True, eq=False)
 class EncodedPrompt:
-    """A prompt as tokens.
+    """A prompt as tokens."""
 
-    Attributes:
-        ids: Its tokens, at least one, all in the vocabulary.
-        text: Its text; None if it was given as token ids.
-        continues: Whether an output continues its text. If not, as in the answer to a conversation, an output
-            begins a text of its own, at whose start some tokenizers' decoders remove a space.
-        kept_special_tokens: Special tokens that the text of an output keeps even if others are skipped,
-            because a parser reads them.
-    """
-
-    ids: Int32[np.ndarray, "T"]
-    text: str | None = None
+    ids: Int32[np.ndarray, "T"]  # at least one, all in the vocabulary
+    text: str | None = None  # None if it was given as token ids
+    # Whether an output continues its text. If not, as in the answer to a conversation, an output begins a
+    # text of its own, at whose start some tokenizers' decoders remove a space.
     continues: bool = True
+    # Special tokens that the text of an output keeps even if others are skipped, because a parser reads them.
     kept_special_tokens: frozenset[int] = frozenset()
 
 
@@ -52,9 +46,8 @@ Prompt = str | TokenIds | Mapping[str, Any] | EncodedPrompt
 def read_prompts(target: Target, prompts: Any) -> list[EncodedPrompt]:
     """Encodes prompts; a single prompt, or one list of token ids, counts as a list of one.
 
-    Raises:
-        TypeError: A value is not a prompt.
-        ValueError: A prompt cannot be encoded, is empty, or has an unknown token or key.
+    Raises TypeError for what is no prompt, and ValueError for a prompt that cannot be encoded, is empty, or
+    has an unknown token or key.
     """
     if _is_array(prompts):
         prompts = np.asarray(prompts)
@@ -77,12 +70,7 @@ def read_prompts(target: Target, prompts: Any) -> list[EncodedPrompt]:
 
 
 def read_prompt(target: Target, prompt: Any) -> EncodedPrompt:
-    """Encodes a prompt; an encoded prompt is returned unchanged.
-
-    Raises:
-        TypeError: It is not a prompt.
-        ValueError: As `read_prompts`.
-    """
+    """Encodes a prompt; an encoded prompt is returned unchanged. Raises as `read_prompts`."""
     if isinstance(prompt, EncodedPrompt):
         return prompt
     if isinstance(prompt, Mapping):
@@ -95,11 +83,7 @@ def read_prompt(target: Target, prompt: Any) -> EncodedPrompt:
 
 
 def encode_text(target: Target, text: str, **settings: Any) -> EncodedPrompt:
-    """Encodes a text; ``settings`` are arguments of the tokenizer's ``encode``.
-
-    Raises:
-        ValueError: There is no tokenizer, the text is not valid Unicode, or it has no tokens.
-    """
+    """Encodes a text; ``settings`` are arguments of the tokenizer's ``encode``. Raises as `read_prompts`."""
     tokenizer = _tokenizer(target)
     check_text("the prompt", text)
     return _encoded(target, tokenizer.encode(text, **settings), text)
@@ -110,11 +94,9 @@ def encode_chat(
 ) -> EncodedPrompt:
     """Encodes a conversation from `read_chats` with the tokenizer's chat template.
 
-    The template gets the ``arguments``; see `check_template_arguments`.
-
-    Raises:
-        ValueError: There is no tokenizer or no template, the template refuses the conversation, fails, or
-            ignores the tools, or the conversation cannot end as ``ending`` says.
+    The template gets the ``arguments``; see `check_template_arguments`. Raises ValueError if there is no
+    template, if it refuses the conversation, fails, or ignores the tools, or if the conversation cannot end
+    as ``ending`` says.
     """
     tokenizer = templated(target)
     continues = ending.continues(chat)
@@ -136,11 +118,7 @@ def encode_chat(
 
 
 def templated(target: Target) -> Any:
-    """The target's tokenizer, checked for a chat template.
-
-    Raises:
-        ValueError: There is no tokenizer, or it has no template.
-    """
+    """The target's tokenizer; ValueError without one, or without a chat template."""
     tokenizer = _tokenizer(target)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
@@ -164,12 +142,7 @@ def _encoded(target: Target, ids: Any, text: str | None = None) -> EncodedPrompt
 
 
 def check_ids(ids: Any, name: str, vocab_size: int) -> Int32[np.ndarray, "T"]:
-    """Checks token ids, and returns them as an array.
-
-    Raises:
-        TypeError: They are not integers in one row.
-        ValueError: A token lies outside the vocabulary.
-    """
+    """Token ids as an array; TypeError unless they are integers in one row, ValueError for unknown ones."""
     if isinstance(ids, str | bytes) or not (isinstance(ids, Sequence) or _is_array(ids)):
         raise TypeError(f"{name} must be a list of token ids, not {shown(ids)}")
     # As objects, list items keep their type: NumPy would convert booleans to integers.

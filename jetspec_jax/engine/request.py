@@ -4,14 +4,13 @@ import enum
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
 
-from jetspec_jax.engine.logprobs import TokenLogprobs, rows_of
-from jetspec_jax.engine.pages import pages_for
-from jetspec_jax.engine.records import Adjusting
+from jetspec_jax.cache.pages import pages_for
+from jetspec_jax.engine.batch import Adjusting
 from jetspec_jax.sampling.grammar import MOST_SECONDS, Matcher
 from jetspec_jax.sampling.params import SamplingParams
 
@@ -37,107 +36,78 @@ class State(enum.Enum):
     CANCELLED = "was cancelled"
 
 
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position, from the device: of the chosen token, and of the likeliest."""
+
+    chosen: float
+    rank: int  # of the chosen token
+    tokens: list[int]  # the likeliest, best first
+    likeliest: list[float]
+
+
+def rows_of(logprobs: Any) -> list[TokenLogprobs]:
+    """Rows of a `jetspec_jax.decode.logprobs.Logprobs` with one axis of tokens, on the host."""
+    columns = (np.asarray(column).tolist() for column in logprobs)
+    return [TokenLogprobs(*row) for row in zip(*columns, strict=True)]
+
+
 @dataclass(eq=False)
 class Request:
-    """A prompt in an engine, and its output.
-
-    Attributes:
-        params: Sampling parameters and stop conditions, with a seed and ``max_tokens``.
-        stop_ids: Tokens that end it.
-        budget: Most nodes of its trees, root included.
-        depth: Largest depth of its trees.
-        routing: Routing hints, as names and values.
-        traced: Nodes of its trees if its rounds are traced, each in a turn of its own; 0 if they are not.
-        text: The prompt's text; None if it was given as token ids.
-        continues: Whether its output continues the prompt's text; see `EncodedPrompt`.
-        index: Its number among the prompt's completions.
-        bad_words: Tokens of each bad word.
-        endings: Tokens that are forbidden before ``min_tokens``.
-        priority: Lower numbers are served first.
-        deadline: When it fails if it still runs, by `time.monotonic`; None is never.
-        cache_salt: Pages are shared only among requests with the same salt.
-        request_id: The caller's id; completions of one prompt share it.
-        matcher: Its grammar matcher; None without a grammar.
-        kept_special_tokens: See `EncodedPrompt`.
-        on_update: Called in the engine's thread after new tokens or an error, so it must be quick. If it
-            raises, the request fails and the function is not called again.
-        cancelled: Whether it gets no more tokens, because no caller waits for it. Any thread may set it, by
-            `cancel`.
-        lost: Whether its error is the engine's, and so the error of all its requests.
-        readable: Number of its tokens that other threads may read, and its finish reason if these are all.
-        state: Set by the engine alone.
-        tokens: Its output; a token that ended it is the last.
-        accept_lengths: Tokens that each of its rounds committed, before any cut.
-        tree_sizes: Nodes of each round's tree.
-        tree_depths: Depth of the deepest node of each round's tree.
-        logprobs: Log-probabilities of each token; empty unless its parameters ask for them.
-        prompt_logprobs: Likewise of each token of the prompt but the first.
-        finish_reason: "stop" (a token of ``stop_ids``), "length", or "error"; None while it runs.
-        arrival: When it was submitted, by `time.monotonic`, like the next three.
-        started: When it first got a slot.
-        first_token: When it got its first token.
-        ended: When it ended.
-        prefix_tokens: Tokens of its prompt that were in the prefix cache.
-        number: Its place in the order of arrival.
-        overtaken: How often a later request was admitted before it.
-        slot: Its slot, also after its end; -1 while it waits.
-        committed: Its tokens in the stores, except those of rounds in flight.
-        in_flight_tokens: Most tokens that rounds in flight commit to it; 0 if it takes part in none.
-        keys: Keys of its first full pages: see `page_keys`.
-        cached_pages: Number of its pages in the prefix cache.
-        cuts: Page counts, in rising order, at which a prefill forward must end, for a snapshot.
-    """
+    """A prompt in an engine, and its output. Times are by `time.monotonic`."""
 
     # Set by the caller, before the request is queued.
     prompt: Int32[np.ndarray, "T"]
-    params: SamplingParams
-    stop_ids: frozenset[int] = frozenset()
-    budget: int = 1
-    depth: int = 0
-    routing: tuple[tuple[str, str], ...] = ()
-    traced: int = 0
-    text: str | None = None
-    continues: bool = True
-    index: int = 0
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    endings: frozenset[int] = frozenset()
-    priority: int = 0
-    deadline: float | None = None
-    cache_salt: str | None = None
-    request_id: str = ""
-    matcher: Matcher | None = None
-    kept_special_tokens: frozenset[int] = frozenset()
+    params: SamplingParams  # with a seed and ``max_tokens``
+    stop_ids: frozenset[int] = frozenset()  # tokens that end it
+    budget: int = 1  # most nodes of its trees, root included
+    depth: int = 0  # largest depth of its trees
+    routing: tuple[tuple[str, str], ...] = ()  # names and values of routing hints
+    traced: int = 0  # nodes of its trees if its rounds are traced, each in a turn of its own; else 0
+    text: str | None = None  # the prompt's; None if it was given as token ids
+    continues: bool = True  # whether its output continues the prompt's text: see `EncodedPrompt`
+    index: int = 0  # its number among the prompt's completions
+    bad_words: tuple[tuple[int, ...], ...] = ()  # tokens of each bad word
+    endings: frozenset[int] = frozenset()  # tokens that are forbidden before ``min_tokens``
+    priority: int = 0  # lower numbers are served first
+    deadline: float | None = None  # when it fails if it still runs; None is never
+    cache_salt: str | None = None  # pages are shared only among requests with the same salt
+    request_id: str = ""  # the caller's; completions of one prompt share it
+    matcher: Matcher | None = None  # of its grammar
+    kept_special_tokens: frozenset[int] = frozenset()  # see `EncodedPrompt`
+    # Called in the engine's thread after new tokens or an error, so it must be quick. If it raises, the
+    # request fails and the function is not called again.
     on_update: Callable[[], None] | None = None
     # Read and written by several threads: the callers', and the engine's.
-    cancelled: bool = False
-    # Replaced as a whole, so that other threads read a consistent pair. The counted lists only grow.
+    cancelled: bool = False  # set by `cancel`: it gets no more tokens
+    # Number of its tokens that other threads may read, and its finish reason if these are all. Replaced as a
+    # whole, so that the pair is consistent. The counted lists only grow.
     readable: tuple[int, str | None] = (0, None)
     error: Exception | None = None
-    lost: bool = False
-    # The engine's only, except that the queueing thread sets the arrival.
+    lost: bool = False  # whether its error is the engine's, and so the error of all its requests
+    # Set by the engine's thread alone, but for the arrival.
     state: State = State.WAITING
-    tokens: list[int] = field(default_factory=list)
-    accept_lengths: list[int] = field(default_factory=list)
-    tree_sizes: list[int] = field(default_factory=list)
-    tree_depths: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: str | None = None
+    tokens: list[int] = field(default_factory=list)  # its output; a token that ended it is the last
+    accept_lengths: list[int] = field(default_factory=list)  # tokens of each round, before any cut
+    tree_sizes: list[int] = field(default_factory=list)  # nodes of each round's tree
+    tree_depths: list[int] = field(default_factory=list)  # of the deepest node of each round's tree
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each token, if asked for
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's tokens but the first
+    finish_reason: str | None = None  # "stop", "length" or "error"; None while it runs
     arrival: float = 0.0
-    started: float | None = None
+    started: float | None = None  # when it first got a slot
     first_token: float | None = None
     ended: float | None = None
-    prefix_tokens: int = 0
+    prefix_tokens: int = 0  # tokens of its prompt that were in the prefix cache
     preemptions: int = 0
-    number: int = -1
-    overtaken: int = 0
-    slot: int = -1
+    number: int = -1  # its place in the order of arrival
+    overtaken: int = 0  # how often a later request was admitted before it
+    slot: int = -1  # also after its end; -1 while it waits
     pages: list[int] = field(default_factory=list)
-    committed: int = 0
-    in_flight_tokens: int = 0
-    keys: list[bytes] = field(default_factory=list)
-    cached_pages: int = 0
-    cuts: list[int] = field(default_factory=list)
+    committed: int = 0  # its tokens in the stores, except those of rounds in flight
+    in_flight_tokens: int = 0  # most tokens that rounds in flight commit to it; 0 if it takes part in none
+    keys: list[bytes] = field(default_factory=list)  # of its first full pages: see `page_keys`
+    cached_pages: int = 0  # number of its pages in the prefix cache
+    cuts: list[int] = field(default_factory=list)  # page counts at which a prefill forward must end, rising
 
     @property
     def open(self) -> bool:
@@ -209,10 +179,18 @@ class Request:
         more = np.asarray(self.tokens[max(start - size, 0) : stop - size], np.int32)
         return np.concatenate([self.prompt[start:], more]) if start < size else more
 
-    def append_tokens(self, tokens: Sequence[int]) -> None:
-        """Appends tokens up to its end. A stop token on the last allowed position is a stop."""
+    def append_round(
+        self, tokens: Sequence[int], tree_size: int, logprobs: Any = None, tree_depth: int = 0
+    ) -> None:
+        """Appends a round's committed tokens up to its end, with log-probabilities as for `rows_of`.
+
+        A stop token on the last allowed position is a stop. Ignored once the request has ended.
+        """
         if self.finish_reason is not None:
             return
+        self.accept_lengths.append(len(tokens))
+        self.tree_sizes.append(tree_size)
+        self.tree_depths.append(tree_depth)
         remaining = self.remaining
         new = list(tokens[:remaining])
         if not self.stop_ids.isdisjoint(new):
@@ -225,21 +203,8 @@ class Request:
         self.tokens += new
         # Each new token makes the anchor before it a stored token.
         self.committed += len(new)
-
-    def append_round(
-        self, tokens: Sequence[int], tree_size: int, logprobs: Any = None, tree_depth: int = 0
-    ) -> None:
-        """Appends a round's committed tokens, with log-probabilities as for `rows_of` if these are wanted.
-
-        Ignored once the request has ended.
-        """
-        if self.finish_reason is None:
-            self.accept_lengths.append(len(tokens))
-            self.tree_sizes.append(tree_size)
-            self.tree_depths.append(tree_depth)
-            self.append_tokens(tokens)
-            if self.params.logprobs is not None:
-                self.logprobs += rows_of(logprobs)[: len(self.tokens) - len(self.logprobs)]
+        if self.params.logprobs is not None:
+            self.logprobs += rows_of(logprobs)[: len(new)]
 
     def set_prompt_logprobs(self, logprobs: Any) -> None:
         """Sets log-probabilities of its prompt; entries after the prompt's last token have no meaning."""

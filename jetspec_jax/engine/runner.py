@@ -11,42 +11,108 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jetspec_jax.cache.pages import NO_PAGE
+from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.logprobs import Logprobs
-from jetspec_jax.decode.scoring import score_prompt, scored_pages
+from jetspec_jax.decode.prefill import prefill
+from jetspec_jax.decode.scoring import lower_scoring, score_prompt, scored_pages
 from jetspec_jax.decode.snapshots import keep, restore
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, SlotSettings
+from jetspec_jax.decode.three_programs import compile_all
+from jetspec_jax.device.mesh import WHOLE, abstract
 from jetspec_jax.device.processes import spans, together
-from jetspec_jax.engine.compiler import Compiler
-from jetspec_jax.engine.constrained import run_constrained
-from jetspec_jax.engine.lowering import Lowering, decoder_for
-from jetspec_jax.engine.memory import empty_snapshots, empty_state
-from jetspec_jax.engine.planning import EnginePlan
-from jetspec_jax.engine.programs import PREFILL, SCORES, Kind, Program, in_order
-from jetspec_jax.engine.records import Admission, Batch, Chunk, DispatchRecord, Growth, SlotCopy
-from jetspec_jax.engine.tracing import TRACING
+from jetspec_jax.engine.batch import (
+    KINDS,
+    PREFILL,
+    SCORES,
+    Admission,
+    Batch,
+    BatchResult,
+    Chunk,
+    Growth,
+    Kind,
+    Program,
+    SlotCopy,
+)
+from jetspec_jax.engine.compiler import TRACING, Compiler
+from jetspec_jax.engine.grammars import run_constrained
+from jetspec_jax.engine.plan import EnginePlan, empty_snapshots, empty_state
+from jetspec_jax.engine.size import compile_order
 from jetspec_jax.sampling.adjust import Adjustments
 from jetspec_jax.sampling.grammar import Matcher
 
+#: Most rounds of a dispatch with log-probabilities: its records are large, and fetched whole.
+LOGPROBS_ROUNDS = 32
 #: Runs rounds, as `TreeDecoder.decode` does: weights, state (donated), most rounds, and the live slots unless
 #: these are all.
 Decode = Callable[..., tuple[DecodeState, RoundRecord]]
 
 
 class Flight(NamedTuple):
-    """A launched batch.
-
-    Attributes:
-        records: Records of its rounds, on the device; None without rounds.
-        started: When its launch began, by `time.perf_counter`; None if it is not timed.
-        last: An array to wait for if there are no rounds, which no launch donates; else None.
-    """
+    """A launched batch."""
 
     batch: Batch
-    records: RoundRecord | None
-    started: float | None
-    last: jax.Array | None
+    records: RoundRecord | None  # of its rounds, on the device
+    started: float | None  # when its launch began, by `time.perf_counter`; None if it is not timed
+    last: jax.Array | None  # without rounds, an array to wait for, which no launch donates
+
+
+class Lowering:
+    """Compiles an engine's programs for shapes and placements alone, without its arrays.
+
+    JAX keeps what it compiles so, and a later call with arrays of these shapes and placements uses it. No
+    arrays are kept, so that a thread that compiles keeps no stores and no weights alive.
+    """
+
+    def __init__(
+        self,
+        decoders: Mapping[int, TreeDecoder],
+        weights: DecodeWeights,
+        state: DecodeState,
+        dtype: jnp.dtype,
+    ):
+        self._dtype, self._decoders = dtype, dict(decoders)
+        self._models = next(iter(decoders.values())).models
+        self._weights: DecodeWeights = jax.tree.map(abstract, weights)
+        self._state: DecodeState = jax.tree.map(abstract, state)
+
+    def compile(self, program: Program) -> None:
+        """Compiles a program; may be called in several threads at once."""
+        kind = KINDS.get(program.kind, Kind())
+        all_live = program.slots == self._state.active.shape[0]
+        live = () if all_live else (jax.ShapeDtypeStruct((program.slots,), jnp.int32),)
+        state = self._state
+        if kind.adjusts:
+            # As `TreeDecoder.adjustments` makes them.
+            slots, vocab, mesh = len(state.active), self._models.target.vocab_size, self._models.mesh
+            where = None if mesh is None else NamedSharding(mesh, WHOLE)
+            arrays = jax.eval_shape(lambda: Adjustments.empty(slots, vocab))
+            adjust = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), arrays)
+            state = replace(state, adjust=adjust)
+        rounds = self._weights, state, *live
+        if kind.masked:
+            compile_all(decoder_for(self._decoders[program.size], kind), *rounds, tracing=TRACING)
+            return
+        with TRACING:
+            if program.kind == PREFILL:
+                rows = jax.ShapeDtypeStruct
+                each, ready = rows((program.slots,), jnp.int32), rows((program.slots,), jnp.bool_)
+                chunk = each, rows(program[1:], jnp.int32), each, ready
+                lowered = prefill.lower(self._models, self._weights, self._state, *chunk)
+            elif program.kind == SCORES:
+                target = self._models.alone, self._weights.target
+                lowered = lower_scoring(*target, program.size, self._dtype)
+            else:
+                lowered = decoder_for(self._decoders[program.size], kind).lower(*rounds)
+        lowered.compile()
+
+
+def decoder_for(decoder: TreeDecoder, kind: Kind) -> TreeDecoder:
+    """The decoder with the optional parts of rounds of a kind."""
+    most = min(decoder.max_rounds, LOGPROBS_ROUNDS) if kind.logprobs else decoder.max_rounds
+    return replace(decoder, adjusts=kind.adjusts, logprobs=kind.logprobs, max_rounds=most)
 
 
 class Runner:
@@ -59,9 +125,8 @@ class Runner:
     def __init__(self, plan: EnginePlan, weights: DecodeWeights, *, overlapped: bool = False):
         """Allocates the stores.
 
-        Args:
-            overlapped: Whether every program is one round, and its launch waits for nothing; else programs
-                are loops. Rounds under grammars are the same in both.
+        If ``overlapped``, every program is one round, and its launch waits for nothing; else programs are
+        loops. Rounds under grammars are the same in both.
         """
         decoder = plan.decoders[-1]
         if decoder.proposer is None:
@@ -94,21 +159,16 @@ class Runner:
         weakref.finalize(self, self.compiler.stop).atexit = False
 
     def launch(
-        self,
-        batch: Batch,
-        decode: Decode | None = None,
-        *,
-        matchers: Mapping[int, Matcher] | None = None,
+        self, batch: Batch, decode: Decode | None = None, *, matchers: Mapping[int, Matcher] | None = None
     ) -> None:
         """Launches a batch; `collect` waits for it.
 
-        Args:
-            decode: Runs the rounds; None is `decode` of the bucket's decoder.
-            matchers: Grammar matchers by slot; with any, this waits for all rounds but the last.
+        The rounds are run by ``decode``, by default that of the bucket's decoder. With grammar ``matchers``,
+        by slot, this waits for all rounds but the last.
         """
         bucket = batch.bucket if batch.rounds else self.decoder.bucket
         decoder = decoder_for(self.decoders[bucket], batch.kind)
-        programs = {Program(PREFILL, *chunk.tokens.shape) for chunk in batch.chunks}
+        programs = {Program(PREFILL, *shape) for shape in batch.forwards}
         if batch.rounds and decode is None:
             programs.add(Program(str(batch.kind), len(batch.live), batch.bucket))
         self.compiler.compile(sorted(programs))
@@ -140,7 +200,7 @@ class Runner:
                     array.copy_to_host_async()
         self.in_flight.append(Flight(batch, records, started, last))
 
-    def collect(self) -> DispatchRecord:
+    def collect(self) -> BatchResult:
         """Waits for the oldest batch in flight, and returns its results."""
         batch, records, started, last = self.in_flight[0]
         with together(self.decoder.mesh):
@@ -152,24 +212,15 @@ class Runner:
         ended, before = time.perf_counter(), self._collected
         self._collected = ended
         seconds = None if started is None else ended - max(started, before)
-        forwards = tuple(chunk.tokens.shape for chunk in batch.chunks)
         if records is None:
-            return DispatchRecord(batch.bucket, batch.live, seconds, forwards)
+            return BatchResult(batch, seconds)
         # Rounds that ran come first.
         ran = int((records.tree_sizes > 0).any(axis=1).sum())
         records = jax.tree.map(lambda leaf: leaf[:ran], records)
+        sizes, depths = records.tree_sizes, records.tree_depths
         expected, accepted = records.reach or (None, None)
-        return DispatchRecord(
-            batch.bucket,
-            batch.live,
-            seconds,
-            forwards,
-            tokens=records.tokens,
-            tree_sizes=records.tree_sizes,
-            expected=expected,
-            accepted=accepted,
-            logprobs=records.logprobs,
-            tree_depths=records.tree_depths,
+        return BatchResult(
+            batch, seconds, records.tokens, sizes, depths, expected, accepted, records.logprobs
         )
 
     def score(self, prompt: np.ndarray) -> Logprobs:
@@ -183,13 +234,10 @@ class Runner:
         return self._scored[1]
 
     def programs(self, kinds: Sequence[Kind], *, scores: bool = False) -> list[Program]:
-        """Prefill forwards, rounds of some kinds and, with ``scores``, log-probabilities of prompts.
-
-        They are in the order of compiling.
-        """
+        """Prefill forwards, rounds of some kinds and ``scores`` of prompts, in the order of compiling."""
         pages = [1 << power for power in range(scored_pages(self.size.capacity).bit_length())]
         scoring = [Program(SCORES, 1, count) for count in pages if scores]
-        return [*in_order(self.size, tuple(self.decoders), kinds), *scoring]
+        return [*compile_order(self.size, tuple(self.decoders), kinds), *scoring]
 
     def free(self) -> None:
         """Deletes the stores, even if other references to them exist; the runner is unusable afterwards."""

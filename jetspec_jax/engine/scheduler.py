@@ -3,47 +3,65 @@
 import functools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+
+import numpy as np
 
 from jetspec_jax.cache.pages import PAGE_SIZE
-from jetspec_jax.engine.chunks import cut_prompts
+from jetspec_jax.engine.batch import Admission, Batch, BatchResult, Chunk, Growth, Kind, Shape, SlotCopy
 from jetspec_jax.engine.compiler import Compiler
-from jetspec_jax.engine.logprobs import by_round
-from jetspec_jax.engine.page_allocator import PageAllocator
-from jetspec_jax.engine.pages import PagePool
-from jetspec_jax.engine.policy import BudgetPolicy, LiveSlot, Shape
-from jetspec_jax.engine.programs import Kind
-from jetspec_jax.engine.records import Admission, Batch, Chunk, DispatchRecord, Growth, SlotCopy
+from jetspec_jax.engine.pages import PageAllocator, PagePool
+from jetspec_jax.engine.policy import BudgetPolicy, LiveSlot
 from jetspec_jax.engine.request import Request, State
-from jetspec_jax.engine.size import EngineSize
-from jetspec_jax.engine.waiting_queue import count_overtaken, in_order
+from jetspec_jax.engine.size import EngineSize, cut_prompts
 from jetspec_jax.sampling.grammar import Matcher
 from jetspec_jax.sampling.token_sets import NO_CHOICE
 
+#: A request that more urgent, later requests overtook this often goes first.
+MOST_OVERTAKEN = 64
 #: Most rounds of a dispatch with a grammar. Such rounds are slower than the measured costs, and each returns
 #: to the host anyway, so short dispatches cost little and do not delay waiting requests.
 MASKED_ROUNDS = 4
 
 
-class _ScheduledBatch(NamedTuple):
-    """Requests with a slot; the requests that a batch in flight decodes, with at most ``tokens`` for each."""
+class QueueFull(RuntimeError):
+    """The waiting queue is full; the request was not queued, and may be submitted again."""
 
-    running: Sequence[Request]
-    decoding: Sequence[Request]
-    tokens: int
-    traced: bool
+
+def check_room(waiting: int, coming: int, most: int) -> None:
+    """Raises QueueFull if more than ``most`` would wait; if slots are free, ``waiting`` is negative."""
+    if waiting + coming > most:
+        beside = f", and {coming} have come" if coming > 1 else ""
+        raise QueueFull(
+            f"{max(waiting, 0)} requests wait already{beside}; no more than {most} may wait: try again later"
+        )
+
+
+def in_order(requests: Iterable[Request]) -> list[Request]:
+    """Requests in the order of service: by priority, then by arrival.
+
+    A preempted request keeps its place, before all of its priority that never had a slot, and counts as
+    overtaken by requests that use its pages. A request that was overtaken `MOST_OVERTAKEN` times goes before
+    all others, whatever their priority. So no request starves: from then on a finite number is before it,
+    and the first request in order is never preempted.
+    """
+
+    def rank(request: Request) -> tuple[bool, int, int]:
+        starves = request.overtaken >= MOST_OVERTAKEN
+        return not starves, 0 if starves else request.priority, request.number
+
+    return sorted(requests, key=rank)
 
 
 class Scheduler:
     """Schedules requests on slots and a page pool.
 
     `next_batch` decides a batch; `update` takes the results of the oldest one. Only they assign and free
-    slots and pages. Requests are admitted in the order of `jetspec_jax.engine.waiting_queue.rank`. A request
-    without a slot or pages blocks all later ones; so does a request that waits until another has filled pages
-    of their common prefix. An admitted request gets the pages of its prompt and one round, and before each
-    dispatch pages for its rounds: see `PageAllocator`.
+    slots and pages. Requests are admitted `in_order`. A request without a slot or pages blocks all later
+    ones; so does a request that waits until another has filled pages of their common prefix. An admitted
+    request gets the pages of its prompt and one round, and before each dispatch pages for its rounds: see
+    `PageAllocator`.
 
     If batches are ``overlapped``, two are in flight, so a batch is decided before the results of the one
     before are known. The device runs them in order, each on the state that the one before left. Hence:
@@ -73,12 +91,9 @@ class Scheduler:
     ):
         """All slots and pages are free.
 
-        Args:
-            policy: Chooses each dispatch.
-            round_tokens: Most tokens that a round commits to a slot.
-            compiler: Knows which shapes have programs; None if any has one.
-            overlapped: Whether two batches may be in flight, of one round each; else one batch, of as many
-                rounds as the policy chooses.
+        A round commits at most ``round_tokens`` tokens to a slot. Without a ``compiler`` any shape has a
+        program. If batches are ``overlapped``, two are in flight, of one round each; else one, of as many
+        rounds as the policy chooses.
         """
         self.size, self.policy = size, policy
         self._compiler = compiler
@@ -88,7 +103,8 @@ class Scheduler:
         self._arrivals = 0
         # Slots that are occupied on the device after all launches.
         self._occupied: set[int] = set()
-        self._in_flight: deque[_ScheduledBatch] = deque()
+        # With each batch: the requests that have a slot, and those that it decodes.
+        self._in_flight: deque[tuple[Batch, list[Request], list[Request]]] = deque()
         #: Rounds of the last fetched batch for requests that had ended before: one per round and request.
         self.idle_rounds = 0
 
@@ -101,19 +117,6 @@ class Scheduler:
     def requests(self) -> list[Request]:
         """Waiting and running requests, in order of arrival."""
         return [request for request in self._requests if request.open]
-
-    @property
-    def busy(self) -> bool:
-        """Whether any request waits or runs, except traced ones, which wait for a turn."""
-        return any(
-            request.open and not (request.traced and request.state is State.DECODING)
-            for request in self._requests
-        )
-
-    @property
-    def free_pages(self) -> int:
-        """Pages that are unused, or will be in the next batch; cached pages are unused."""
-        return self.size.num_pages - len({page for request in self.requests for page in request.pages})
 
     @property
     def free_slots(self) -> list[int]:
@@ -129,14 +132,12 @@ class Scheduler:
     @property
     def matchers(self) -> dict[int, Matcher]:
         """Grammar matchers of the newest batch's decoding requests, by slot."""
-        decoding = self._in_flight[-1].decoding if self._in_flight else ()
-        return {request.slot: request.matcher for request in decoding if request.matcher is not None}
+        return _matchers(self._in_flight[-1][2]) if self._in_flight else {}
 
     def add(self, request: Request, now: float | None = None) -> None:
         """Queues a request that arrives now, by `time.monotonic`.
 
-        Raises:
-            ValueError: It can never be served: it needs more pages than the engine or a slot has.
+        Raises ValueError if it can never be served, as it needs more pages than the engine or a slot has.
         """
         for most, holder in (
             (self.size.num_pages, "the engine has"),
@@ -155,17 +156,13 @@ class Scheduler:
     def next_batch(self, now: float | None = None, traced: Request | None = None) -> Batch | None:
         """The next batch: admissions, prefill, and rounds of all decoding requests.
 
-        Args:
-            now: Time by `time.monotonic`, for deadlines and metrics.
-            traced: A traced request, to decode one round of it alone; nothing may be in flight.
-
-        Returns:
-            The batch; None if there is nothing to do, or if the one in flight must be fetched first.
+        With a ``traced`` request it has one round of that alone; nothing may be in flight then. None if there
+        is nothing to do, or if the batch in flight must be fetched first.
         """
         now = time.monotonic() if now is None else now
         self.drop_closed(now)
-        running = list(in_order(request for request in self._requests if request.slot >= 0))
-        if not self.has_room or (self._in_flight and any(request.matcher is not None for request in running)):
+        running = in_order(request for request in self._requests if request.slot >= 0)
+        if not self.has_room or (self._in_flight and _matchers(running)):
             return None
         admits = self._allocator.make_room(running, preempts=not self._in_flight)
         if admits is None:
@@ -176,58 +173,52 @@ class Scheduler:
         waiting = len(self._requests) - len(decoding)
         if all(request.ends_in_flight for request in decoding):
             decoding = []
-        occupied = {request.slot for request in running}
-        released = not self._in_flight and self._occupied - occupied
+        before, occupied = self._occupied, {request.slot for request in running}
+        released = not self._in_flight and before - occupied
         if not (decoding or chunks or admitted or released):
             return None
-        kind = Kind.union(Kind.of(request.params) for request in decoding)
-        forwards = [chunk.tokens.shape for chunk in chunks]
-        bucket, rounds, live = self._choose(decoding, kind, waiting, forwards)
-        tokens = rounds * (1 if bucket == 1 else self._round_tokens)
-        for request in decoding:
-            self._allocator.grow(request, tokens)
-        for request in decoding:
-            request.in_flight_tokens += tokens
-        self._in_flight.append(_ScheduledBatch(running, decoding, tokens, traced=traced is not None))
-        before, self._occupied = self._occupied, occupied
-        table, changed = self._allocator.table, self._allocator.changed() - admitted.keys()
-        return Batch(
-            tuple(sorted(before - self._occupied)),  # an admission clears the slot itself
-            tuple(self._admission(request, length) for request, length in admitted.items()),
-            tuple(Growth(request.slot, table(request)) for request in running if request in changed),
-            tuple(chunks),
-            live,
-            bucket,
-            rounds,
-            kind,
-            tuple(copies),
-            tuple(sorted(self.matchers)),
+        batch = Batch(
+            releases=tuple(sorted(before - occupied)),  # an admission clears the slot itself
+            chunks=tuple(chunks),
+            kind=Kind.union(Kind.of(request.params) for request in decoding),
+            copies=tuple(copies),
         )
+        if decoding:
+            batch = self._with_rounds(batch, decoding, waiting)
+        for request in decoding:
+            self._allocator.grow(request, self._most_tokens(batch))
+        for request in decoding:
+            request.in_flight_tokens += self._most_tokens(batch)
+        self._in_flight.append((batch, running, decoding))
+        self._occupied = occupied
+        # With the pages of the rounds.
+        admissions = tuple(self._admission(request, length) for request, length in admitted.items())
+        table, changed = self._allocator.table, self._allocator.changed() - admitted.keys()
+        growths = tuple(Growth(request.slot, table(request)) for request in running if request in changed)
+        return batch._replace(admissions=admissions, growths=growths)
 
-    def update(self, record: DispatchRecord, now: float | None = None) -> list[Request]:
+    def update(self, result: BatchResult, now: float | None = None) -> list[Request]:
         """Appends the tokens of the oldest batch to their requests; returns the requests that decoded.
 
-        Raises:
-            ValueError: A request's logits are not numbers.
+        Raises ValueError if a request's logits are not numbers.
         """
         now = time.monotonic() if now is None else now
-        batch = self._in_flight.popleft()
-        columns = {slot: column for column, slot in enumerate(record.live)}
-        served = [request for request in batch.decoding if request.open]
-        self.idle_rounds = len(batch.decoding) - len(served) if self._overlapped else 0
-        for request in batch.decoding:
-            request.in_flight_tokens -= batch.tokens
+        batch, running, decoding = self._in_flight.popleft()
+        served = [request for request in decoding if request.open]
+        self.idle_rounds = len(decoding) - len(served) if self._overlapped else 0
+        for request in decoding:
+            request.in_flight_tokens -= self._most_tokens(batch)
         for request in served:
-            _check_choices(request, record, columns[request.slot])
+            _check_choices(request, result.tokens[:, batch.live.index(request.slot)])
         for request in served:
-            _hand_out(request, record, columns[request.slot], now)
-        self._allocator.cache_full_pages(batch.running)
-        for request in batch.running:
+            _hand_out(request, result, batch.live.index(request.slot), now)
+        self._allocator.cache_full_pages(running)
+        for request in running:
             if not request.open:
                 self._allocator.free(request)
             request.publish()
-        if not batch.traced:
-            self.policy.observe(record)
+        if not any(request.traced for request in decoding):
+            self.policy.observe(result)
         return served
 
     def drop_closed(self, now: float | None = None) -> None:
@@ -250,9 +241,8 @@ class Scheduler:
     ) -> tuple[dict[Request, int], list[Chunk], list[SlotCopy]]:
         """Admits waiting requests to ``running`` if ``admits``, and prefills.
 
-        Returns:
-            The admitted requests, with the tokens that their pages already hold; prefill forwards; and copies
-            to snapshots and back.
+        Returns the admitted requests with the tokens that their pages already hold, prefill forwards, and
+        copies to snapshots and back.
         """
         admitted: dict[Request, int] = {}
         chunks: list[Chunk] = []
@@ -290,7 +280,8 @@ class Scheduler:
                 request.started, request.prefix_tokens = now, request.committed
             admitted.append(request)
             running.append(request)
-            count_overtaken(request, waiting[len(admitted) :])
+            for other in waiting[len(admitted) :]:
+                other.overtaken += other.number < request.number
         return admitted
 
     def _prefill(self, running: Sequence[Request], most: int | None) -> tuple[list[Chunk], list[SlotCopy]]:
@@ -320,31 +311,30 @@ class Scheduler:
                     copies.append(SlotCopy(number, slot, place, restores=False))
         return chunks, copies
 
-    def _choose(
-        self,
-        decoding: Sequence[Request],
-        kind: Kind,
-        waiting: int,
-        forwards: Sequence[Shape],
-    ) -> tuple[int, int, tuple[int, ...]]:
-        """The bucket and the rounds of a batch, and its live slots.
+    def _with_rounds(self, batch: Batch, decoding: Sequence[Request], waiting: int) -> Batch:
+        """The batch with rounds of some requests, in the bucket and the number that the policy chooses.
 
         Some live slots may be idle, as only some numbers of live slots have programs. A slot that reaches the
         end of its pages pauses for the rest of the dispatch.
         """
-        if not decoding:
-            return 1, 0, ()
         if bucket := decoding[0].traced:
-            return bucket, 1, (decoding[0].slot,)
-        slots = [_live_slot(request) for request in decoding]
-        shape_of = functools.partial(self._shape, str(kind))
-        (live, bucket), rounds = self.policy.choose(slots, waiting, forwards, shape_of)
-        if kind.masked:
-            rounds = min(rounds, MASKED_ROUNDS)
+            return batch._replace(live=(decoding[0].slot,), bucket=bucket, rounds=1)
+        slots = [
+            LiveSlot(each.remaining, each.params.temperature > 0, not each.tokens, each.budget)
+            for each in decoding
+        ]
+        shape_of = functools.partial(self._shape, str(batch.kind))
+        (live, bucket), rounds = self.policy.choose(slots, waiting, batch.forwards, shape_of)
+        rounds = min(rounds, MASKED_ROUNDS) if batch.kind.masked else rounds
         rounds = 1 if self._overlapped else rounds
         busy = {request.slot for request in decoding}
         idle = [slot for slot in range(self.size.slots) if slot not in busy]
-        return bucket, rounds, tuple(sorted([*busy, *idle[: live - len(busy)]]))
+        all_live = tuple(sorted([*busy, *idle[: live - len(busy)]]))
+        return batch._replace(live=all_live, bucket=bucket, rounds=rounds)
+
+    def _most_tokens(self, batch: Batch) -> int:
+        """Most tokens that a batch commits to a slot."""
+        return batch.rounds * (1 if batch.bucket == 1 else self._round_tokens)
 
     def _shape(self, kind: str, live: int, bucket: int) -> Shape:
         """See `Compiler.shape`; a program that is compiled at once is one for all present requests."""
@@ -368,29 +358,20 @@ class Scheduler:
             depth=request.depth,
             routing=request.routing,
             adjusting=request.adjusting,
-            output=() if request.matcher is None else tuple(request.tokens),
         )
 
 
-def _live_slot(request: Request) -> LiveSlot:
-    return LiveSlot(
-        request.remaining,
-        sampled=request.params.temperature > 0,
-        fresh=not request.tokens,
-        budget=request.budget,
-    )
+def _matchers(requests: Iterable[Request]) -> dict[int, Matcher]:
+    return {request.slot: request.matcher for request in requests if request.matcher is not None}
 
 
-def _hand_out(request: Request, record: DispatchRecord, column: int, now: float) -> None:
+def _hand_out(request: Request, result: BatchResult, column: int, now: float) -> None:
     """Appends a dispatch's tokens of one slot to its request."""
-    ran = record.tree_sizes[:, column] > 0
-    committed = record.tokens[ran, column]
-    sizes, depths = record.tree_sizes[ran, column].tolist(), record.tree_depths[ran, column].tolist()
-    counts, each = (committed >= 0).sum(axis=1).tolist(), by_round(record.logprobs, ran, column)
-    for tokens, count, size, depth, logprobs in zip(
-        committed.tolist(), counts, sizes, depths, each, strict=True
-    ):
-        request.append_round(tokens[:count], size, logprobs, depth)
+    ran = np.flatnonzero(result.tree_sizes[:, column])
+    rows = (each[ran, column].tolist() for each in (result.tokens, result.tree_sizes, result.tree_depths))
+    for number, tokens, size, depth in zip(ran, *rows, strict=True):
+        logprobs = result.logprobs and tuple(each[number, column] for each in result.logprobs)
+        request.append_round([token for token in tokens if token >= 0], size, logprobs, depth)
     request.advance_grammar()
     if request.first_token is None and request.tokens:
         request.first_token = now
@@ -398,12 +379,12 @@ def _hand_out(request: Request, record: DispatchRecord, column: int, now: float)
         request.ended = now
 
 
-def _check_choices(request: Request, record: DispatchRecord, column: int) -> None:
-    """Checks that a choice existed in every round.
+def _check_choices(request: Request, tokens: np.ndarray) -> None:
+    """Checks that a choice existed in every round of a request.
 
     A request whose own settings may forbid all tokens fails alone; else the whole dispatch is an error.
     """
-    if not (record.tokens[:, column] == NO_CHOICE).any():
+    if not (tokens == NO_CHOICE).any():
         return
     if request.params.adjusts or request.matcher is not None:
         form = "" if request.matcher is None else "the grammar, "

@@ -1,24 +1,32 @@
-"""Processes that share devices: process 0 has the engine, and the others run all that its runner does."""
+"""Processes that share devices: process 0 has the engine, and the others run all that its runner does.
 
+Process 0 sends actions, as JSON types.
+"""
+
+import base64
 import contextlib
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
-from jetspec_jax.checkpoint.loading import Target
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.device.mesh import describe_mesh
 from jetspec_jax.device.processes import ProgramEnded, agreed, compare, spans
-from jetspec_jax.engine.broadcast import pack, unpack
-from jetspec_jax.engine.grammars import WorkerMatchers
-from jetspec_jax.engine.memory import checked
-from jetspec_jax.engine.planning import EnginePlan
-from jetspec_jax.engine.records import Batch
+from jetspec_jax.engine.batch import Adjusting, Admission, Batch, Chunk, Growth, Kind, Program, SlotCopy
+from jetspec_jax.engine.plan import EnginePlan, check_engine_memory
 from jetspec_jax.engine.runner import Runner
+from jetspec_jax.engine.size import EngineSize
+from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.sampling.structured import StructuredOutputsParams
 
 _ABOUT = "the engine of process 0"
+_SENT = (Adjusting, Admission, Batch, Chunk, EngineSize, Growth, Kind, Program, SlotCopy)
+_RECORDS: dict[str, Any] = {
+    record.__name__: record for record in (*_SENT, SamplingParams, StructuredOutputsParams)
+}
 
 
 class Workers:
@@ -34,16 +42,12 @@ class Workers:
             agreed([action, pack(values)], _ABOUT)
 
 
-def follow(target: Target, plan: EnginePlan, weights: DecodeWeights) -> None:
+def follow(plan: EnginePlan, weights: DecodeWeights) -> None:
     """Runs the actions of process 0 until it closes its engine for good, or its program ends.
 
-    A worker does not wait for its devices, except for batches with grammars: process 0 waits before it
-    schedules again.
-
-    Raises:
-        OutOfStep: Process 0 does something else.
+    A worker does not wait for its devices. Raises OutOfStep if process 0 does something else.
     """
-    runner, matchers = None, WorkerMatchers(target)
+    runner = None
     with contextlib.suppress(ProgramEnded):
         while True:
             message: Any = agreed(None, _ABOUT)
@@ -52,28 +56,25 @@ def follow(target: Target, plan: EnginePlan, weights: DecodeWeights) -> None:
                 return
             # Process 0 gets the same error of a lack of memory, and sends what follows from it.
             with contextlib.suppress(DeviceMemoryError):
-                runner = _act(runner, matchers, plan, weights, action, values)
+                runner = _act(runner, plan, weights, action, values)
 
 
 def _act(
-    runner: Runner | None,
-    matchers: WorkerMatchers,
-    plan: EnginePlan,
-    weights: DecodeWeights,
-    action: str,
-    values: tuple[Any, ...],
+    runner: Runner | None, plan: EnginePlan, weights: DecodeWeights, action: str, values: tuple[Any, ...]
 ) -> Runner | None:
     """Runs an action; returns the runner after it."""
     if action == "open":
-        size, fewer_slots = values
-        return Runner(checked(replace(plan, size=size), fewer_slots=fewer_slots), weights)
+        plan = replace(plan, size=values[0])
+        check_engine_memory(plan)
+        return Runner(plan, weights)
     if runner is None:  # process 0 has none either: the devices could not hold it
         return None
     if action == "free":
         runner.free()
         return None
     if action == "batch":
-        _run_batch(runner, matchers, *values)
+        runner.launch(*values)
+        runner.in_flight.clear()
     elif action == "compile":
         runner.compiler.compile(*values)
     elif action == "score":
@@ -81,19 +82,8 @@ def _act(
     return runner
 
 
-def _run_batch(runner: Runner, matchers: WorkerMatchers, batch: Batch) -> None:
-    runner.launch(batch, matchers=matchers.begin(batch))
-    if batch.masked:
-        matchers.end(batch, runner.collect().tokens)
-    runner.in_flight.clear()
-
-
 def check_alike(plan: EnginePlan) -> None:
-    """Checks that all processes that share a mesh make the same engine.
-
-    Raises:
-        ValueError: They differ, raised in every process; the message lists all differences.
-    """
+    """Raises ValueError, in every process that shares the mesh, if their engines differ: it says how."""
     decoder = plan.decoder
     if spans(decoder.mesh):
         parts = {
@@ -107,3 +97,40 @@ def check_alike(plan: EnginePlan) -> None:
             "the implementation": str(decoder.implementation),
         }
         compare(parts, "a new engine", "an engine")
+
+
+def pack(value: Any) -> Any:
+    """Encodes numbers, texts, arrays, tuples, lists, mappings and records as JSON types; else TypeError."""
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+        data = base64.b64encode(array.tobytes()).decode("ascii")
+        return {"array": data, "dtype": array.dtype.str, "shape": array.shape}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    kind = type(value).__name__
+    if _RECORDS.get(kind) is type(value):
+        names = [each.name for each in fields(value)] if is_dataclass(value) else value._fields
+        return {"record": kind, "fields": {name: pack(getattr(value, name)) for name in names}}
+    if isinstance(value, list):
+        return [pack(item) for item in value]
+    if isinstance(value, tuple):
+        return {"tuple": [pack(item) for item in value]}
+    if isinstance(value, dict):
+        return {"items": [[pack(key), pack(item)] for key, item in value.items()]}
+    raise TypeError(f"{kind} cannot be broadcast between processes")
+
+
+def unpack(value: Any) -> Any:
+    """The inverse of `pack`."""
+    if isinstance(value, list):
+        return [unpack(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "tuple" in value:
+        return tuple(map(unpack, value["tuple"]))
+    if "items" in value:
+        return {unpack(key): unpack(item) for key, item in value["items"]}
+    if "array" in value:
+        array = np.frombuffer(base64.b64decode(value["array"]), value["dtype"])
+        return array.reshape(value["shape"])[()]  # an array without axes becomes a scalar
+    return _RECORDS[value["record"]](**{key: unpack(field) for key, field in value["fields"].items()})

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from jetspec_jax.decode.state import DecodeWeights, split
+from jetspec_jax.engine.batch import Batch
 from jetspec_jax.engine.engine import Engine
-from jetspec_jax.engine.planning import EnginePlan
-from jetspec_jax.engine.records import Batch
+from jetspec_jax.engine.plan import EnginePlan
 from jetspec_jax.engine.runner import Runner
 
 

@@ -16,8 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from jetspec_jax.checkpoint.loading import Target
-from jetspec_jax.engine.admission import stop_ids_of
-from jetspec_jax.engine.bad_words import encode_bad_words, endings_of
+from jetspec_jax.engine.admission import encode_bad_words, endings_of, stop_ids_of
 from jetspec_jax.engine.grammars import matcher_for
 from jetspec_jax.inspect.forward import next_token_logits
 from jetspec_jax.models import Weights

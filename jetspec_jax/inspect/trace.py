@@ -25,14 +25,14 @@ from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, pi
 from jetspec_jax.device.mesh import without_mesh
 from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.admission import check_models, check_single, make_requests
+from jetspec_jax.engine.batch import Kind
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.engines import Engines
-from jetspec_jax.engine.lowering import decoder_for
 from jetspec_jax.engine.output import Completion, Output
-from jetspec_jax.engine.planning import plan_engine
-from jetspec_jax.engine.programs import Kind
+from jetspec_jax.engine.plan import plan_engine
 from jetspec_jax.engine.prompts import Prompt
 from jetspec_jax.engine.request import Request, State
+from jetspec_jax.engine.runner import decoder_for
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import NO_PARENT, ROOT_INDEX, Auto, Candidates, Hints, TokenTree, algorithm_of
 from pallas_kernels import shards

@@ -15,8 +15,7 @@ from sse_starlette import EventSourceResponse
 from jetspec_jax.async_llm import Delta
 from jetspec_jax.engine.admission import CheckedRequest
 from jetspec_jax.engine.detokenizer import detokenizer_of
-from jetspec_jax.engine.logprobs import Logprob
-from jetspec_jax.engine.output import Completion
+from jetspec_jax.engine.output import Completion, Logprob
 from jetspec_jax.serve.errors import CLIENT_LEFT, ApiError, internal
 from jetspec_jax.serve.logs import log
 from jetspec_jax.serve.sampling import SamplingFields

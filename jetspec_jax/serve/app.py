@@ -123,7 +123,7 @@ def make_app(
 
 
 async def warm_up(llm: AsyncLLM, settings: ServeSettings) -> None:
-    """Compiles the programs of ``settings.warm_up``; the log says how many are left, and for how long."""
+    """Compiles the programs of ``settings.warm_up``; the log says how many are left."""
     if settings.warm_up == "none":
         return
     started = time.monotonic()
@@ -132,7 +132,8 @@ async def warm_up(llm: AsyncLLM, settings: ServeSettings) -> None:
         await llm.warm_up()
         if settings.warm_up == "all":
             target = llm.llm.target
-            await llm.warm_up(MORE if target.tokenizer else replace(MORE, structured_outputs=None))
+            grammars = target.tokenizer and not llm.has_workers
+            await llm.warm_up(MORE if grammars else replace(MORE, structured_outputs=None))
     finally:
         lines.cancel()
     log("compiled", seconds=round(time.monotonic() - started, 2))
@@ -141,8 +142,7 @@ async def warm_up(llm: AsyncLLM, settings: ServeSettings) -> None:
 async def _log_progress(llm: AsyncLLM) -> None:
     while True:
         await asyncio.sleep(LINE_SECONDS)
-        left, seconds = llm.stats().programs_left, llm.seconds_left
-        log("compiling", programs_left=left, seconds_left=None if seconds is None else round(seconds))
+        log("compiling", programs_left=llm.stats().programs_left)
 
 
 def _plain_routes(service: Service) -> APIRouter:

@@ -11,8 +11,7 @@ from fastapi.responses import Response
 from jetspec_jax.async_llm import Delta
 from jetspec_jax.checkpoint.chat_template import Ending
 from jetspec_jax.engine.detokenizer import Detokenizer, whole_text
-from jetspec_jax.engine.logprobs import Logprob
-from jetspec_jax.engine.output import Completion
+from jetspec_jax.engine.output import Completion, Logprob
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.serve.answers import Writer, answer, ending, prompt_logprobs, rounds, usage_fields, value_of
 from jetspec_jax.serve.bodies import Listed, read_body

@@ -9,8 +9,7 @@ from fastapi.responses import Response
 
 from jetspec_jax.async_llm import Delta
 from jetspec_jax.engine.detokenizer import TextStream, whole_text
-from jetspec_jax.engine.logprobs import Logprob
-from jetspec_jax.engine.output import Completion, stream_of
+from jetspec_jax.engine.output import Completion, Logprob
 from jetspec_jax.engine.prompts import EncodedPrompt, naming, read_prompt
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.serve.answers import Writer, answer, ending, prompt_logprobs, rounds, usage_fields, value_of
@@ -192,7 +191,11 @@ class CompletionWriter(Writer):
         if choice not in self._offsets:
             params = self._generation.params
             prompt = choice // params.n
-            stream = stream_of(self._detokenizer, params, self._generation.prompts[prompt].ids.tolist())
+            stream = self._detokenizer and self._detokenizer.stream(
+                skip_special_tokens=params.skip_special_tokens,
+                prompt=self._generation.prompts[prompt].ids.tolist(),
+                keep_space=params.structured_outputs is not None,
+            )
             self._offsets[choice] = _Offsets(stream, len(self._echo(prompt)))
         return self._logprob_fields(tokens, rows, self._offsets[choice])
 

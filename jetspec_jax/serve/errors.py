@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from jetspec_jax.arguments import NO_OTHER, nearest, printable, shortened, shown
 from jetspec_jax.engine.request import DeadlinePassed, EngineFailed
-from jetspec_jax.engine.waiting_queue import QueueFull
+from jetspec_jax.engine.scheduler import QueueFull
 
 #: Unsupported paths of OpenAI's API, with advice.
 ELSEWHERE = {

@@ -15,8 +15,7 @@ from jetspec_jax.cli import generating, info
 from jetspec_jax.decode.settings import DEFAULT_BUDGET
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.device import memory
-from jetspec_jax.engine.logprobs import Logprob
-from jetspec_jax.engine.output import Completion
+from jetspec_jax.engine.output import Completion, Logprob
 from jetspec_jax.llm import PLAIN_NOTICE
 from pallas_kernels.dispatch import gpu_problem
 

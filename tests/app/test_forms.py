@@ -58,6 +58,10 @@ def nothing_runs(monkeypatch):
         monkeypatch.setattr(TreeDecoder, name, fail)
 
 
+def flat(outputs):
+    return [completion for output in outputs for completion in output.outputs]
+
+
 @pytest.mark.wide
 def test_several_completions_of_a_prompt(llm, target, head):
     prompts = ["ab", {"prompt_token_ids": [3, 4, 5]}, [6]]
@@ -67,7 +71,16 @@ def test_several_completions_of_a_prompt(llm, target, head):
         SamplingParams(temperature=0.8, n=2, max_tokens=None, stop="a"),
     ]
     params[2] = dataclasses.replace(params[2], seed=2**63)
-    trees = llm.generate(prompts, params)
+    outputs = llm.generate(prompts, params)
+    assert [len(output.outputs) for output in outputs] == [3, 1, 2]
+    assert [output.prompt for output in outputs] == ["ab", None, None]
+    assert outputs[0].num_cached_tokens == 0
+    assert outputs[0].finished
+    with pytest.raises(AttributeError, match=r"the prompt has 3 completions: use outputs\[i\]\.text"):
+        _ = outputs[0].text
+    assert outputs[1].text == outputs[1].outputs[0].text
+    assert not hasattr(outputs[1], "texts")
+    trees = flat(outputs)
     assert [one.index for one in trees] == [0, 1, 2, 0, 0, 1]
     assert [one.prompt for one in trees] == ["ab"] * 3 + [None] * 3
     assert [one.prompt_token_ids for one in trees] == [[0, 1]] * 3 + [[3, 4, 5]] + [[6]] * 2
@@ -78,8 +91,8 @@ def test_several_completions_of_a_prompt(llm, target, head):
             for one in completions
         ]
 
-    assert tokens(generate(target, prompts, params, max_slots=2)) == tokens(trees)
-    assert tokens(generate_tree(target, head, prompts, params, **TREES)) == tokens(trees)
+    assert tokens(flat(generate(target, prompts, params, max_slots=2))) == tokens(trees)
+    assert tokens(flat(generate_tree(target, head, prompts, params, **TREES))) == tokens(trees)
     # Each is what a request of its own seed gets.
     alone = [(prompt, child) for prompt, own in zip(prompts, params, strict=True) for child in own.each()]
     assert alone[0][1].seed == 7
@@ -88,7 +101,7 @@ def test_several_completions_of_a_prompt(llm, target, head):
     assert len({tuple(one.token_ids) for one in trees[:3]}) == 3
     # Without a seed too they are not all the same.
     drawn = llm.generate("ab", SamplingParams(temperature=1.0, n=4, max_tokens=12))
-    assert len({tuple(one.token_ids) for one in drawn}) > 1
+    assert len({tuple(one.token_ids) for one in drawn[0].outputs}) > 1
 
 
 def test_no_most_tokens_is_the_context_s_end(llm, target):
@@ -121,8 +134,7 @@ def test_chats_are_what_the_template_says(llm):
     signed = [{"role": "user", "content": "a", "sign": True}]
     [completion] = llm.chat(signed, params, chat_template_kwargs={"sign": "b"}, use_tqdm=False)
     assert completion.prompt == "abx"
-    [several] = {len(llm.chat(chats, dataclasses.replace(params, n=2)))}
-    assert several == 4
+    assert [len(each.outputs) for each in llm.chat(chats, dataclasses.replace(params, n=2))] == [2, 2]
 
 
 def test_bars_of_one_s_own(llm, capsys):
@@ -141,7 +153,7 @@ def test_bars_of_one_s_own(llm, capsys):
     llm.generate("ab", params, use_tqdm=functools.partial(Bar, disable=True))
     assert sum(calls[: calls.index("closed")]) == 2
     for use in (True, False):
-        assert len(llm.generate("ab", params, use_tqdm=use)) == 2
+        assert len(llm.generate("ab", params, use_tqdm=use)[0].outputs) == 2
     assert capsys.readouterr().err == ""
 
 
@@ -356,7 +368,9 @@ def test_representations(llm, target, head):
     assert repr(head) == "Head(1 layer of 32, vocabulary of 64, block size 8, causal)"
     assert repr(llm) == f"LLM({target!r}, {head!r}, budget=16)"
     assert repr(LLM(target)) == f"LLM({target!r}, None, plain decoding)"
-    [completion] = llm.generate([1], SamplingParams(max_tokens=4, ignore_eos=True))
+    [output] = llm.generate([1], SamplingParams(max_tokens=4, ignore_eos=True))
+    [completion] = output.outputs
+    assert repr(output) == f"RequestOutput([{completion!r}])"
     text = (
         f"Completion(text={completion.text!r}, 4 tokens, finish_reason='length', {completion.rounds} rounds, "
     )

@@ -20,7 +20,7 @@ from bench.exactness import command as exactness
 from jetspec_jax import Completion
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device import memory
-from jetspec_jax.engine.serving import complete
+from jetspec_jax.engine.engines import complete
 from jetspec_jax.progress import Progress
 from tests.bench.conftest import random_workloads, text_prompt
 

@@ -15,8 +15,7 @@ from jetspec_jax.cache.ring import RingStore, ring_pages
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import chain_path, commit, empty_stores
 from jetspec_jax.decode.settings import PLAIN, make_decoder
-from jetspec_jax.engine.memory import empty_state
-from jetspec_jax.engine.planning import EnginePlan
+from jetspec_jax.engine.plan import EnginePlan, empty_state
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.models.layers import KV
 from pallas_kernels.tree_attention import pallas_triton, reference

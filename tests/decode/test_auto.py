@@ -12,7 +12,7 @@ from jetspec_jax import SamplingParams, generate, generate_tree
 from jetspec_jax.cache.pages import NO_PAGE
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.decode.state import grow
-from jetspec_jax.engine.planning import plan_engine
+from jetspec_jax.engine.plan import plan_engine
 from jetspec_jax.engine.policy import AutoBudget
 from jetspec_jax.engine.runner import Runner
 from jetspec_jax.tree import get_algorithm
@@ -49,7 +49,8 @@ def known_times(monkeypatch):
 
     def timed(runner):
         record = collect(runner)
-        return record._replace(seconds=0.01 * record.rounds * (1 + (record.bucket > 1)), forwards=())
+        batch = record.batch._replace(chunks=())
+        return record._replace(seconds=0.01 * record.rounds * (1 + (batch.bucket > 1)), batch=batch)
 
     monkeypatch.setattr(Runner, "collect", timed)
 
@@ -84,13 +85,13 @@ def test_tokens_are_plain_decoding_s_whatever_bucket_comes_next(oracle, monkeypa
         # Plain rounds, and trees of both buckets.
         assert {1, 16, 32} == set(completion.tree_sizes)
         assert max(completion.accept_lengths) > 2
-    assert [record.bucket for record in records[:4]] == [1, 32, 16, 1]
+    assert [record.batch.bucket for record in records[:4]] == [1, 32, 16, 1]
     # Trees tell of every bucket up to theirs, plain rounds of none.
     for record in records:
         rounds = len(record.tokens)
-        assert (record.expected is None) == (record.accepted is None) == (record.bucket == 1)
-        if record.bucket > 1:
-            shape = rounds, 2, BUCKETS.index(record.bucket)
+        assert (record.expected is None) == (record.accepted is None) == (record.batch.bucket == 1)
+        if record.batch.bucket > 1:
+            shape = rounds, 2, BUCKETS.index(record.batch.bucket)
             assert record.expected.shape == record.accepted.shape == shape
             assert not record.expected[record.tree_sizes == 0].any()
 
@@ -154,7 +155,7 @@ def test_nothing_compiles_after_a_first_request(target, head, monkeypatch):
     run(30)
     with compilations() as seen:
         run(30)
-    assert {record.bucket for record in records} == {1, 32}
+    assert {record.batch.bucket for record in records} == {1, 32}
     assert seen == []
 
 

@@ -8,14 +8,14 @@ import pytest
 
 from jetspec_jax import LLM, Head, SamplingParams, TreeDecoder, draft_logits, generate, generate_tree
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine.admission import check_request
-from jetspec_jax.engine.bad_words import encode_bad_words
-from jetspec_jax.engine.planning import plan_engine
+from jetspec_jax.engine.admission import check_request, encode_bad_words
+from jetspec_jax.engine.plan import plan_engine
 from jetspec_jax.inspect.trace import trace_rounds
 from tests.decode.tiny import (
     TINY,
     TinyEngine,
     finish,
+    free_pages,
     head_config,
     letters_tokenizer,
     random_head,
@@ -238,7 +238,7 @@ def test_an_engine_goes_on_after_an_error(target):
         with pytest.raises(ValueError, match=r"empty|token id|too long"):
             engine.submit(prompt, SHORT)
     finish(engine)
-    assert engine.scheduler.free_pages == engine.plan.size.num_pages
+    assert free_pages(engine.scheduler) == engine.plan.size.num_pages
     assert len(good.tokens) == 30
     [again] = serve(engine, [GOOD], [SamplingParams(max_tokens=30)])
     assert again.token_ids == good.tokens

@@ -12,11 +12,20 @@ import pytest
 from jetspec_jax import LLM, SamplingParams, draft_logits, generate, generate_tree
 from jetspec_jax.cache.pages import NO_PAGE, PAGE_SIZE
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine.engine import log_attention_fallback
+from jetspec_jax.engine.engine import log_once
 from jetspec_jax.models import bind
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, gaps
-from tests.decode.tiny import TINY, TinyEngine, finish, random_head, random_target, serve, word_tokenizer
+from tests.decode.tiny import (
+    TINY,
+    TinyEngine,
+    finish,
+    free_pages,
+    random_head,
+    random_target,
+    serve,
+    word_tokenizer,
+)
 from tests.engine.halting import begun, halted
 
 LIMIT = 512
@@ -109,7 +118,7 @@ def test_what_is_cancelled_leaves_nothing_behind(oracle_engine, alone):
     engine.launch()  # tells the device of those that ended last
     engine.collect()
     state = engine.runner.state
-    assert engine.scheduler.free_pages == SLOTS * LIMIT // PAGE_SIZE
+    assert free_pages(engine.scheduler) == SLOTS * LIMIT // PAGE_SIZE
     assert not np.asarray(state.active).any()
     # A free slot names no page, so nothing can be written through it.
     assert (np.asarray(state.slots.block_tables) == NO_PAGE).all()
@@ -283,7 +292,7 @@ def end(oracle_engine, path, eos=(), **settings):
     engine = oracle_engine([prompt], [params])
     engine.target = dataclasses.replace(engine.target, eos_token_ids=eos)
     [got] = serve(engine, [prompt], [params])
-    assert engine.scheduler.free_pages == engine.plan.size.num_pages
+    assert free_pages(engine.scheduler) == engine.plan.size.num_pages
     return got
 
 
@@ -410,7 +419,7 @@ def test_leaving_a_stream_frees_its_pages(llm):
     [engine] = llm.engines.engines()
 
     def is_free():
-        return not engine.open_requests and engine.scheduler.free_pages == engine.plan.size.num_pages
+        return not engine.open_requests and free_pages(engine.scheduler) == engine.plan.size.num_pages
 
     with halted(begun(1)):
         stream = llm.stream(prompt, params)
@@ -441,7 +450,7 @@ def test_leaving_a_stream_frees_its_pages(llm):
 @pytest.mark.parametrize("problem", ["no GPU: the default device is a cpu", None])
 def test_kernels_that_cannot_run_are_said_once(target, caplog, monkeypatch, problem):
     monkeypatch.setattr("jetspec_jax.engine.engine.gpu_problem", lambda: problem)
-    log_attention_fallback.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.WARNING, "jetspec_jax"):
         TinyEngine(target, implementation="xla")  # who names it need not be told
         assert caplog.messages == []

@@ -11,7 +11,7 @@ import pytest
 from jetspec_jax import DecodeWeights, DraftHeadProposer, SamplingParams, SlotSettings, TreeDecoder, generate
 from jetspec_jax.cache.pages import NO_PAGE
 from jetspec_jax.decode.prefill import prefill
-from jetspec_jax.engine.chunks import cut_prompts
+from jetspec_jax.engine.size import cut_prompts
 from jetspec_jax.models import abstract, weights_of
 from tests.decode.compilations import compilations
 from tests.decode.oracle import OracleProposer, plant

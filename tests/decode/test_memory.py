@@ -27,8 +27,7 @@ from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.device import memory, partition
 from jetspec_jax.device.memory import array_bytes, weight_bytes
 from jetspec_jax.engine import runner
-from jetspec_jax.engine.memory import check_engine_memory, empty_state, extra_bytes, workspace_bytes
-from jetspec_jax.engine.planning import EnginePlan
+from jetspec_jax.engine.plan import EnginePlan, check_engine_memory, empty_state, extra_bytes, workspace_bytes
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.models import abstract, weights_of
 from tests.decode.tiny import (
@@ -370,8 +369,8 @@ def test_an_engine_has_the_slots_that_fit(device, slots):
         expected = llm.generate(prompts, SHORT)
         decoder = llm.engines.plan.decoder
         assert llm.engines.engines()[0].plan.size.slots == 8
+    device(total(decoder, EngineSize.of(TINY, slots, 256)))
     with LLM(target) as llm:
-        device(total(decoder, EngineSize.of(TINY, slots, 256)))
         assert llm.generate(prompts, SHORT) == expected
         [engine] = llm.engines.engines()
         assert (engine.plan.size.slots, engine.plan.size.num_pages) == (slots, 4 * slots)

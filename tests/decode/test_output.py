@@ -105,7 +105,7 @@ def test_a_tail_that_may_become_a_stop_string_is_held_back():
     output = output_of(SamplingParams(stop=("abc", "b\n\n")), byte_level())
 
     def take(*tokens):
-        output.request.append_tokens(tokens)
+        output.request.append_round(tokens, 1)
         output.request.publish()
         output.update()
         return output.settled_text
@@ -130,7 +130,7 @@ def test_a_long_stop_string_is_not_tried_in_all_its_lengths(stop):
     output = output_of(SamplingParams(stop=[Sliced(stop)], max_tokens=1000), byte_level())
     Sliced.slices = 0
     for letter in b"a" * 60 + b"ca" * 30:
-        output.request.append_tokens([letter + 1])
+        output.request.append_round([letter + 1], 1)
         output.request.publish()
         output.update()
         assert output.text.startswith(output.settled_text)

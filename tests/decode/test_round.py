@@ -11,7 +11,7 @@ from jetspec_jax import DecodeWeights, DraftHeadProposer, SamplingParams, SlotSe
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.decode.prefill import prefill
-from jetspec_jax.engine.chunks import cut_prompts
+from jetspec_jax.engine.size import cut_prompts
 from jetspec_jax.models import abstract, bind, weights_of
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.tiny import TINY, head_config, random_head, random_target, with_windows
@@ -129,12 +129,12 @@ def test_a_stop_token_inside_a_path_ends_its_slot(target, sequences):
     """On the device: no later round decodes the slot, and the other goes on as before."""
     decoder = TreeDecoder(CONFIG, ORACLE, 16, width=3, algorithm="accum_logp")
     weights = DecodeWeights(target.weights, plant(sequences, 64))
-    _, endless = decoder.decode(weights, begin(decoder, weights), np.int32(5))
+    _, endless = decoder.decode(weights, begin(decoder, weights), np.int32(3))
     *inside, last = endless.tokens[0, 0, : endless.counts[0, 0]].tolist()
     stop = next(token for token in inside if token != last)
-    state, records = decoder.decode(weights, begin(decoder, weights, ((stop,), ())), np.int32(5))
+    state, records = decoder.decode(weights, begin(decoder, weights, ((stop,), ())), np.int32(3))
     assert state.active.tolist() == [False, True]
-    np.testing.assert_array_equal(records.counts[:5, 0], [len(inside) + 1, 0, 0, 0, 0])
+    np.testing.assert_array_equal(records.counts[:3, 0], [len(inside) + 1, 0, 0])
     np.testing.assert_array_equal(records.tokens[:, 1], endless.tokens[:, 1])
 
 

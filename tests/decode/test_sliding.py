@@ -14,7 +14,8 @@ from jetspec_jax.cache.paged import PagedStore
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import chain_path, commit, empty_stores
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine import memory, pages
+from jetspec_jax.engine import pages
+from jetspec_jax.engine import plan as memory
 from jetspec_jax.models import bind
 from jetspec_jax.tree import build_tree
 from tests.decode.oracle import OracleProposer, plant

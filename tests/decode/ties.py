@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetspec_jax import logits
-from jetspec_jax.engine.bad_words import encode_bad_words, endings_of
+from jetspec_jax.engine.admission import encode_bad_words, endings_of
 from jetspec_jax.inspect.exactness import TIE_GAP
 from jetspec_jax.sampling.choice import perturb
 from jetspec_jax.sampling.slots import Sampling

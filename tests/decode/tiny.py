@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import time
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,9 @@ from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.engine.admission import check_request
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.output import Output
-from jetspec_jax.engine.planning import plan_engine
+from jetspec_jax.engine.plan import plan_engine
 from jetspec_jax.engine.policy import FixedBudget
+from jetspec_jax.engine.request import State
 from jetspec_jax.models import abstract, weights_of
 
 # Head size times heads is not the hidden size, and theta is not the usual one: neither may be assumed.
@@ -207,7 +209,7 @@ class TinyEngine(Engine):
     def admit(self, request):
         request.arrival = time.monotonic()
         self._requests.append(request)
-        self._add(request)
+        self._take([request])
         return request
 
     def submit(self, prompt, params):
@@ -215,7 +217,7 @@ class TinyEngine(Engine):
 
     @property
     def busy(self):
-        return self.scheduler.busy
+        return busy(self.scheduler)
 
     def launch(self, most_rounds=math.inf, decode=None):
         """Launches a batch, if there is room and something to do; whether it did."""
@@ -237,6 +239,32 @@ class TinyEngine(Engine):
         while self.launch(most_rounds, decode):
             pass
         return self._collect() if self.runner.in_flight else []
+
+
+def busy(scheduler):
+    """Whether any request waits or runs, except traced ones, which wait for a turn."""
+    return any(not (each.traced and each.state is State.DECODING) for each in scheduler.requests)
+
+
+def free_pages(scheduler):
+    """Pages that are unused, or will be in the next batch; cached pages are unused."""
+    return scheduler.size.num_pages - len({page for request in scheduler.requests for page in request.pages})
+
+
+def check_pool(pool, tables):
+    """Every page is in one state, with exactly these block tables."""
+    counts = Counter(page for pages in tables for page in pages)
+    assert counts == Counter(pool._reference_counts), "reference counts"
+    places = [*pool._free, *pool._reference_counts, *pool._cached]
+    assert sorted(places) == list(range(pool.num_pages)), "every page is free, in use or cached"
+    assert {key: page for page, key in pool._keys.items()} == pool._pages, "keys and pages"
+    assert pool._cached.keys() <= pool._keys.keys(), "cached pages have a key"
+    assert not pool._keys.keys() & set(pool._free), "pages with a key are not free"
+
+
+def check_snapshots(snapshots):
+    """Every place is free or has one key."""
+    assert sorted([*snapshots._free, *snapshots._places.values()]) == list(range(snapshots.count)), "places"
 
 
 def serve(engine, prompts, params):

@@ -11,13 +11,14 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float32
 
+from jetspec_jax.engine.batch import Batch, BatchResult, Chunk
 from jetspec_jax.engine.policy import AutoBudget, FixedBudget, LiveSlot
-from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.tree import tree_buckets
 from jetspec_jax.tree.auto import Auto
 
 ACCEPTANCE = Path(__file__).with_name("acceptance.npz")
 BUCKETS = (1, *tree_buckets(256, 16))
+NONE = np.zeros((0, 0), np.int32)
 ROUNDS = Path(__file__).with_name("qwen3_8b_rounds.json")
 KINDS = ("easy", "hard", "noise", "mixed", "changing")
 SEEDS, PROMPT_TOKENS, UNCOUNTED = 10, 64, 64
@@ -103,7 +104,14 @@ def run_dispatch(text, start, bucket, rounds, rng, costs, timed=True):
         reach = [np.zeros((rounds, 1, index), np.float32) for _ in range(2)]
         for filled, source in zip(reach, (text.expected, text.accepted), strict=True):
             filled[: len(rows), 0] = source[rows, :index]
-    return DispatchRecord(bucket, (0,), seconds if timed else None, (), tokens, sizes, *reach), seconds
+    return dispatch(bucket, (0,), seconds if timed else None, (), tokens, sizes, *reach), seconds
+
+
+def dispatch(bucket, live, seconds=None, forwards=(), tokens=NONE[..., None], sizes=NONE, *reach):
+    """The result of a dispatch after prefill forwards of some shapes."""
+    chunks = [Chunk(np.zeros(0), np.zeros(shape), np.zeros(0), np.zeros(0)) for shape in forwards]
+    batch = Batch(chunks=tuple(chunks), live=live, bucket=bucket)
+    return BatchResult(batch, seconds, tokens, sizes, np.zeros_like(sizes), *reach)
 
 
 def serve(policy, requests, rng, costs, uncounted=UNCOUNTED):

@@ -8,13 +8,13 @@ import numpy as np
 from jetspec_jax import SamplingParams, StructuredOutputsParams
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.engine.admission import check_request
+from jetspec_jax.engine.batch import Kind
 from jetspec_jax.engine.output import Output
-from jetspec_jax.engine.programs import Kind
 from jetspec_jax.engine.runner import Runner
 from jetspec_jax.inspect.exactness import first_divergence
 from tests.decode.compilations import compilations
 from tests.decode.oracle import OracleProposer, plant
-from tests.decode.tiny import TinyEngine, finish, served
+from tests.decode.tiny import TinyEngine, check_pool, finish, served
 
 #: How far log-probabilities may differ.
 TOLERANCE = 1e-4
@@ -306,12 +306,12 @@ def serve_crowd(engine, crowd, rng, *, arrivals=2.0, check_every=7):
                 engine.collect()
                 _read(outputs, crowd)
             if steps % check_every == 0:
-                pool.check([own.request.pages for each in outputs for own in each if own.request.pages])
+                check_pool(pool, [own.request.pages for each in outputs for own in each if own.request.pages])
         while engine.runner.in_flight:
             engine.collect()
         engine.scheduler.drop_closed()
         del engine.scheduler.next_batch
-    pool.check([])
+    check_pool(pool, [])
     assert pool.num_free == engine.plan.size.num_pages
     return Told(outputs, len(seen), batches)
 

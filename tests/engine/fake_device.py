@@ -14,7 +14,7 @@ import zlib
 import numpy as np
 
 from jetspec_jax.cache.pages import NO_PAGE, PAGE_SIZE
-from jetspec_jax.engine.records import DispatchRecord
+from jetspec_jax.engine.batch import BatchResult
 
 VOCAB = 997
 
@@ -183,15 +183,9 @@ class FakeDevice:
             tokens.append(row)
             sizes.append(size)
         sizes = np.array(sizes, np.int32).reshape(len(tokens), len(batch.live))
-        return DispatchRecord(
-            batch.bucket,
-            batch.live,
-            None,
-            tuple(chunk.tokens.shape for chunk in batch.chunks),
-            np.array(tokens, np.int32).reshape(len(tokens), len(batch.live), self.round_tokens),
-            sizes,
-            tree_depths=np.where(sizes > 0, np.int32(most - 1), np.int32(0)),
-        )
+        tokens = np.array(tokens, np.int32).reshape(len(tokens), len(batch.live), self.round_tokens)
+        depths = np.where(sizes > 0, np.int32(most - 1), np.int32(0))
+        return BatchResult(batch, None, tokens, sizes, depths)
 
     def _round(self, slot, count):
         read = self._read(slot)

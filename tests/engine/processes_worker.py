@@ -46,7 +46,6 @@ from jetspec_jax.engine.scheduler import Scheduler
 from jetspec_jax.inspect.forward import next_token_logits
 from jetspec_jax.inspect.trace import trace_rounds
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
-from tests.sampling.byte_tokenizer import byte_tokenizer
 
 PROMPT = [3, 1, 4]
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -300,29 +299,18 @@ def served(mesh):
     return {"got": got, "hits": hits}
 
 
-def of_forms(mesh=None):
-    """A pair whose tokens are bytes, prompts, and how they go on: with grammars and without."""
-    tokenizer = byte_tokenizer("")
-    config = dataclasses.replace(with_windows(TINY, None), vocab_size=len(tokenizer) + 6)
-    target = random_target(config, 3, eos=(len(tokenizer) - 1,), tokenizer=tokenizer)
-    forms = [{"regex": "(ab|é){2,9}!"}, None, {"choice": ["yes", "no"]}, {"regex": "[a-z ]{60}"}, None]
-    params = [
-        SamplingParams(
-            temperature=1.0,
-            seed=number,
-            max_tokens=40,
-            structured_outputs=None if form is None else StructuredOutputsParams(**form),
-        )
-        for number, form in enumerate(forms)
-    ]
-    prompts = [[5, 9, number] * (1 + 9 * number) for number in range(len(forms))]
-    return placed(target, random_head(config, 4), mesh), prompts, params
-
-
 def forms(mesh):
-    (target, head), prompts, params = of_forms(mesh)
-    llm = LLM(target, head, max_slots=4, algorithm="top_nodes", **TREES)
-    return led(llm, lambda llm: {"got": [each.token_ids for each in llm.generate(prompts, params)]})
+    """Why a request with a grammar is refused."""
+    llm = LLM(*placed(random_target(TINY, 3), random_head(TINY, 4), mesh), max_slots=4, **TREES)
+
+    def ask(llm):
+        params = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(regex="a+"))
+        try:
+            llm.generate([[5, 9]], params)
+        except ValueError as error:
+            return {"error": str(error)}
+
+    return led(llm, ask)
 
 
 def main(settings):

@@ -9,7 +9,7 @@ from jetspec_jax.engine.policy import FixedBudget
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.scheduler import Scheduler
 from jetspec_jax.engine.size import EngineSize
-from tests.decode.tiny import Limited, at_once
+from tests.decode.tiny import Limited, at_once, busy
 from tests.engine.fake_device import VOCAB, FakeDevice, expected_tokens
 
 BUCKET = 16
@@ -62,7 +62,7 @@ def step(scheduler, device, rounds=math.inf, now=None):
 
 def finish(scheduler, device):
     for _ in range(1000):
-        if not scheduler.busy:
+        if not busy(scheduler):
             return
         step(scheduler, device)
     raise AssertionError("no progress")

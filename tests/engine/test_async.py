@@ -14,9 +14,9 @@ import pytest
 from jetspec_jax import AsyncLLM, SamplingParams, TreeDecoder, generate
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.request import DeadlinePassed, EngineFailed
-from jetspec_jax.engine.waiting_queue import QueueFull
+from jetspec_jax.engine.scheduler import QueueFull
 from tests.decode.compilations import compilations
-from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
+from tests.decode.tiny import TINY, free_pages, random_head, random_target, with_windows, word_tokenizer
 from tests.engine.halting import begun, halted, paused
 from tests.events import join, until
 from tests.marks import wide
@@ -42,7 +42,7 @@ def llm(models):
         engine = engine_of(made)
         engine.run(lambda: None)
         until(lambda: engine.open_requests == 0)
-        assert engine.scheduler.free_pages == engine.plan.size.num_pages
+        assert free_pages(engine.scheduler) == engine.plan.size.num_pages
         asyncio.run(made.close())
     until(lambda: not threads(), threads)
 
@@ -320,7 +320,7 @@ def test_a_full_queue(models, expected):
             # Of an idle engine's slots all may be asked for.
             assert len(await read(llm, params=SamplingParams(n=4, max_tokens=9, ignore_eos=True))) >= 4
             await llm.warm_up(SamplingParams(logprobs=1))  # which the bound does not refuse
-        with pytest.raises(RuntimeError, match="this AsyncLLM is closed"):
+        with pytest.raises(RuntimeError, match="this LLM is closed"):
             await llm.warm_up()
 
     asyncio.run(run())

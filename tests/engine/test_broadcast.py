@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams
-from jetspec_jax.engine.broadcast import pack, unpack
-from jetspec_jax.engine.programs import Kind, Program
-from jetspec_jax.engine.records import Adjusting, Admission, Batch, Chunk, Growth
+from jetspec_jax.engine.batch import Adjusting, Admission, Batch, Chunk, Growth, Kind, Program
 from jetspec_jax.engine.size import EngineSize
+from jetspec_jax.engine.worker import pack, unpack
 
 
 def test_all_comes_back_as_it_was():

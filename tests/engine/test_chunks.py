@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from jetspec_jax.engine.chunks import cut_prompts
-from jetspec_jax.engine.size import chunks_for
+from jetspec_jax.engine.size import chunks_for, cut_prompts
 
 SHAPES = ((1, 128), (1, 1024), (8, 128))
 

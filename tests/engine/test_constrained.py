@@ -7,7 +7,7 @@ import pytest
 
 from jetspec_jax import SamplingParams, TreeDecoder
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine.constrained import run_constrained
+from jetspec_jax.engine.grammars import run_constrained
 from tests.decode.compilations import compilations
 from tests.decode.test_live import CONFIGS, PAGES, Case
 from tests.decode.tiny import HYBRID, SLIDING, TINY, TinyEngine, random_head, random_target

@@ -9,7 +9,7 @@ import pytest
 
 from jetspec_jax import SamplingParams, draft_logits
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
-from jetspec_jax.engine.programs import Kind
+from jetspec_jax.engine.batch import Kind
 from jetspec_jax.engine.runner import Runner
 from jetspec_jax.models import bind
 from tests.decode.compilations import compilations

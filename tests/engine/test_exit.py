@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 
-from jetspec_jax.engine.threads import PROGRAM_ENDED, EngineThread, end_all, in_engine_thread
+from jetspec_jax.engine.compiler import PROGRAM_ENDED, EngineThread, end_all, in_engine_thread
 from tests.events import PATIENCE
 
 

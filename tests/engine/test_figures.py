@@ -11,16 +11,15 @@ import pytest
 from jetspec_jax import AsyncLLM, SamplingParams, generate
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.device import memory
-from jetspec_jax.engine import planning
+from jetspec_jax.engine import plan as planning
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.engines import Engines
-from jetspec_jax.engine.memory import engine_bytes, with_slots_that_fit
-from jetspec_jax.engine.planning import plan_engine
-from jetspec_jax.engine.records import DispatchRecord
+from jetspec_jax.engine.plan import engine_bytes, plan_engine, with_slots_that_fit
 from jetspec_jax.engine.request import Request, State
 from jetspec_jax.engine.stats import EngineStats, Tally
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
+from tests.engine.budget_simulation import dispatch
 from tests.engine.halting import begun, halted
 from tests.events import join
 
@@ -111,7 +110,7 @@ def test_a_tally_counts_rounds():
     tokens = np.full((2, 2, 4), -1, np.int32)
     tokens[0, 0, :3], tokens[0, 1, :1], tokens[1, 0, :2] = 1, 1, 1
     tally = Tally()
-    tally.add_dispatch(DispatchRecord(8, (0, 2), None, (), tokens, np.array([[8, 8], [5, 0]], np.int32)), 0)
+    tally.add_dispatch(dispatch(8, (0, 2), None, (), tokens, np.array([[8, 8], [5, 0]], np.int32)), 0)
     assert tally.stats([], 7, None) == EngineStats(
         pages=7,
         dispatches=1,

@@ -87,8 +87,8 @@ def test_a_dispatch_is_timed_unless_it_compiles(target, head):
         engine.step()
     engine.submit(PROMPT, PARAMS)
     engine.step()
-    assert [record.bucket for record in policy.records] == [1, 1, 16, 16, 16]
-    assert [len(record.forwards) for record in policy.records] == [1, 0, 0, 0, 1]
+    assert [record.batch.bucket for record in policy.records] == [1, 1, 16, 16, 16]
+    assert [len(record.batch.forwards) for record in policy.records] == [1, 0, 0, 0, 1]
     assert [record.seconds is not None for record in policy.records] == [False, True, False, True, True]
     assert all(record.seconds is None or record.seconds > 0 for record in policy.records)
     # Trees say what smaller ones would have done; plain rounds have none.

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax.engine.policy import AutoBudget, LiveSlot
-from jetspec_jax.engine.records import DispatchRecord
+from tests.engine.budget_simulation import dispatch
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 #: Milliseconds of a round by live slots and bucket, up to 1,024 nodes. Those of 1, 16, 32 and 64 nodes and of
@@ -45,7 +45,7 @@ def run_dispatch(live, bucket, rounds, tau, beside, forwards, rng):
     reach = (np.broadcast_to(drafted, accepted.shape).astype(np.float32), accepted.astype(np.float32))
     tokens = np.zeros((rounds, live, 1), np.int32)
     reach = reach if index else (None, None)
-    return DispatchRecord(bucket, tuple(range(live)), seconds, forwards, tokens, sizes, *reach)
+    return dispatch(bucket, tuple(range(live)), seconds, forwards, tokens, sizes, *reach)
 
 
 def rates_of(kind, live, beside):

@@ -8,10 +8,10 @@ import pytest
 
 from jetspec_jax import SamplingParams, generate
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine.planning import overlaps, plan_engine
-from jetspec_jax.engine.programs import Kind
+from jetspec_jax.engine.batch import Kind
+from jetspec_jax.engine.plan import overlaps, plan_engine
 from tests.decode.compilations import compilations
-from tests.decode.tiny import TINY, TinyEngine, finish, random_head, random_target, with_windows
+from tests.decode.tiny import TINY, TinyEngine, check_pool, finish, random_head, random_target, with_windows
 
 CONFIG = with_windows(TINY, None)
 PROMPT = [3, 1, 4, 1, 5]
@@ -56,7 +56,7 @@ def test_tokens_are_those_of_plain_decoding(target, head):
     finish(engine)
     assert [request.tokens for request in requests] == [output.token_ids for output in plain]
     engine.scheduler.drop_closed()
-    engine.scheduler.pool.check([])
+    check_pool(engine.scheduler.pool, [])
 
 
 class TestTwoInFlight:

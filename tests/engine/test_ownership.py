@@ -26,7 +26,7 @@ from jetspec_jax.engine.runner import Runner
 from jetspec_jax.engine.scheduler import Scheduler
 from jetspec_jax.inspect.trace import trace_request, trace_rounds
 from tests.decode.compilations import compilations
-from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
+from tests.decode.tiny import TINY, free_pages, random_head, random_target, with_windows, word_tokenizer
 from tests.engine.halting import begun, halted, paused
 from tests.events import PATIENCE, join, until
 
@@ -56,7 +56,7 @@ def llm(models):
         [engine] = llm.engines.engines()
         engine.run(lambda: None)
         until(lambda: engine.open_requests == 0)
-        assert engine.run(lambda: engine.scheduler.free_pages) == engine.plan.size.num_pages
+        assert engine.run(lambda: free_pages(engine.scheduler)) == engine.plan.size.num_pages
 
 
 def engine_of(llm):
@@ -177,7 +177,7 @@ class TestLifetime:
             raise DeviceMemoryError("too little memory")
 
         other = LLM(*models, **TREE)
-        monkeypatch.setattr(engine_module, "checked", refuse)
+        monkeypatch.setattr(engine_module, "check_engine_memory", refuse)
         with pytest.raises(
             DeviceMemoryError, match=r"too little memory\n\d+ engines .* have stores: close\(\)"
         ):

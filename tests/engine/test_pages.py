@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from jetspec_jax.cache.pages import PAGE_SIZE
-from jetspec_jax.engine.pages import PagePool, page_keys, pages_for
+from jetspec_jax.cache.pages import PAGE_SIZE, pages_for
+from jetspec_jax.engine.pages import PagePool, page_keys
+from tests.decode.tiny import check_pool
 
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 1000, 5 * PAGE_SIZE + 7).astype(np.int32)
@@ -50,7 +51,7 @@ class TestPool:
         first, second = pool.allocate(2), pool.allocate(3)
         assert sorted(first + second) == [0, 1, 2, 3, 4]
         assert pool.allocate(1) is None
-        pool.check([first, second])
+        check_pool(pool, [first, second])
         pool.free(first)
         assert pool.allocate(3) is None
         assert pool.num_free == 2
@@ -72,12 +73,12 @@ class TestPool:
         second = pool.allocate(5, pool.find(keys))
         assert second[:3] == first[:3]
         assert not set(second[3:]) & set(first)
-        pool.check([first, second])
+        check_pool(pool, [first, second])
         pool.free(first)
-        pool.check([second])
+        check_pool(pool, [second])
         assert pool.num_free == 3
         pool.free(second)
-        pool.check([])
+        check_pool(pool, [])
         assert pool.num_free == 8
         assert pool.find(keys) == first[:3]
 
@@ -88,7 +89,7 @@ class TestPool:
         pool.register(second, keys[:2])
         assert pool.find(keys) == first
         pool.free(second)
-        pool.check([first])
+        check_pool(pool, [first])
         assert pool.num_free == 2
 
     def test_evicts_the_last_pages_of_those_who_went_first(self):
@@ -112,10 +113,10 @@ class TestPool:
         pool.free(pages)
         assert pool.num_free == 4
         assert pool.allocate(5, pool.find(keys)) is None
-        pool.check([])
+        check_pool(pool, [])
         got = pool.allocate(4, pool.find(keys))
         assert got[:3] == pages
-        pool.check([got])
+        check_pool(pool, [got])
 
     def test_without_sharing_nothing_is_cached(self):
         pool, keys = PagePool(3, shares=False), page_keys(TOKENS)
@@ -123,7 +124,7 @@ class TestPool:
         pool.register(pages, keys[:2])
         pool.free(pages)
         assert pool.find(keys) == []
-        pool.check([])
+        check_pool(pool, [])
 
     @pytest.mark.parametrize("seed", range(3))
     def test_stays_whole_whatever_comes(self, seed):
@@ -133,7 +134,7 @@ class TestPool:
         texts = [rng.integers(0, 9, 10 * PAGE_SIZE).astype(np.int32) for _ in range(4)]
         keys = [page_keys(text) for text in texts]
         for _ in range(2000):
-            pool.check([pages for _, pages in held])
+            check_pool(pool, [pages for _, pages in held])
             if held and rng.random() < 0.45:
                 _, pages = held.pop(int(rng.integers(len(held))))
                 pool.free(pages)
@@ -149,7 +150,7 @@ class TestPool:
             held.append((which, pages))
         for _, pages in held:
             pool.free(pages)
-        pool.check([])
+        check_pool(pool, [])
         assert pool.num_free == 24
         assert min(hits, refused) > 200
 

@@ -15,8 +15,8 @@ from jetspec_jax.engine.policy import (
     RoundTimes,
     shapes_for,
 )
-from jetspec_jax.engine.records import DispatchRecord
 from tests.engine import budget_simulation
+from tests.engine.budget_simulation import dispatch
 
 BUCKETS = (1, 16, 32, 64, 128, 256)
 #: Seconds of the times below: a slice holds about a hundred rounds.
@@ -66,7 +66,7 @@ def record_of(bucket, rounds, drafted=(), seconds=None, slots=1, forwards=()):
     reach = np.broadcast_to(np.asarray(drafted, np.float32), (rounds, slots, len(drafted)))
     live = tuple(range(slots))
     reach = (reach, reach) if drafted else (None, None)
-    return DispatchRecord(bucket, live, seconds, forwards, tokens, sizes, *reach)
+    return dispatch(bucket, live, seconds, forwards, tokens, sizes, *reach)
 
 
 def teach(policy, drafted, sampled=False):
@@ -107,7 +107,7 @@ class TestAuto:
         policy = auto_of(1.0, 2.3, overlapped=True)
         teach(policy, (1.0,))
         assert bucket_of(policy, LIVE) == 1
-        policy.observe(DispatchRecord(1, (), 500 * UNIT, ((1, 128),)))
+        policy.observe(dispatch(1, (), 500 * UNIT, ((1, 128),)))
         # Trees are slower, but the prefill takes most of the time, and trees commit twice as many tokens.
         assert choose(policy, LIVE, forwards=[(1, 128)])[0] == 16
 
@@ -146,7 +146,7 @@ class TestAuto:
             ]
             sizes = np.pad(alone.tree_sizes, [(0, 8), (0, 1)])
             tokens = np.pad(alone.tokens, [(0, 8), (0, 1), (0, 0)], constant_values=-1)
-            two.observe(DispatchRecord(16, (0, 1), 9 * UNIT, (), tokens, sizes, *wide))
+            two.observe(dispatch(16, (0, 1), 9 * UNIT, (), tokens, sizes, *wide))
             assert choose(one, LIVE) == choose(two, LIVE)
         assert one._choice.acceptance.tokens() == two._choice.acceptance.tokens()
         assert one._times.seconds((1, 16)) == two._times.seconds((2, 16))

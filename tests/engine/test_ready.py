@@ -13,10 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jetspec_jax import LLM, AsyncLLM, SamplingParams, generate
 from jetspec_jax.engine import engine as engine_module
+from jetspec_jax.engine.batch import Kind, Program
 from jetspec_jax.engine.compiler import REPLACED, Compiler
-from jetspec_jax.engine.lowering import Lowering
-from jetspec_jax.engine.programs import Kind, Program, first_programs, in_order
-from jetspec_jax.engine.size import EngineSize
+from jetspec_jax.engine.runner import Lowering
+from jetspec_jax.engine.size import EngineSize, compile_order, first_programs
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
 from tests.engine.test_figures import batches_of, whole
@@ -81,13 +81,13 @@ def test_a_larger_shape_serves_until_the_right_one_is_there(llm, models, expecte
     async def run():
         with held() as left:
             await llm.warm_up(background=True)
-            assert (llm.warm, llm.stats().programs_left, llm.seconds_left) == (False, len(REST), None)
+            assert (llm.warm, llm.stats().programs_left) == (False, len(REST))
             assert (await whole(llm, PROMPT, PARAMS)).token_ids == expected
             assert {len(batch.live) for batch in batches if batch.rounds} == {SLOTS}
             assert {batch.bucket for batch in batches if batch.rounds} <= {1, BUDGET}
             left.set()
             await llm.warm_up()
-        assert (llm.warm, llm.stats().programs_left, llm.seconds_left) == (True, 0, 0.0)
+        assert (llm.warm, llm.stats().programs_left) == (True, 0)
         batches.clear()
         with compilations() as seen:
             assert (await whole(llm, PROMPT, PARAMS)).token_ids == expected
@@ -106,7 +106,7 @@ def test_closing_ends_what_is_compiled(models):
             await llm.warm_up(background=True)
             [engine] = llm.llm.engines.engines()
             compiler = engine.runner.compiler
-            until(lambda: len(compiler._running) == len(compiling()))
+            until(lambda: compiler.left - len(compiler._queue) == len(compiling()))
             waiting = asyncio.create_task(llm.warm_up())
             await asyncio.sleep(0)
             await llm.close()
@@ -170,7 +170,7 @@ class TestCalls:
         [engine] = llm.engines.engines()
         compiler = engine.runner.compiler
         until(lambda: compiler.left == 0)
-        return {program for program in compiler._compiled if program.kind != "prompts"}
+        return {program for program in compiled_by(compiler) if program.kind != "prompts"}
 
     def test_a_call_compiles_its_programs_and_no_others(self, own):
         own.generate([PROMPT] * 3, PARAMS)
@@ -225,31 +225,35 @@ def test_a_program_ends_while_others_are_compiled():
     assert "Traceback" not in ran.stderr
 
 
+def compiled_by(compiler):
+    return {program for program in compiler._futures if compiler._has(program)}
+
+
 class TestOrder:
     def test_all_programs_are_compiled_once(self):
         shapes = {("rounds", *shape) for shape in SIZE.rounds(BUCKETS)}
-        programs = in_order(SIZE, BUCKETS, [Kind()])
+        programs = compile_order(SIZE, BUCKETS, [Kind()])
         assert len(programs) == len(set(programs))
         assert set(programs) == shapes | {("prompts", *chunk) for chunk in SIZE.chunks}
 
     def test_first_come_programs_for_any_request_of_every_kind(self):
         kinds = [Kind(logprobs=True), Kind()]
-        programs = in_order(SIZE, BUCKETS, kinds)
+        programs = compile_order(SIZE, BUCKETS, kinds)
         first = [("prompts", 1, 1024), ("rounds", 8, 1), ("rounds", 8, 8)]
-        assert first_programs(SIZE, BUCKETS) == first
+        assert first_programs(SIZE, BUCKETS, Kind()) == first
         assert programs[:5] == [*first, ("rounds logprobs", 8, 1), ("rounds logprobs", 8, 8)]
         assert {program.kind for program in programs[5:7]} == {"prompts"}
 
     def test_few_slots_and_large_trees_come_before_others(self):
-        programs = in_order(SIZE, BUCKETS, [Kind()])
+        programs = compile_order(SIZE, BUCKETS, [Kind()])
         rest = [program[1:] for program in programs[5:]]
-        assert rest[:5] == [(1, 16), (1, 1), (1, 8), (1, 4), (1, 2)]
+        assert rest[:5] == [(1, 16), (1, 8), (1, 4), (1, 2), (1, 1)]
         assert [live for live, _ in rest] == sorted(live for live, _ in rest)
 
 
 class TestCompiler:
     def compiler(self, *, threads=2):
-        gates = {program: threading.Event() for program in in_order(SIZE, BUCKETS, [Kind()])}
+        gates = {program: threading.Event() for program in compile_order(SIZE, BUCKETS, [Kind()])}
         compiler = Compiler(lambda program: gates[program].wait(PATIENCE), threads)
         compiler.add(gates)
         return compiler, gates
@@ -260,7 +264,7 @@ class TestCompiler:
         def compiled(*shapes):
             for shape in shapes:
                 gates[Program("rounds", *shape)].set()
-                until(lambda shape=shape: Program("rounds", *shape) in compiler._compiled)
+                until(lambda shape=shape: Program("rounds", *shape) in compiled_by(compiler))
 
         gates[Program("prompts", 1, 1024)].set()
         compiled((8, 1), (8, 8))
@@ -271,9 +275,10 @@ class TestCompiler:
         for program in gates:
             if program.kind == "prompts":
                 gates[program].set()
-        compiled((1, 16), (1, 1))
+        compiled((1, 16))
         assert compiler.shape("rounds", 1, 4) == (1, 16)
         assert compiler.shape("rounds", 2, 4) == (8, 8)
+        compiled((1, 8), (1, 4), (1, 2), (1, 1))
         assert compiler.shape("rounds", 1, 1) == (1, 1)
         # Nobody compiles these ahead.
         assert compiler.shape("rounds logprobs", 2, 4) == (2, 4)
@@ -282,12 +287,12 @@ class TestCompiler:
         compiler.wait()
         assert compiler.left == 0
         assert compiler.shape("rounds", 2, 4) == (2, 4)
-        assert compiler.chunks(SIZE.chunks) == SIZE.chunks
+        assert tuple(compiler.chunks(SIZE.chunks)) == SIZE.chunks
 
     def test_a_program_that_is_needed_is_compiled_first_and_once(self):
         compiler, gates = self.compiler(threads=1)
         first, *_, last = gates
-        until(lambda: first in compiler._running)
+        until(lambda: first not in compiler._queue)
         gates[last].set()
         before = compiler.left
         compiler.compile([last])
@@ -298,7 +303,7 @@ class TestCompiler:
             gate.set()
         thread.join(PATIENCE)
         compiler.wait()
-        assert compiler._compiled == {*gates}
+        assert compiled_by(compiler) == {*gates}
 
     def test_a_program_of_all_present_requests_is_compiled_at_once(self):
         compiler = Compiler(lambda program: None, 0)
@@ -312,7 +317,7 @@ class TestCompiler:
         compiler.compile([Program("rounds", 8, 4)])
         for _ in range(REPLACED - 1):
             assert compiler.shape("rounds", 1, 4) == (8, 4)
-        assert compiler._compiled == {("rounds", 8, 4)}
+        assert compiled_by(compiler) == {("rounds", 8, 4)}
         compiler.shape("rounds", 1, 4)
         compiler.wait()
         assert compiler.shape("rounds", 1, 4) == (1, 4)
@@ -320,7 +325,7 @@ class TestCompiler:
     def test_without_threads_the_caller_compiles_in_order(self):
         seen = []
         compiler = Compiler(seen.append, 0)
-        programs = in_order(SIZE, BUCKETS, [Kind()])
+        programs = compile_order(SIZE, BUCKETS, [Kind()])
         compiler.add(programs)
         compiler.add(programs[:3])
         assert seen == []

@@ -7,8 +7,8 @@ import pytest
 from jetspec_jax import SamplingParams, generate
 from jetspec_jax.cache.pages import NO_PAGE, PAGE_SIZE
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine.chunks import cut_prompts
-from jetspec_jax.engine.records import Admission, Batch, Growth
+from jetspec_jax.engine.batch import Admission, Batch, Growth
+from jetspec_jax.engine.size import cut_prompts
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, TinyEngine, random_head, random_target
 from tests.mesh.tiny import on_mesh
@@ -64,14 +64,14 @@ def run(runner, rounds):
     left = {slot: np.array(prompt[:-1], np.int32) for slot, prompt in own.items()}
     chunks = tuple(cut_prompts(left, runner.size.chunks, SLOTS))
     record = step(runner, releases=tuple(range(SLOTS)), admissions=begin(pages), chunks=chunks)
-    assert record.live == ()
+    assert record.batch.live == ()
     assert len(record.tokens) == len(record.tree_sizes) == 0
     tokens, records, growths = {slot: [] for slot in own}, [], []
     # Slot 1 idles beside another.
     for live in [(3, 0), (2, 1)] * 12:
         record = step(runner, growths=tuple(growths), live=live, bucket=8, rounds=rounds)
         records.append(record)
-        assert record.live == live
+        assert record.batch.live == live
         assert record.tokens.shape[1:] == (2, 8)
         for place, slot in enumerate(live):
             found = record.tokens[:, place].reshape(-1).tolist()

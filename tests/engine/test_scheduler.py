@@ -7,14 +7,13 @@ import pytest
 
 from jetspec_jax import SamplingParams, StructuredOutputsParams
 from jetspec_jax.cache.pages import NO_PAGE
-from jetspec_jax.engine.metrics import RequestMetrics
-from jetspec_jax.engine.output import Output
+from jetspec_jax.engine.output import Output, RequestMetrics
 from jetspec_jax.engine.policy import FixedBudget, LiveSlot
 from jetspec_jax.engine.request import DeadlinePassed, Request, State
-from jetspec_jax.engine.scheduler import MASKED_ROUNDS
-from jetspec_jax.engine.waiting_queue import MOST_OVERTAKEN
+from jetspec_jax.engine.scheduler import MASKED_ROUNDS, MOST_OVERTAKEN
 from jetspec_jax.sampling.grammar import Matcher
 from jetspec_jax.sampling.token_sets import NO_CHOICE
+from tests.decode.tiny import busy, check_pool, free_pages
 from tests.engine.fake_device import expected_tokens
 from tests.engine.scheduling import (
     BUCKET,
@@ -108,7 +107,7 @@ def test_a_request_that_no_pool_can_hold_is_refused(made):
     scheduler, _ = made(slots=1, pages=8, capacity=128)
     with pytest.raises(ValueError, match=r"needs 3 pages .* and a slot can name 2"):
         scheduler.add(request(100, 60))
-    assert not scheduler.busy
+    assert not busy(scheduler)
 
 
 class TestLine:
@@ -118,7 +117,7 @@ class TestLine:
             scheduler, *(request(5, 3, start=i, priority=p) for i, p in enumerate((1, 0, 2, 0, 1)))
         )
         order = []
-        while scheduler.busy:
+        while busy(scheduler):
             batch = step(scheduler, device)
             order += [req for req in requests if batch.admissions and req.started and req not in order]
         assert [requests.index(req) for req in order] == [1, 3, 0, 4, 2]
@@ -159,7 +158,7 @@ class TestDeadlines:
             raise late.error
         finish(scheduler, device)
         assert_served(first)
-        assert scheduler.free_pages == 8
+        assert free_pages(scheduler) == 8
 
     def test_one_that_does_not_pass_does_nothing(self, made):
         scheduler, device = made()
@@ -209,7 +208,7 @@ def test_live_slots_are_as_many_as_a_program_has(made):
     scheduler, device = made(slots=7, pages=20, live=(1, 2, 4))
     requests = add(scheduler, *(request(5, 3 * n, start=n) for n in range(1, 7)))
     seen = []
-    while scheduler.busy:
+    while busy(scheduler):
         seen.append(step(scheduler, device, 1).live)
     assert seen == [tuple(range(7)), tuple(range(7)), (2, 3, 4, 5), (0, 3, 4, 5), (4, 5), (5,)]
     assert_served(*requests)
@@ -245,9 +244,9 @@ class TestLeaving:
         reader = Output(runs, None)
         add(scheduler, runs, waits)
         step(scheduler, device, 2)
-        assert (scheduler.free_pages, scheduler.free_slots) == (0, [])
+        assert (free_pages(scheduler), scheduler.free_slots) == (0, [])
         del reader
-        assert (scheduler.free_pages, scheduler.free_slots, scheduler.requests) == (2, [0], [waits])
+        assert (free_pages(scheduler), scheduler.free_slots, scheduler.requests) == (2, [0], [waits])
         finish(scheduler, device)
         assert_served(waits)
 
@@ -295,7 +294,7 @@ class TestLeaving:
         step(scheduler, device)
         assert_served(stays)
         assert fades.left_looks < 0
-        scheduler.pool.check([])
+        check_pool(scheduler.pool, [])
         assert device.slots == {}
 
     def test_a_request_may_be_cancelled_anywhere(self, made):
@@ -317,7 +316,7 @@ class TestLeaving:
         assert_served(stays)
         stays.cancel()  # has ended
         runs.cancel()  # is gone already
-        assert scheduler.free_pages == 8
+        assert free_pages(scheduler) == 8
         assert [req.finish_reason for req in (runs, flies, waits, late)] == [None] * 4
 
     def test_what_is_cancelled_is_taken_out_by_the_next_batch(self, made):
@@ -326,10 +325,10 @@ class TestLeaving:
         step(scheduler, device, 1)
         runs.cancel()
         waits.cancel()
-        assert not scheduler.busy
+        assert not busy(scheduler)
         batch = scheduler.next_batch()
         assert (batch.releases, batch.admissions, batch.chunks) == ((0,), (), ())
-        assert scheduler.pool.num_free == scheduler.free_pages == 8
+        assert scheduler.pool.num_free == free_pages(scheduler) == 8
 
 
 class Noted:
@@ -360,7 +359,7 @@ def test_the_policy_decides_and_is_told(made):
     assert policy.told[0] == ([LiveSlot(*slot, budget=16) for slot in first], 1, forwards)
     assert policy.told[1] == ([LiveSlot(*slot, budget=16) for slot in second], 1, [])
     assert [len(record.tokens) for record in policy.records] == [2, 5]
-    assert {record.bucket for record in policy.records} == {32}
+    assert {record.batch.bucket for record in policy.records} == {32}
 
 
 def test_figures_of_a_request(made):
@@ -373,7 +372,6 @@ def test_figures_of_a_request(made):
         step(scheduler, device, 1, now)
     figures = RequestMetrics.of(req)
     assert figures == RequestMetrics(3.0, 3.0, 3.0, 3, 3, 45, 6, (3, 3), 64, 0)
-    assert figures.acceptance_by_depth == (1.0, 1.0)
     assert RequestMetrics.of(req, 1).accepted_tokens == 2
     req.accept_lengths, req.tree_sizes = [1, 4, 2], [1, 16, 8]
     figures = RequestMetrics.of(req)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax.engine.scheduler import Scheduler
+from tests.decode.tiny import busy, free_pages
 from tests.engine.fake_device import VOCAB, FakeDevice
 from tests.engine.test_scheduler_random import BATCH, World, world_of
 from tests.marks import wide
@@ -26,7 +27,7 @@ class AnyBucket:
         return shape_of(slots, bucket), int(self._rng.integers(1, 12))
 
     def observe(self, record):
-        self.open -= bool(record.live)
+        self.open -= bool(record.batch.live)
 
 
 class AheadWorld(World):
@@ -74,7 +75,7 @@ class AheadWorld(World):
         before = sum(request.preemptions for request in self.requests)
         batch = self.scheduler.next_batch(now=self.now)
         if batch is None:
-            assert self.in_flight or not self.scheduler.busy, "waits for nothing"
+            assert self.in_flight or not busy(self.scheduler), "waits for nothing"
             if self.in_flight:
                 self.counts["waits"] += 1
                 self.fetch()
@@ -84,7 +85,7 @@ class AheadWorld(World):
         assert not self.overlapped or batch.rounds in (0, 1)
         self.counts["ahead"] += bool(self.in_flight)
         self.in_flight.append(self.device.run(batch))
-        flying = [len(flight.decoding) for flight in self.scheduler._in_flight]
+        flying = [len(decoding) for _, _, decoding in self.scheduler._in_flight]
         assert sum(request.in_flight_tokens > 0 for request in self.requests) <= sum(flying)
 
     def fetch(self):
@@ -92,7 +93,7 @@ class AheadWorld(World):
         ran = (record.tree_sizes > 0).any()
         served = self.scheduler.update(record, self.now)
         self.counts["idle"] += self.scheduler.idle_rounds
-        if len(record.live) and not ran:
+        if len(record.batch.live) and not ran:
             assert not served or self.overlapped
             self.counts["empty"] += 1
         for request in served:
@@ -110,7 +111,7 @@ class AheadWorld(World):
 
     def finish(self):
         for _ in range(20_000):
-            if not self.scheduler.busy:
+            if not busy(self.scheduler):
                 break
             self.step_quietly()
         else:
@@ -121,7 +122,7 @@ class AheadWorld(World):
             self.device.run(batch)
         assert self.device.slots == {}
         self.check()
-        assert self.scheduler.free_pages == self.scheduler.pool.num_free == self.size.num_pages
+        assert free_pages(self.scheduler) == self.scheduler.pool.num_free == self.size.num_pages
         assert self.scheduler.policy.open == 0
         assert all(request.in_flight_tokens == 0 for request in self.requests)
 

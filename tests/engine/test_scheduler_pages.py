@@ -6,6 +6,7 @@ import pytest
 from jetspec_jax import SamplingParams
 from jetspec_jax.cache.pages import NO_PAGE, PAGE_SIZE
 from jetspec_jax.engine.request import Request, State
+from tests.decode.tiny import busy, free_pages
 from tests.engine.scheduling import (
     STEP,
     add,
@@ -40,7 +41,7 @@ class TestPages:
         assert step(scheduler, device, 1).growths == ()
         finish(scheduler, device)
         assert_served(req)
-        assert scheduler.free_pages == 8
+        assert free_pages(scheduler) == 8
 
     def test_are_never_more_than_it_can_use(self, made):
         scheduler, device = made(slots=1)
@@ -58,7 +59,7 @@ class TestPages:
         finish(scheduler, device)
         assert_served(*requests)
         assert [req.overtaken for req in requests] == [0] * 4
-        assert scheduler.free_pages == 5
+        assert free_pages(scheduler) == 5
 
     def test_none_is_left_for_who_needs_no_more(self, made):
         scheduler, device = made(slots=2, pages=3)
@@ -82,7 +83,7 @@ class TestPressure:
         scheduler, device = made(slots=1, pages=4)
         add(scheduler, request(130, 5))
         finish(scheduler, device)
-        assert scheduler.pool.num_free == scheduler.free_pages == 4
+        assert scheduler.pool.num_free == free_pages(scheduler) == 4
         first, second = add(scheduler, request(130, 5), request(200, 50, start=7))
         finish(scheduler, device)
         assert (first.prefix_tokens, second.prefix_tokens) == (128, 0)
@@ -142,7 +143,7 @@ class TestPressure:
     def test_priorities_decide_who_is_last(self, made):
         scheduler, device = made(slots=2, pages=5, capacity=256)
         idle, urgent = add(scheduler, request(10, 200, priority=1), request(10, 200, start=1))
-        while scheduler.busy:
+        while busy(scheduler):
             step(scheduler, device, 4)
         assert_served(idle, urgent)
         assert (urgent.preemptions, idle.preemptions > 0) == (0, True)

@@ -9,9 +9,9 @@ import pytest
 from jetspec_jax import SamplingParams
 from jetspec_jax.engine.output import Output
 from jetspec_jax.engine.request import DeadlinePassed, Request, State
-from jetspec_jax.engine.scheduler import Scheduler
+from jetspec_jax.engine.scheduler import MOST_OVERTAKEN, QueueFull, Scheduler, check_room
 from jetspec_jax.engine.size import EngineSize
-from jetspec_jax.engine.waiting_queue import MOST_OVERTAKEN, QueueFull, check_room
+from tests.decode.tiny import busy, check_pool, check_snapshots, free_pages
 from tests.engine.fake_device import VOCAB, FakeDevice, expected_tokens
 from tests.marks import wide
 
@@ -31,7 +31,7 @@ class Anything:
         return shape_of(slots, bucket), int(self._rng.integers(1, 12))
 
     def observe(self, record):
-        assert record.tree_sizes.any() == bool(record.live)
+        assert record.tree_sizes.any() == bool(record.batch.live)
 
 
 @dataclass
@@ -104,7 +104,7 @@ class World:
         batch = scheduler.next_batch(now=self.now)
         self.check()
         if batch is None:  # nobody is there
-            assert not scheduler.busy
+            assert not busy(scheduler)
             self.now += BATCH
             self.arrive()
             return
@@ -123,8 +123,8 @@ class World:
     def check(self):
         scheduler = self.scheduler
         holding = [request for request in self.requests if request.pages]
-        scheduler.pool.check([request.pages for request in holding])
-        scheduler._allocator.snapshots.check()
+        check_pool(scheduler.pool, [request.pages for request in holding])
+        check_snapshots(scheduler._allocator.snapshots)
         slots = [request.slot for request in scheduler.requests if request.slot >= 0]
         assert len(set(slots)) == len(slots)
         for request in holding:
@@ -140,7 +140,7 @@ class World:
 
     def finish(self):
         for _ in range(20_000):
-            if not self.scheduler.busy:
+            if not busy(self.scheduler):
                 break
             self.step_quietly()
         else:
@@ -149,7 +149,7 @@ class World:
             self.device.run(batch)
         assert self.device.slots == {}
         self.check()
-        assert self.scheduler.free_pages == self.scheduler.pool.num_free == self.size.num_pages
+        assert free_pages(self.scheduler) == self.scheduler.pool.num_free == self.size.num_pages
 
     def step_quietly(self):
         if (batch := self.scheduler.next_batch(now=self.now)) is not None:

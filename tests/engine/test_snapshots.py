@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams
-from jetspec_jax.engine.broadcast import pack, unpack
-from jetspec_jax.engine.pages import PagePool
-from jetspec_jax.engine.records import SlotCopy
+from jetspec_jax.engine.batch import SlotCopy
+from jetspec_jax.engine.pages import Snapshots
 from jetspec_jax.engine.request import Request, State
 from jetspec_jax.engine.size import EngineSize
-from jetspec_jax.engine.snapshots import Snapshots
-from tests.decode.tiny import HYBRID, SLIDING, TINY
+from jetspec_jax.engine.worker import pack, unpack
+from tests.decode.tiny import HYBRID, SLIDING, TINY, check_snapshots
 from tests.engine.scheduling import STEP, add, assert_served, finish, make, request, slots_of, step
 
 
@@ -33,24 +32,18 @@ def counts_of(batch):
 class TestPlaces:
     KEYS = tuple(bytes([number]) for number in range(6))
 
-    @pytest.fixture
-    def pool(self):
-        pool = PagePool(6)
-        pool.register(pool.allocate(6), self.KEYS)
-        return pool
-
-    def test_the_longest_beginning_ends_with_one(self, pool):
-        snapshots = Snapshots(3, pool)
+    def test_the_longest_beginning_ends_with_one(self):
+        snapshots = Snapshots(3)
         assert snapshots.longest(self.KEYS) == 0
         assert [snapshots.keep(self.KEYS[number]) for number in (1, 3)] == [0, 1]
         assert [snapshots.longest(self.KEYS[:count]) for count in range(6)] == [0, 0, 2, 2, 4, 4]
-        snapshots.check()
+        check_snapshots(snapshots)
 
-    def test_without_any_pages_are_enough(self, pool):
-        assert Snapshots(0, pool).longest(self.KEYS) == 6
+    def test_without_any_pages_are_enough(self):
+        assert Snapshots(0).longest(self.KEYS) == 6
 
-    def test_what_was_used_last_stays(self, pool):
-        snapshots = Snapshots(2, pool)
+    def test_what_was_used_last_stays(self):
+        snapshots = Snapshots(2)
         assert [snapshots.keep(key) for key in self.KEYS[:2]] == [0, 1]
         assert snapshots.use(self.KEYS[0]) == 0
         assert snapshots.keep(self.KEYS[2]) == 1
@@ -58,16 +51,7 @@ class TestPlaces:
         assert snapshots.keep(self.KEYS[0]) is None
         assert snapshots.keep(self.KEYS[3]) == 1
         assert [snapshots.longest(self.KEYS[: end + 1]) for end in range(4)] == [1, 1, 1, 4]
-        snapshots.check()
-
-    def test_one_without_its_page_goes_first(self, pool):
-        snapshots = Snapshots(3, pool)
-        for key in self.KEYS[:3]:
-            snapshots.keep(key)
-        pool.free([1])
-        pool.allocate(1)  # the page of the second name goes
-        assert snapshots.keep(self.KEYS[3]) == 1
-        assert snapshots.keep(self.KEYS[4]) == 0
+        check_snapshots(snapshots)
 
 
 class TestSize:

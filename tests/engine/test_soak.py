@@ -9,7 +9,7 @@ import pytest
 
 from jetspec_jax import SamplingParams
 from jetspec_jax.decode.settings import TreeSettings
-from tests.decode.tiny import TINY, TinyEngine, finish, random_head, random_target, with_windows
+from tests.decode.tiny import TINY, TinyEngine, check_pool, finish, random_head, random_target, with_windows
 
 COUNT, SETTLED = 5000, 1000
 SLOTS, PAGES = 16, 40
@@ -78,7 +78,7 @@ def test_thousands_of_requests_leave_nothing(no_type_checks):
         del requests, doomed
         finish(engine)
         engine.step()  # frees the last slots
-        engine.scheduler.pool.check([])
+        check_pool(engine.scheduler.pool, [])
         assert engine.scheduler.pool.num_free == PAGES
         if done == SETTLED:
             settled = objects_and_bytes()

@@ -135,7 +135,7 @@ def raw_logprobs(target, tokens):
 
 def test_several_completions_of_a_prompt(models):
     params = dataclasses.replace(structured(regex="[0-9a-z]{4}", seed=3), n=3)
-    outputs = generate_tree(*models, [PROMPT], params, **SETTINGS)
+    outputs = generate_tree(*models, [PROMPT], params, **SETTINGS)[0].outputs
     assert len({own.text for own in outputs}) == 3
     assert all(re.fullmatch("[0-9a-z]{4}", own.text) for own in outputs)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jetspec_jax.engine import tracing
-from jetspec_jax.engine.tracing import Tracing
+from jetspec_jax.engine import compiler as tracing
+from jetspec_jax.engine.compiler import Tracing
 
 
 class Clock:

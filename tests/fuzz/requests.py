@@ -8,7 +8,7 @@ import numpy as np
 from jetspec_jax import LLM, DeviceMemoryError, SamplingParams, draft_logits, generate, generate_tree, logits
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.inspect.exactness import first_divergence
-from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
+from tests.decode.tiny import TINY, free_pages, random_head, random_target, with_windows, word_tokenizer
 from tests.fuzz.mutators import pick
 from tests.fuzz.outcomes import Finding, ending
 
@@ -221,7 +221,7 @@ class Requests:
         [engine] = self.llm.engines.engines()
         engine.run(lambda: None)
         if not engine.open_requests:
-            free, pages = engine.scheduler.free_pages, engine.plan.size.num_pages
+            free, pages = free_pages(engine.scheduler), engine.plan.size.num_pages
             if free != pages:
                 raise Finding(f"{what}: {free} of {pages} pages are free")
 

@@ -10,7 +10,7 @@ import jax
 
 from jetspec_jax import LLM, SamplingParams, generate
 from jetspec_jax.inspect.trace import trace_rounds
-from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
+from tests.decode.tiny import TINY, free_pages, random_head, random_target, with_windows, word_tokenizer
 from tests.events import until
 
 CONFIG = with_windows(TINY, None)
@@ -127,7 +127,7 @@ class Scene:
         engine.run(lambda: None)
         scheduler, size = engine.scheduler, engine.plan.size
         assert not scheduler.requests, scheduler.requests
-        assert scheduler.free_pages == size.num_pages
+        assert free_pages(scheduler) == size.num_pages
         assert scheduler.free_slots == list(range(size.slots))
 
     def bytes_held(self) -> int:

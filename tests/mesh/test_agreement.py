@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jetspec_jax import SamplingParams, generate
 from jetspec_jax.cache.paged import PagedStore
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine.memory import empty_state
+from jetspec_jax.engine.plan import empty_state
 from jetspec_jax.inspect.agreement import steering, unequal
 from pallas_kernels import shards
 from tests.decode.compilations import compilations

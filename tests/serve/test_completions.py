@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax import Completion, SamplingParams, logits
-from jetspec_jax.engine.logprobs import Logprob
+from jetspec_jax.engine.output import Logprob
 from jetspec_jax.engine.prompts import EncodedPrompt
 from jetspec_jax.serve.completions import CompletionRequest, CompletionWriter
 from jetspec_jax.serve.service import GenerationRequest

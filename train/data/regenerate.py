@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jetspec_jax.cache.pages import pages_for
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.admission import check_models, make_requests
 from jetspec_jax.engine.engines import Engines
-from jetspec_jax.engine.pages import pages_for
-from jetspec_jax.engine.planning import plan_engine
+from jetspec_jax.engine.plan import plan_engine
 from jetspec_jax.engine.prompts import TokenIds
 from jetspec_jax.engine.request import Request
 from jetspec_jax.progress import Progress

@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from jetspec_jax.engine.output import Completion
+from jetspec_jax.request_output import RequestOutput
 from train.loop.log import TAU_BY_SOURCE
 
 #: Completions of the held-out prompts, in their order, by temperature and by budget.
-Decoded = Mapping[float, Mapping[int, Sequence[Completion]]]
+Decoded = Mapping[float, Mapping[int, Sequence[RequestOutput]]]
 
 
-def mean_tau(completions: Sequence[Completion]) -> float:
+def mean_tau(completions: Sequence[RequestOutput]) -> float:
     """Mean tokens committed per round, over all rounds of all completions."""
     lengths = [length for completion in completions for length in completion.accept_lengths]
     return round(float(np.mean(lengths)), 4) if lengths else 1.0
