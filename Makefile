@@ -14,7 +14,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all parity playground-check wheel-check prometheus-check newest-jax fuzz soak soak-serve \
+.PHONY: help demo test test-all parity playground-check wheel-check newest-jax fuzz soak soak-serve \
 	lint lint-newest docs clean
 
 help:
@@ -27,7 +27,6 @@ help:
 	@echo "make fuzz             hostile checkpoints and requests; CASES=5000 or MINUTES=30"
 	@echo "make soak MINUTES=15  mixed use from several threads, every token and all memory checked"
 	@echo "make soak-serve MINUTES=10  64 streams from a server, a third of whose clients leave; the same checks"
-	@echo "make prometheus-check  the server's metrics through Prometheus itself, which must be installed"
 	@echo "make newest-jax       lower all kernels for a GPU with the newest JAX, in an environment of its own"
 	@echo "make lint             style and types: ruff and pyright at exact versions"
 	@echo "make lint-newest      the same on Python 3.12 with the newest JAX that pyproject.toml allows, if it is there"
@@ -67,9 +66,6 @@ soak: $(VENV)/.installed-test
 
 soak-serve: $(VENV)/.installed-test
 	$(BIN)/python -m tests.fuzz.soak_serve $(if $(MINUTES),--minutes $(MINUTES))
-
-prometheus-check: $(VENV)/.installed-test
-	$(BIN)/python -m tests.serve.check_prometheus
 
 # Without this package, whose bound on JAX is what this looks beyond. Python 3.12 or newer has newer ones.
 newest-jax: NEWEST := build/newest-jax

@@ -28,7 +28,6 @@ from jetspec_jax import (
     SamplingParams,
     StructuredOutputsParams,
     Target,
-    enable_compilation_cache,
     generate_tree,
     join_processes,
     load_target,
@@ -121,10 +120,6 @@ def failing(mesh):
         raise ZeroDivisionError("a mistake of process 1")
 
     return _ending(mesh, fail)
-
-
-def interrupted(mesh):
-    return _ending(mesh, lambda: os.kill(os.getpid(), signal.SIGINT))
 
 
 def _ending(mesh, end):
@@ -235,16 +230,6 @@ def looking(mesh):
     return {"logits": whole.tolist(), "last": np.asarray(next_token_logits(target, PROMPT)).tolist()}
 
 
-def cache(mesh, out):
-    """A folder that all see, and one of each process's own."""
-    found = []
-    for folder in (out / "shared", out / f"own-{jax.process_index()}"):
-        jax.config.update("jax_compilation_cache_dir", None)
-        enable_compilation_cache(folder, together=True)
-        found.append(jax.config.jax_compilation_cache_dir)
-    return found
-
-
 def asked(count=20):
     """Prompts of which some begin alike, how they go on, and which are cancelled."""
     rng = np.random.default_rng(5)
@@ -319,7 +304,7 @@ def main(settings):
     join_processes(f"127.0.0.1:{port}", count, index)
     mesh, out = make_mesh(2 * count), Path(settings["out"])
     for case in settings["cases"]:
-        found = cache(mesh, out) if case == "cache" else globals()[case](mesh)
+        found = globals()[case](mesh)
         (out / f"{case}-{index}.json").write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -262,7 +262,6 @@ def test_a_process_without_a_device_is_refused(run):
             [1, 1],
             "process 1 has ended: ZeroDivisionError: a mistake of process 1; this process ends",
         ),
-        ("interrupted", [130, 130], "process 1 has ended: it was interrupted; this process ends too"),
         ("waiting", [-signal.SIGABRT, -signal.SIGKILL], "process 1 has said nothing for"),
     ],
 )
@@ -283,12 +282,6 @@ def test_the_first_process_ends_with_one_that_is_killed(run):
     assert codes[0] in (1, -signal.SIGABRT)
     assert codes[1] == -signal.SIGKILL
     assert re.search("process 1 has said nothing for|the devices of 2 processes stopped", errors[0])
-
-
-@pytest.mark.wide
-def test_programs_are_kept_where_all_see_the_folder(run, tmp_path):
-    end_well(run("cache"))
-    assert results(tmp_path, "cache") == [[str(tmp_path / "shared"), None]] * 2
 
 
 @pytest.mark.wide
