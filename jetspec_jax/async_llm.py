@@ -327,6 +327,10 @@ class AsyncLLM:
         """Whether there are engines, which compile nothing in the background."""
         return self._engines.warm
 
+    async def reset_prefix_cache(self) -> bool:
+        """As `LLM.reset_prefix_cache`."""
+        return await asyncio.to_thread(self.llm.reset_prefix_cache)
+
     def stats(self) -> EngineStats:
         """Statistics of all copies together; from any thread, without waiting."""
         return self._engines.stats() + EngineStats(compilations=self._compilations.count)

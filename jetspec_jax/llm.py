@@ -396,6 +396,16 @@ class LLM:
         for params in short[:1] if background else short:
             self._complete([prompt] * copies, params, use_tqdm=False)
 
+    def reset_prefix_cache(self) -> bool:
+        """Empties the prefix cache, between two rounds; True when it is done. Running requests go on.
+
+        Raises:
+            RuntimeError: The LLM is closed.
+        """
+        for engine in self.engines.engines():
+            engine.run(lambda engine=engine: engine.scheduler.pool.forget())
+        return True
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, with the tokenizer's special tokens around a text.
 

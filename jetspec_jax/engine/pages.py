@@ -113,6 +113,12 @@ class PagePool:
             if page not in self._keys and key not in self._pages:
                 self._keys[page], self._pages[key] = key, page
 
+    def forget(self) -> None:
+        """Empties the prefix cache; requests keep their pages."""
+        self._free += self._cached
+        for known in (self._cached, self._pages, self._keys):
+            known.clear()
+
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
         del self._pages[self._keys.pop(page)]

@@ -92,6 +92,17 @@ def in_thread(call):
     return thread, got
 
 
+def test_a_reset_empties_the_prefix_cache(llm):
+    prompt = [number % 64 for number in range(130)]
+    with llm.stream(PROMPT, LONG) as other:
+        next(other)
+        hits = [llm.generate([prompt], SHORT)[0] for _ in range(2)]
+        assert llm.reset_prefix_cache()
+        hits += [llm.generate([prompt], SHORT)[0] for _ in range(2)]
+    assert [each.num_cached_tokens for each in hits] == [0, 128, 0, 128]
+    assert {tuple(each.token_ids) for each in hits} == {tuple(hits[0].token_ids)}
+
+
 class TestLifetime:
     def test_an_engine_and_its_thread_end_with_their_owner(self):
         target = random_target(CONFIG, 1)
