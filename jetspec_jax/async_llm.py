@@ -134,6 +134,8 @@ class AsyncLLM:
         slots = (MAX_SLOTS if xla else MOST_SLOTS) if max_slots is None else max_slots
         self.llm = LLM(*models, max_slots=slots, capacity=capacity, **settings)
         self._engines = self.llm.engines
+        self._engines.owner, self._engines.longer_slots = "AsyncLLM", False
+        self._engines.fit()
         self._compilations, self._max_waiting = Compilations(), max_waiting
         # Running requests by id, and how to abort them.
         self._running: dict[str, tuple[Sequence[Request], Callable[[], object]]] = {}

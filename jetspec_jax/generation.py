@@ -12,7 +12,7 @@ from jetspec_jax.device.mesh import without_mesh
 from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.admission import check_models, make_requests
 from jetspec_jax.engine.engines import Engines, complete
-from jetspec_jax.engine.plan import plan_engine, with_slots_that_fit
+from jetspec_jax.engine.plan import plan_engine
 from jetspec_jax.engine.prompts import Prompt
 from jetspec_jax.engine.size import MAX_SLOTS
 from jetspec_jax.request_output import RequestOutput, by_prompt
@@ -128,7 +128,6 @@ def _run(
     options = {"slots": max_slots, "implementation": implementation, "mesh": target.mesh}
     plan = plan_engine(*models, settings, target.dtype, proposer=proposer, **options)
     requests = make_requests(target, plan, settings, prompts, sampling_params)
-    plan = with_slots_that_fit(plan, target.meshes)
     engines = Engines(target, head, plan, longer_slots=True, proposer_weights=proposer_weights)
     with contextlib.closing(engines):
         return by_prompt(complete(engines, requests, target.tokenizer))

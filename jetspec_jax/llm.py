@@ -41,7 +41,7 @@ from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.admission import check_models, check_places, check_single, make_requests
 from jetspec_jax.engine.batch import Kind
 from jetspec_jax.engine.engines import Engines, Stream, complete, terminal_bar
-from jetspec_jax.engine.plan import EnginePlan, check_engine_memory, plan_engine, with_slots_that_fit
+from jetspec_jax.engine.plan import EnginePlan, check_engine_memory, plan_engine
 from jetspec_jax.engine.prompts import Prompt, encode_chat, naming, read_prompt, templated
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.size import MAX_SLOTS
@@ -173,6 +173,7 @@ class LLM:
         if isinstance(ignore_config_keys, str) or not isinstance(ignore_config_keys, Collection):
             raise TypeError(f"ignore_config_keys must be a list of keys, not {shown(ignore_config_keys)}")
         check_given(proposer)
+        resolved = resolve_dtype(dtype)
         # What is read: the target and the head, unless they are loaded.
         reading = Source("", dtype, ignore_config_keys, allow_nonfinite, mxfp4=mxfp4)
         target = _target_of(target, model)
@@ -205,7 +206,7 @@ class LLM:
             config,
             head_config,
             self.settings,
-            ours.dtype if isinstance(ours, Target) else resolve_dtype(dtype),
+            ours.dtype if isinstance(ours, Target) else resolved,
             slots=max_slots,
             capacity=capacity,
             proposer=proposer,
@@ -219,12 +220,11 @@ class LLM:
             say_unused(meshes)
         self.target = read_target(ours, *meshes) if isinstance(ours, Source) else ours
         self.draft_head = read_draft_head(head, self.target) if isinstance(head, Source) else head
-        plan = with_slots_that_fit(plan, meshes)
-        if (slots := plan.size.slots) < max_slots:
-            _log.warning("the memory holds %d of max_slots=%d", slots, max_slots)
         models = self.target, self.draft_head
         longer = capacity is None
         self.engines = Engines(*models, plan, longer_slots=longer, proposer_weights=proposer_weights)
+        if self.engines.workers.there:
+            self.engines.fit()
 
     def __enter__(self) -> "LLM":
         return self

@@ -1,11 +1,13 @@
 """`RequestOutput`: the completions of a prompt, as `LLM.generate` returns them."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from jetspec_jax.engine.output import Completion
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class RequestOutput:
     """The completions of a prompt, with vLLM's attributes.
 
@@ -17,11 +19,8 @@ class RequestOutput:
         finished: True: all of them are whole.
     """
 
-    finished = True
-
-    def __init__(self, outputs: Sequence[Completion]):
-        """The output of one prompt."""
-        self.outputs = list(outputs)
+    outputs: list[Completion]
+    finished: ClassVar[bool] = True
 
     @property
     def request_id(self) -> str:

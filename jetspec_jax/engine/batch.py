@@ -87,7 +87,7 @@ class Admission(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """A slot gets more pages: its whole new block table, in which earlier pages keep their position."""
+    """A slot has more or fewer pages: its whole new block table, in which pages keep their position."""
 
     slot: int
     pages: Int32[np.ndarray, "T"]

@@ -11,14 +11,14 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import CancelledError, Future, as_completed
+from concurrent.futures import Future, as_completed
 
 from tqdm import tqdm
 
 from jetspec_jax.engine.batch import PREFILL, Program, Shape
 from jetspec_jax.progress import unseen
 
-#: Most threads that compile at the same time, in all engines of the process: XLA uses several threads for a
+#: Most threads that compile in the background, in all engines of the process: XLA uses several threads for a
 #: large program itself, and each program that is compiled needs host memory, a gigabyte and more.
 MOST_THREADS = 8
 _AT_ONCE = threading.BoundedSemaphore(MOST_THREADS)
@@ -26,7 +26,7 @@ _AT_ONCE = threading.BoundedSemaphore(MOST_THREADS)
 REPLACED = 8
 #: Set at the interpreter's exit, after which all threads of engines end soon.
 PROGRAM_ENDED = threading.Event()
-# Seconds between rounds while requests are decoded on a GPU, at most, and between two looks for that.
+# Requests are decoded if a round was launched within so many seconds; and seconds between two checks of that.
 _DECODING, _LOOKS_EVERY = 0.1, 0.01
 _log = logging.getLogger("jetspec_jax")
 
@@ -110,8 +110,9 @@ class Compiler:
         # Protects the attributes below.
         self._lock = threading.RLock()
         self._queue: deque[Program] = deque()
-        # Of all programs that were asked for.
+        # Of all programs that were asked for; and those that are compiled.
         self._futures: dict[Program, Future[None]] = {}
+        self._compiled: set[Program] = set()
         self._replaced: Counter[Program] = Counter()
         self._threads: set[threading.Thread] = set()
 
@@ -124,7 +125,11 @@ class Compiler:
     def add(self, programs: Iterable[Program]) -> None:
         """Queues programs that are not known yet, unless the interpreter ends."""
         with self._lock:
-            self._queue_new(programs)
+            new = [program for program in dict.fromkeys(programs) if program not in self._futures]
+            self._futures |= {program: Future() for program in new}
+            self._queue += new
+            if PROGRAM_ENDED.is_set():
+                self.stop()
             for _ in range(min(self._most, self.left) - len(self._threads)):
                 thread = EngineThread(self._work, "jetspec-compiler", self.stop)
                 thread.start()  # a thread that cannot start must not count as one
@@ -132,15 +137,16 @@ class Compiler:
 
     def compile(self, programs: Collection[Program]) -> None:
         """Compiles programs now, before all queued ones; this thread compiles too. Raises as `wait`."""
+        if not (missing := [program for program in programs if program not in self._compiled]):
+            return
         with self._lock:
-            missing = [program for program in programs if not self._has(program)]
             for program in missing:
                 if program in self._futures and self._futures[program].done():
                     del self._futures[program]  # tried again
-            self.add(missing) if len(missing) > 1 else self._queue_new(missing)
+            self.add(missing)
             ahead = [program for program in missing if program in self._queue]
             self._queue = deque([*ahead, *(each for each in self._queue if each not in ahead)])
-        while missing and self._next(missing):
+        while self._next(missing):
             pass
         self.wait(missing)
 
@@ -158,33 +164,30 @@ class Compiler:
                 bar.update()
             for _ in as_completed(futures):
                 bar.update(int(self._most > 0))
-        try:
-            for future in futures:
-                future.result()
-        except CancelledError:
-            raise RuntimeError("the engine was closed before its programs were compiled") from None
+        for future in futures:
+            future.result()
 
     def stop(self) -> None:
         """Drops all programs but those that are being compiled, after which the threads end."""
         with self._lock:
             while self._queue:
-                self._futures[self._queue.pop()].cancel()
+                error = RuntimeError("the engine was closed before its programs were compiled")
+                self._futures[self._queue.pop()].set_exception(error)
 
     def shape(self, kind: str, live: int, bucket: int, coming: int | None = None) -> Shape:
         """The shape of rounds to run for a wanted one.
 
-        It is the smallest compiled one with as many live slots, and trees of the same size; the wanted one is
+        It is the smallest compiled one with enough live slots, and trees of the same size; the wanted one is
         queued once others have replaced it in `REPLACED` dispatches. While it is queued, or if it could not
         be compiled, larger trees serve too, and if there are none, smaller ones. If nothing serves, the
         wanted shape is compiled at once, for ``coming`` live slots if more requests are about to decode.
         """
         wanted = Program(kind, live, bucket)
-        if self._has(wanted):
+        if wanted in self._compiled:
             return live, bucket
         with self._lock:
             queued = wanted in self._futures
-            there = [each[1:] for each in self._futures if each.kind == kind and self._has(each)]
-        there = [shape for shape in there if shape[0] >= live]
+            there = [each[1:] for each in self._compiled if each.kind == kind and each.slots >= live]
         serving = [shape for shape in there if shape[1] == bucket or (queued and shape[1] > bucket)]
         if serving:
             self._replaced[wanted] += 1
@@ -196,21 +199,12 @@ class Compiler:
         return coming or live, bucket
 
     def chunks(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
-        """The shapes of prefill forwards to choose from: all but those that are still compiled."""
+        """The shapes of prefill forwards to choose from: those that are not queued, running or failed."""
+        if len(self._futures) == len(self._compiled):  # in nearly every dispatch
+            return shapes
         with self._lock:
-            left = {program for program, future in self._futures.items() if not future.done()}
-        return [shape for shape in shapes if Program(PREFILL, *shape) not in left] or shapes
-
-    def _queue_new(self, programs: Iterable[Program]) -> None:
-        new = [program for program in dict.fromkeys(programs) if program not in self._futures]
-        self._futures |= {program: Future() for program in new}
-        self._queue += new
-        if PROGRAM_ENDED.is_set():
-            self.stop()
-
-    def _has(self, program: Program) -> bool:
-        future = self._futures.get(program)
-        return future is not None and future.done() and not (future.cancelled() or future.exception())
+            missing = self._futures.keys() - self._compiled
+        return [shape for shape in shapes if Program(PREFILL, *shape) not in missing] or shapes
 
     def _work(self) -> None:
         going_on = True
@@ -233,8 +227,11 @@ class Compiler:
             _log.warning("%s was not compiled ahead: %s", program, error)
             future.set_exception(error.with_traceback(None))  # its frames keep arrays alive
         except BaseException:  # an interrupt of a caller that compiles
-            future.cancel()
+            with self._lock:
+                del self._futures[program]
+            future.set_exception(RuntimeError("the compilation was interrupted"))
             raise
         else:
+            self._compiled.add(program)
             future.set_result(None)
         return True

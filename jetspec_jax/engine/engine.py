@@ -108,8 +108,7 @@ class Engine:
         self._tasks: list[_Task[Any]] = []
         self._commands: _Commands = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        # Held by the thread.
-        self._turn = threading.Lock()
+        self._turn = threading.Lock()  # held by the thread
         self._closing = False
         weakref.finalize(self, self._commands.put, None).atexit = False
 
@@ -194,8 +193,8 @@ class Engine:
         """Compiles all prefill forwards, the rounds of some kinds, and ``scores`` of prompts.
 
         Requests are served meanwhile. The rounds are those of ``count`` requests that decode together; None
-        is any number. In the ``background`` it returns as soon as any request can be served; processes that
-        share devices compile everything. Raises the errors of the engine and the compiler.
+        is any number. In the ``background`` it returns as soon as any request without optional parts can be
+        served; processes that share devices compile everything. Raises errors of engine and compiler.
         """
         programs = self.run(lambda: self.runner.programs(kinds, scores=scores))
         size, compiler = self.plan.size, self.runner.compiler
@@ -279,10 +278,8 @@ class Engine:
         except DeviceMemoryError as error:
             if not _SERVING:
                 raise
-            raise DeviceMemoryError(
-                f"{error}\n{len(_SERVING)} engines of this process have stores: close() an LLM that is not "
-                "used any more"
-            ) from None
+            have = f"{len(_SERVING)} engines of this process have stores: close() an LLM that is not used"
+            raise DeviceMemoryError(f"{error}\n{have}") from None
         overlapped = overlaps(plan) if self._overlapped is None else self._overlapped
         self.runner = Runner(plan, self._weights, overlapped=overlapped)
         auto, shapes = plan.auto, plan.size.rounds(tuple(self.runner.decoders))
@@ -369,8 +366,12 @@ class Engine:
         if self.failed and not (requests or tasks):  # no caller learns of it
             _log.error("the engine failed between two calls", exc_info=error)
         for request in requests:
-            request.lost = True
-            request.fail(error)
+            if request.finish_reason is None:
+                request.lost = True
+                request.fail(error)
+            else:  # it has ended in the batch that failed
+                request.publish()
+                request.notify()
         for task in tasks:
             task.results.put((None, error))
         self._tasks = []

@@ -26,8 +26,8 @@ from jetspec_jax.progress import unseen
 class Engines:
     """One engine for each copy of the models, made when a request needs it; each request goes to one.
 
-    After an error of its engine, the next request makes a new one. If slots are too short for a request, an
-    idle engine is made anew with longer ones.
+    After an error of its engine, the next request makes a new one. If slots are too short for a request, or
+    pages too few, idle engines are made anew.
     """
 
     def __init__(
@@ -45,15 +45,19 @@ class Engines:
         The ``plan`` is that of each engine, on any of the meshes. With ``longer_slots`` slots become longer
         if a request needs it; else it is refused. A proposer other than the head's has ``proposer_weights``.
         """
-        self.target, self.head, self.plan = target, head, plan
-        self._longer_slots, self._make = longer_slots, make
+        self.target, self.head = target, head
+        #: The plan of the engines. The others have the slots that the memory does not hold, too.
+        self.plan = self._first = self._wanted = plan
+        self._fitted = False
+        #: Whose engines they are, for errors.
+        self.owner = "LLM"
+        self.longer_slots, self._make = longer_slots, make
         self._proposer_weights = proposer_weights
         #: The other processes that share the models.
         self.workers = Workers(target.mesh)
         self._engines: list[Engine] = []
         self._past, self.closed = EngineStats(), False
-        # Held while engines are made or closed.
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # held while engines are made, closed or given requests
 
     @property
     def follows(self) -> bool:
@@ -78,21 +82,23 @@ class Engines:
         with self._lock:
             self.check_open()
             copies = len(self.target.meshes)
-            plan = self.plan.holding(requests, copies) if self._longer_slots else self.plan
-            shorter = plan.size.capacity > self.plan.size.capacity
-            if any(each.open_requests for each in self._engines if each.state is not State.CLOSED):
-                if shorter:
-                    need = max(request.most_tokens for request in requests)
-                    raise ValueError(
-                        f"a request needs {need} tokens, and the slots have {self.plan.size.capacity}, of an "
-                        f"engine that serves other requests now: set capacity={plan.size.capacity} when the "
-                        "models are loaded, or wait until the others have ended"
-                    )
-                plan = self.plan
-            if plan != self.plan:
+            busy = any(each.open_requests for each in self._engines if each.state is not State.CLOSED)
+            # After an error as at first: longer slots may have been too much for the memory.
+            wanted = self._first if self.failed and not busy else self._wanted
+            plan = wanted.holding(requests, copies) if self.longer_slots else wanted
+            if busy and plan.size.capacity > wanted.size.capacity:
+                need = max(request.most_tokens for request in requests)
+                raise ValueError(
+                    f"a request needs {need} tokens, and the slots have {wanted.size.capacity}, of an engine "
+                    f"that serves other requests now: set capacity={plan.size.capacity} when the models are "
+                    "loaded, or wait until the others have ended"
+                )
+            if plan != self._wanted and not busy:
                 self._drop()
-                # All processes would have to ask for the free memory at once.
-                self.plan = plan if self.workers.there else with_slots_that_fit(plan, self.target.meshes)
+                self.plan = self._wanted = plan
+                self._fitted = self.workers.there  # they would have to ask for the free memory too
+            if not self._engines and not self._fitted:
+                self.fit()
             self._engines = self._engines or [self._make_one(number) for number in range(copies)]
             for number, engine in enumerate(self._engines):
                 if engine.state is State.CLOSED:
@@ -100,26 +106,31 @@ class Engines:
                     self._engines[number] = self._make_one(number)
             return list(self._engines)
 
+    def fit(self) -> None:
+        """Decides the number of slots by the memory of now, in all processes; else the first request does."""
+        self.plan, self._fitted = with_slots_that_fit(self._wanted, self.target.meshes), True
+
     def submit(self, requests: Sequence[Request], most_waiting: int | None = None) -> list[Engine]:
         """Deals requests among the engines, each to one with the fewest requests; returns the engine of each.
 
         Raises QueueFull if more than ``most_waiting`` would wait for a slot of the engine, or as `engines`.
         """
         places: dict[Request, Engine] = {}
-        while len(places) < len(requests):
-            engines = self.engines(requests)
-            counts = [engine.open_requests for engine in engines]
-            dealt: list[list[Request]] = [[] for _ in engines]
-            for request in requests:
-                if request not in places:
-                    fewest = counts.index(min(counts))
-                    counts[fewest] += 1
-                    dealt[fewest].append(request)
-            for engine, mine in zip(engines, dealt, strict=True):
-                with contextlib.suppress(EngineClosed):  # an error has closed it just now: dealt again
-                    if mine:
-                        engine.submit(mine, most_waiting)
-                        places |= dict.fromkeys(mine, engine)
+        with self._lock:  # no other caller may close an engine before it has the requests
+            while len(places) < len(requests):
+                engines = self.engines(requests)
+                counts = [engine.open_requests for engine in engines]
+                dealt: list[list[Request]] = [[] for _ in engines]
+                for request in requests:
+                    if request not in places:
+                        fewest = counts.index(min(counts))
+                        counts[fewest] += 1
+                        dealt[fewest].append(request)
+                for engine, mine in zip(engines, dealt, strict=True):
+                    with contextlib.suppress(EngineClosed):  # an error has closed it just now: dealt again
+                        if mine:
+                            engine.submit(mine, most_waiting)
+                            places |= dict.fromkeys(mine, engine)
         return [places[request] for request in requests]
 
     def warm_up(self, kinds: Sequence[Kind], **settings: Any) -> None:
@@ -154,7 +165,7 @@ class Engines:
         if self.follows:
             raise ValueError("requests go to process 0; this process is a worker: call follow()")
         if self.closed:
-            raise RuntimeError("this LLM is closed")
+            raise RuntimeError(f"this {self.owner} is closed")
 
     def _drop(self) -> None:
         engines, self._engines = self._engines, []

@@ -96,7 +96,7 @@ class Completion:
         logprobs: For each generated token, log-probabilities of it and of the likeliest tokens at its
             position, by token; None unless asked for.
         prompt_logprobs: Likewise for each token of the prompt, None for the first, which has no context. Also
-            None, as a whole, if the request was aborted before its prompt was prefilled.
+            None, as a whole, if the request was aborted before its prompt was scored.
         stop_reason: The stop string, or the token of ``stop_token_ids``, that ended it; None for any other
             end.
         request_id: The caller's id of the request, or else its number in this process. The ``n``

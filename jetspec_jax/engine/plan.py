@@ -102,12 +102,14 @@ class EnginePlan:
         return replace(self, decoder=replace(self.decoder, mesh=mesh))
 
     def holding(self, requests: Sequence[Request], copies: int) -> "EnginePlan":
-        """The plan of ``copies`` engines for some requests: with longer slots if these need them."""
+        """The plan of ``copies`` engines for some requests: with longer slots and more pages if need be."""
         need = max((request.most_tokens for request in requests), default=0)
-        capacity = self.size.capacity
-        if need > capacity:
-            capacity = default_capacity(self.decoder.target, need)
-        return replace(self, size=self.size.holding(-(-len(requests) // copies), capacity))
+        size, count = self.size, min(-(-len(requests) // copies), self.size.slots)
+        if need > size.capacity:
+            size = replace(size, capacity=default_capacity(self.decoder.target, need))
+        if sum(sorted(request.num_pages for request in requests)[-count:]) > size.num_pages:
+            size = replace(size, num_pages=count * size.pages_per_slot)
+        return replace(self, size=size)
 
 
 def overlaps(plan: EnginePlan) -> bool:

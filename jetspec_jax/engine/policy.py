@@ -18,7 +18,7 @@ from jaxtyping import Float
 from jetspec_jax.engine.batch import BatchResult, Shape
 from jetspec_jax.engine.size import FORWARD_ROWS
 
-#: The shape that runs for a wanted one: the same, or a larger one while the wanted one is not compiled.
+#: The shape that runs for a wanted one: the same, or another one while the wanted one is not compiled.
 ShapeOf = Callable[[int, int], Shape]
 
 #: Most rounds of a dispatch.

@@ -100,7 +100,7 @@ class Request:
     prefix_tokens: int = 0  # tokens of its prompt that were in the prefix cache
     preemptions: int = 0
     number: int = -1  # its place in the order of arrival
-    overtaken: int = 0  # how often a later request was admitted before it
+    overtaken: int = 0  # how often a later request was admitted before it, or took its pages
     slot: int = -1  # also after its end; -1 while it waits
     pages: list[int] = field(default_factory=list)
     committed: int = 0  # its tokens in the stores, except those of rounds in flight
@@ -111,11 +111,11 @@ class Request:
 
     @property
     def open(self) -> bool:
-        """Whether it waits or runs. If not, its slot and pages are freed with the next batch."""
+        """Whether it waits or runs. If not, its slot and pages are freed with its last batch, or the next."""
         return self.finish_reason is None and not self.cancelled
 
     def cancel(self) -> None:
-        """Cancels it, from any thread: the next batch frees its slot and pages."""
+        """Cancels it, from any thread: its batch in flight, or the next one, frees its slot and pages."""
         self.cancelled = True
 
     @property

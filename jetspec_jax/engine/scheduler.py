@@ -57,11 +57,11 @@ def in_order(requests: Iterable[Request]) -> list[Request]:
 class Scheduler:
     """Schedules requests on slots and a page pool.
 
-    `next_batch` decides a batch; `update` takes the results of the oldest one. Only they assign and free
-    slots and pages. Requests are admitted `in_order`. A request without a slot or pages blocks all later
-    ones; so does a request that waits until another has filled pages of their common prefix. An admitted
-    request gets the pages of its prompt and one round, and before each dispatch pages for its rounds: see
-    `PageAllocator`.
+    `next_batch` decides a batch; `update` takes the results of the oldest one. They alone, and `drop_closed`,
+    assign and free slots and pages. Requests are admitted `in_order`. A request without a slot or pages
+    blocks all later ones; so does a request that waits until another has filled pages of their common prefix.
+    An admitted request gets the pages of its prompt and one round, and before each dispatch pages for its
+    rounds: see `PageAllocator`.
 
     If batches are ``overlapped``, two are in flight, so a batch is decided before the results of the one
     before are known. The device runs them in order, each on the state that the one before left. Hence:
@@ -76,8 +76,8 @@ class Scheduler:
       earlier ones by then. Pages that a request keeps are only taken beyond the upper bound of its tokens.
     * Keys of cached pages are those of prefilled and fetched tokens; rounds in flight write behind them.
     * A request is preempted only if nothing is in flight, because it resumes from its known tokens. Nothing
-      is in flight either while a batch is decided for a request with a grammar that has decoded before: its
-      masks follow from all its tokens.
+      is in flight either while a batch is decided for a request with a grammar: its masks follow from all its
+      tokens.
     """
 
     def __init__(
@@ -110,19 +110,13 @@ class Scheduler:
 
     @property
     def pool(self) -> PagePool:
-        """The page pool; a request that has ended keeps its pages until the next batch."""
+        """The page pool. A request that has ended keeps its pages until its last results are there."""
         return self._allocator.pool
 
     @property
     def requests(self) -> list[Request]:
         """Waiting and running requests, in order of arrival."""
         return [request for request in self._requests if request.open]
-
-    @property
-    def free_slots(self) -> list[int]:
-        """Slots that are free, or will be in the next batch."""
-        taken = {request.slot for request in self.requests}
-        return [slot for slot in range(self.size.slots) if slot not in taken]
 
     @property
     def has_room(self) -> bool:
@@ -186,9 +180,8 @@ class Scheduler:
         if decoding:
             batch = self._with_rounds(batch, decoding, waiting)
         for request in decoding:
-            self._allocator.grow(request, self._most_tokens(batch))
-        for request in decoding:
-            request.in_flight_tokens += self._most_tokens(batch)
+            self._allocator.grow(request, tokens := self._most_tokens(batch))
+            request.in_flight_tokens += tokens
         self._in_flight.append((batch, running, decoding))
         self._occupied = occupied
         # With the pages of the rounds.
@@ -266,7 +259,9 @@ class Scheduler:
 
     def _admit(self, running: list[Request], now: float) -> list[Request]:
         """Gives free slots and pages to waiting requests, in order, and adds them to ``running``."""
-        slots = self.free_slots
+        # A request that was cancelled since the last look keeps its slot and pages.
+        taken = {request.slot for request in self._requests}
+        slots = [slot for slot in range(self.size.slots) if slot not in taken]
         waiting = in_order(request for request in self._requests if request.slot < 0) if slots else ()
         admitted = []
         for slot, request in zip(slots, waiting, strict=False):

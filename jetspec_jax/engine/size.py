@@ -99,11 +99,6 @@ class EngineSize:
         pages = max(pages, self.pages_per_slot)
         return replace(self, slots=slots, num_pages=pages, snapshots=snapshots, chunks=chunks, live=live)
 
-    def holding(self, count: int, capacity: int) -> "EngineSize":
-        """The same size with another capacity, and pages for ``count`` requests of it."""
-        pages = max(self.num_pages, min(count, self.slots) * pages_for(capacity))
-        return replace(self, capacity=capacity, num_pages=pages)
-
     def nodes(self, bucket: int) -> int:
         """Most nodes of a round of all live slots together, with trees of up to ``bucket`` nodes."""
         if self.most_rows is None:
@@ -157,12 +152,13 @@ def compile_order(size: EngineSize, buckets: Sequence[int], kinds: Sequence[Kind
 
     First come the programs that can serve any request, of every kind, then prefill forwards, then rounds by
     live slots, in rising order: most servers have few requests at a time, and where many run, the largest
-    shape costs little more than the right one. Large trees pay most where few requests share a round.
+    shape costs little more than the right one: the largest trees, plain rounds, then the other trees.
     """
     kinds = sorted(kinds)
     first = [program for kind in kinds for program in first_programs(size, buckets, kind)]
     chunks = [Program(PREFILL, *chunk) for chunk in size.chunks]
-    shapes = sorted(size.rounds(buckets), key=lambda shape: (shape[0], -shape[1]))
+    most, rounds = dict(size.rounds(buckets)), size.rounds(buckets)
+    shapes = sorted(rounds, key=lambda each: (each[0], each[1] < most[each[0]], each[1] > 1, -each[1]))
     rest = [Program(str(kind), *shape) for kind in kinds for shape in shapes]
     return list(dict.fromkeys([*first, *chunks, *rest]))
 

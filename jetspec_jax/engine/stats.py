@@ -44,7 +44,7 @@ class EngineStats:
 
 
 class Tally:
-    """Counts the work of a loop, over all its engines."""
+    """Counts the work of an engine."""
 
     def __init__(self) -> None:
         self._counted = EngineStats()

@@ -24,9 +24,7 @@ from jetspec_jax.sampling.structured import StructuredOutputsParams
 
 _ABOUT = "the engine of process 0"
 _SENT = (Adjusting, Admission, Batch, Chunk, EngineSize, Growth, Kind, Program, SlotCopy)
-_RECORDS: dict[str, Any] = {
-    record.__name__: record for record in (*_SENT, SamplingParams, StructuredOutputsParams)
-}
+_RECORDS: dict[str, Any] = {each.__name__: each for each in (*_SENT, SamplingParams, StructuredOutputsParams)}
 
 
 class Workers:
@@ -43,7 +41,7 @@ class Workers:
 
 
 def follow(plan: EnginePlan, weights: DecodeWeights) -> None:
-    """Runs the actions of process 0 until it closes its engine for good, or its program ends.
+    """Runs the actions of process 0 until its LLM is closed, or its program ends.
 
     A worker does not wait for its devices. Raises OutOfStep if process 0 does something else.
     """

@@ -251,6 +251,12 @@ def free_pages(scheduler):
     return scheduler.size.num_pages - len({page for request in scheduler.requests for page in request.pages})
 
 
+def free_slots(scheduler):
+    """Slots that are free, or will be in the next batch."""
+    taken = {request.slot for request in scheduler.requests}
+    return [slot for slot in range(scheduler.size.slots) if slot not in taken]
+
+
 def check_pool(pool, tables):
     """Every page is in one state, with exactly these block tables."""
     counts = Counter(page for pages in tables for page in pages)

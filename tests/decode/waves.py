@@ -9,7 +9,7 @@ from jetspec_jax import SamplingParams, generate
 from tests.decode.compilations import compilations
 from tests.decode.oracle import plant
 from tests.decode.ties import TIE, choice_rows, gaps
-from tests.decode.tiny import serve
+from tests.decode.tiny import free_slots, serve
 
 
 def with_nan(stores):
@@ -29,7 +29,7 @@ def serve_waves(engine, oracle, waves, rng, *, limit, prompts=(1, 110), new=(15,
         free = [dataclasses.replace(own, max_tokens=own.max_tokens + oracle.depth + 1) for own in params]
         truth = [generate(target, [p], own)[0].token_ids for p, own in zip(asked, free, strict=True)]
         sequences = [[] for _ in range(4)]
-        for slot, prompt, tokens in zip(engine.scheduler.free_slots, asked, truth, strict=False):
+        for slot, prompt, tokens in zip(free_slots(engine.scheduler), asked, truth, strict=False):
             sequences[slot] = prompt + tokens
         runner.weights = runner.weights._replace(proposer=plant(sequences, limit))
         with compilations() as seen:

@@ -320,7 +320,7 @@ def test_a_full_queue(models, expected):
             # Of an idle engine's slots all may be asked for.
             assert len(await read(llm, params=SamplingParams(n=4, max_tokens=9, ignore_eos=True))) >= 4
             await llm.warm_up(SamplingParams(logprobs=1))  # which the bound does not refuse
-        with pytest.raises(RuntimeError, match="this LLM is closed"):
+        with pytest.raises(RuntimeError, match="this AsyncLLM is closed"):
             await llm.warm_up()
 
     asyncio.run(run())

@@ -226,7 +226,7 @@ def test_a_program_ends_while_others_are_compiled():
 
 
 def compiled_by(compiler):
-    return {program for program in compiler._futures if compiler._has(program)}
+    return {*compiler._compiled}
 
 
 class TestOrder:
@@ -247,7 +247,7 @@ class TestOrder:
     def test_few_slots_and_large_trees_come_before_others(self):
         programs = compile_order(SIZE, BUCKETS, [Kind()])
         rest = [program[1:] for program in programs[5:]]
-        assert rest[:5] == [(1, 16), (1, 8), (1, 4), (1, 2), (1, 1)]
+        assert rest[:5] == [(1, 16), (1, 1), (1, 8), (1, 4), (1, 2)]
         assert [live for live, _ in rest] == sorted(live for live, _ in rest)
 
 
@@ -344,6 +344,26 @@ class TestCompiler:
         assert compiler.shape("rounds", 1, 4) == (1, 4), "it is tried again when it is needed"
         compiler.compile([Program("rounds", 4, 8)])
         assert compiler.shape("rounds", 1, 4) == compiler.shape("rounds", 2, 4) == (4, 8)
+
+    def test_callers_that_wait_are_told_of_the_end(self):
+        first, second = Program("rounds", 1, 4), Program("rounds", 2, 4)
+        begun, gate = threading.Event(), threading.Event()
+        compiler = Compiler(lambda program: begun.set() or gate.wait(PATIENCE), 1)
+        compiler.add([first, second])
+        assert begun.wait(PATIENCE)
+        ended = []
+
+        def wait():
+            with pytest.raises(RuntimeError, match="closed before its programs were compiled"):
+                compiler.wait([second])
+            ended.append(True)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        compiler.stop()
+        thread.join(PATIENCE)
+        gate.set()
+        assert ended
 
     def test_an_interrupt_of_a_caller_that_compiles_leaves_nothing_running(self):
         def compile(program):

@@ -13,7 +13,7 @@ from jetspec_jax.engine.request import DeadlinePassed, Request, State
 from jetspec_jax.engine.scheduler import MASKED_ROUNDS, MOST_OVERTAKEN
 from jetspec_jax.sampling.grammar import Matcher
 from jetspec_jax.sampling.token_sets import NO_CHOICE
-from tests.decode.tiny import busy, check_pool, free_pages
+from tests.decode.tiny import busy, check_pool, free_pages, free_slots
 from tests.engine.fake_device import expected_tokens
 from tests.engine.scheduling import (
     BUCKET,
@@ -244,9 +244,33 @@ class TestLeaving:
         reader = Output(runs, None)
         add(scheduler, runs, waits)
         step(scheduler, device, 2)
-        assert (free_pages(scheduler), scheduler.free_slots) == (0, [])
+        assert (free_pages(scheduler), free_slots(scheduler)) == (0, [])
         del reader
-        assert (free_pages(scheduler), scheduler.free_slots, scheduler.requests) == (2, [0], [waits])
+        assert (free_pages(scheduler), free_slots(scheduler), scheduler.requests) == (2, [0], [waits])
+        finish(scheduler, device)
+        assert_served(waits)
+
+    @pytest.mark.parametrize("first", [0, 1], ids=["one that runs", "one that was just admitted"])
+    def test_who_goes_before_others_are_admitted_keeps_its_slot_for_this_batch(
+        self, made, monkeypatch, first
+    ):
+        scheduler, device = made(slots=1, pages=4)
+        gone, waits = add(scheduler, request(60, 30), request(60, 3, start=1))
+        if not first:
+            step(scheduler, device, 1)
+        admit = scheduler._admit
+
+        def after_a_cancellation(running, now):
+            if not first:
+                gone.cancel()
+            admitted = admit(running, now)
+            gone.cancel()
+            return admitted
+
+        monkeypatch.setattr(scheduler, "_admit", after_a_cancellation)
+        batch = step(scheduler, device, 1)
+        assert waits.slot == -1
+        assert len(batch.admissions) == first
         finish(scheduler, device)
         assert_served(waits)
 

@@ -10,7 +10,15 @@ import jax
 
 from jetspec_jax import LLM, SamplingParams, generate
 from jetspec_jax.inspect.trace import trace_rounds
-from tests.decode.tiny import TINY, free_pages, random_head, random_target, with_windows, word_tokenizer
+from tests.decode.tiny import (
+    TINY,
+    free_pages,
+    free_slots,
+    random_head,
+    random_target,
+    with_windows,
+    word_tokenizer,
+)
 from tests.events import until
 
 CONFIG = with_windows(TINY, None)
@@ -128,7 +136,7 @@ class Scene:
         scheduler, size = engine.scheduler, engine.plan.size
         assert not scheduler.requests, scheduler.requests
         assert free_pages(scheduler) == size.num_pages
-        assert scheduler.free_slots == list(range(size.slots))
+        assert free_slots(scheduler) == list(range(size.slots))
 
     def bytes_held(self) -> int:
         """Bytes of all arrays on the device but those of the engines, which are closed."""
