@@ -25,6 +25,7 @@ from jetspec_jax.device.mesh import without_mesh
 from jetspec_jax.engine.admission import CheckedRequest, check_models, check_request
 from jetspec_jax.engine.engine import EngineClosed
 from jetspec_jax.engine.output import Completion, Logprob, Output, Round
+from jetspec_jax.engine.plan import check_engine_memory
 from jetspec_jax.engine.prompts import Prompt
 from jetspec_jax.engine.request import EngineFailed, Request
 from jetspec_jax.engine.size import MAX_SLOTS, MOST_SLOTS
@@ -135,6 +136,9 @@ class AsyncLLM:
         self.llm = LLM(*models, max_slots=slots, capacity=capacity, **settings)
         self._engines = self.llm.engines
         self._engines.owner, self._engines.longer_slots = "AsyncLLM", False
+        if max_slots is not None:
+            for mesh in self.llm.target.meshes:
+                check_engine_memory(self._engines.plan.on(mesh))
         self._engines.fit()
         self._compilations, self._max_waiting = Compilations(), max_waiting
         # Running requests by id, and how to abort them.

@@ -176,7 +176,17 @@ class Fields:
         self.raw = {**self.raw, **{key: value for key, value in values.items() if key not in self}}
 
     def check_agree(self, key: str, newer: Any, older: Any, *replaced: str) -> None:
-        """Checks that ``key`` of the newer dialect, if present, says the same as the keys it replaced."""
+        """Checks that keys of the older dialect say what the key of the newer one says that replaced them.
+
+        Args:
+            key: That key; without it older_keys is nothing to check.
+            newer: What it says.
+            older: What the others say.
+            *replaced: The others.
+
+        Raises:
+            ValueError: They differ.
+        """
         if key in self and newer != older:
             older_keys = [name for name in replaced if name in self]
             raise ValueError(f"{self.where}: {key} and {', '.join(older_keys)} mean the same and differ")
@@ -184,7 +194,14 @@ class Fields:
     def only(self, key: str, *harmless: Any, default: Any = None, feature: str = "") -> None:
         """Refuses a key that changes the maths, unless it has a harmless value.
 
-        ``feature`` is what other values switch on, if the key does not say so.
+        Args:
+            key: The key.
+            *harmless: Values that are supported.
+            default: The value if the key is absent or null.
+            feature: The feature that other values switch on, if the key does not say so.
+
+        Raises:
+            ValueError: The value is not supported.
         """
         value = self.get(key, default)
         if value not in harmless:
@@ -203,7 +220,14 @@ class Fields:
     def integer(self, *keys: str, least: int = 1, most: int = MAX_SIZE, default: int | None = None) -> int:
         """An integer that may be stored under any of several keys.
 
-        All keys must agree. Without a default, one of them must be present.
+        Args:
+            *keys: The keys.
+            least: The smallest value allowed.
+            most: The largest value allowed.
+            default: The value if all keys are absent; None makes that an error.
+
+        Raises:
+            ValueError: The value is not an integer or out of range, or two keys disagree.
         """
         found = {key: value for key in keys if (value := self.get(key)) is not None}
         values = list(found.values())
@@ -217,18 +241,30 @@ class Fields:
         return value
 
     def positive(self, key: str) -> float:
-        """A positive number within the range of float32."""
+        """A positive number within the range of float32.
+
+        Raises:
+            ValueError: The value is not such a number.
+        """
         value = self.get(key)
         if not is_number(value) or not value >= _SMALLEST:
             raise self.error(key, "a positive number", value)
         return float(value)
 
     def optional(self, key: str) -> float | None:
-        """As `positive`, but None if the key is absent."""
+        """As `positive`, but None if the key is absent.
+
+        Raises:
+            ValueError: As for `positive`.
+        """
         return self.positive(key) if key in self else None
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        """A boolean; strings such as "false" are refused."""
+        """A boolean; strings such as "false" are refused.
+
+        Raises:
+            ValueError: The value is not a boolean.
+        """
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise self.error(key, "true or false", value)
@@ -237,7 +273,13 @@ class Fields:
     def layers(self, key: str, length: int, *, surplus: int = 0) -> list[Any] | None:
         """A list with one entry per layer; None if the key is absent.
 
-        The list may have exactly ``surplus`` more entries, which are dropped.
+        Args:
+            key: The key.
+            length: The number of layers.
+            surplus: The list may have exactly this many more entries, which are dropped.
+
+        Raises:
+            ValueError: The value is not a list, or has another length.
         """
         value = self.get(key)
         if value is None:
@@ -249,7 +291,11 @@ class Fields:
         return value[:length]
 
     def object(self, key: str) -> "Fields | None":
-        """The fields of a nested object; None if the key is absent. The caller must call `done` on it."""
+        """The fields of a nested object; None if the key is absent. The caller must call `done` on it.
+
+        Raises:
+            ValueError: The value is not an object.
+        """
         value = self.get(key)
         if value is None:
             return None
@@ -272,7 +318,11 @@ class Fields:
     def done(self, *, top: bool = False) -> None:
         """Checks that all keys were read.
 
-        The object at the ``top`` may have `INERT_KEYS` and `HARMLESS_ONLY`.
+        Args:
+            top: Whether this is a model's top-level object, which may have `INERT_KEYS` and `HARMLESS_ONLY`.
+
+        Raises:
+            ValueError: There are unknown keys, or keys that change the maths.
         """
         if top:
             for key, harmless in HARMLESS_ONLY.items():

@@ -56,6 +56,10 @@ class TreeDecoder(Round):
     Attributes:
         max_rounds: Most rounds of one `decode`. With 1, every `decode` runs one round, and its launch waits
             for nothing; that of a loop, which may end early, waits until its rounds are over.
+
+    Raises:
+        ValueError: A setting is out of range, or the proposer does not fit the target or the mesh.
+        TypeError: A setting has a wrong type.
     """
 
     _: KW_ONLY

@@ -17,7 +17,6 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from typing import Any, TypeVar
 
 import jax
@@ -160,16 +159,8 @@ def _environment() -> dict[str, str]:
         "the version of jetspec_jax": __version__,
         "the version of JAX": jax.__version__,
         "the version of jaxlib": jaxlib.version.__version__,
-        "the version of llguidance": _version("llguidance"),  # every process computes grammar masks
         "the kind of device": jax.local_devices()[0].device_kind,
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 @functools.cache

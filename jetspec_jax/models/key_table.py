@@ -101,7 +101,12 @@ class Key:
         return replace(self, name=name, scales="".join(scales))
 
     def of(self, indices: Sequence[int], shape: tuple[int, ...]) -> list["Key"]:
-        """The entries of one parameter, with indices filled in: one, or with `expert` one per expert."""
+        """The entries of one parameter, with indices filled in: one, or with `expert` one per expert.
+
+        Args:
+            indices: The values of the path's ``{}``.
+            shape: The parameter's shape.
+        """
         places = [(*indices, i) for i in range(shape[0])] if self.expert else [tuple(indices)]
         inner = self.part if isinstance(self.part, tuple) else (self.part,)
         return [
@@ -117,7 +122,12 @@ class Key:
         ]
 
     def file_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the file's tensors, in the order of `names`, for a parameter of ``shape``."""
+        """Shapes of the file's tensors, in the order of `names`, for a parameter of ``shape``.
+
+        Raises:
+            ValueError: The layout has another number of axes than the part, or the rows do not consist of
+                whole MXFP4 blocks.
+        """
         view = self._view(np.broadcast_to(0, shape))
         shape = parse_layout(self.layout).shape(view) if self.layout else view.shape
         return packed_shapes(shape) if self.scales else (shape,)
@@ -125,7 +135,12 @@ class Key:
     def of_part(self, shard: ShardRows) -> tuple["Key", list[list[np.ndarray]]] | None:
         """The entry of a device's shard of a parameter, and the rows that it needs of the file.
 
-        None if the shard has nothing of this tensor, which belongs to another device's expert.
+        Returns:
+            The entry, and for each of `names` the rows along each axis. None if the shard has nothing of this
+            tensor, which belongs to another device's expert.
+
+        Raises:
+            ValueError: The shard begins or ends inside an MXFP4 block.
         """
         index = self.picks(len(shard.rows))
         rows, sizes, local = [], [], list(index)
@@ -168,7 +183,13 @@ class Key:
     def from_file(self, parameter: np.ndarray, *tensors: np.ndarray, each: Each = one_by_one) -> None:
         """Fills the entry's part of a parameter from the file's tensors.
 
-        ``each`` runs the copies of disjoint tiles.
+        Args:
+            parameter: The parameter.
+            *tensors: The tensors, in the order of `names`.
+            each: Runs the copy of each tile; tiles are disjoint.
+
+        Raises:
+            ValueError: An MXFP4 scale is not a number. It is raised inside ``each``.
         """
         view = self._view(parameter)
         tiles = parse_layout(self.layout).tiles(view) if self.layout and view.ndim > 1 else [...]

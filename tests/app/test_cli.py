@@ -186,7 +186,7 @@ def test_one_difference_among_several_completions_is_exit_code_1(capsys, monkeyp
 
     def altered(llm, *arguments, budget):
         completions = generate(llm, *arguments, budget=budget)
-        completions[0].token_ids[2] ^= budget == 1
+        completions[0].outputs[0].token_ids[2] ^= budget == 1
         return completions
 
     monkeypatch.setattr(LLM, "generate", altered)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 
 import jax
 import pytest

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetspec_jax import SamplingParams
+from jetspec_jax import RequestOutput, SamplingParams
 from jetspec_jax.engine.output import Output
 from jetspec_jax.engine.request import Request
 from jetspec_jax.sampling.structured import StructuredOutputsParams
@@ -298,7 +298,7 @@ def test_a_completion_is_read_as_vllm_s_result():
     request = Request(np.array([3], np.int32), SamplingParams(max_tokens=1), request_id="mine")
     output = Output(request, byte_level())
     feed(output, [ord("a") + 1], 1)
-    result = output.completion()
+    result = RequestOutput([output.completion()])
     [own] = result.outputs
     assert (result.request_id, result.finished, result.prompt_token_ids) == ("mine", True, [3])
     assert (own.index, own.text, own.token_ids, own.finish_reason) == (0, "a", [ord("a") + 1], "length")

@@ -190,8 +190,8 @@ def test_the_form_of_a_response(client, alone, form, schema):
     assert last.usage.completion_tokens == got.usage.completion_tokens
     assert last.usage.prompt_tokens == got.usage.prompt_tokens
     if schema is None:
-        wholes = alone.chat(MESSAGES, SamplingParams(temperature=1.0, **params), use_tqdm=False)
-        assert texts == [whole.text for whole in wholes]
+        [whole] = alone.chat(MESSAGES, SamplingParams(temperature=1.0, **params), use_tqdm=False)
+        assert texts == [each.text for each in whole.outputs]
     else:
         assert reasons == ["stop", "stop"]
         for text in texts:

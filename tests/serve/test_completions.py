@@ -20,7 +20,8 @@ MODEL = "demo"
 
 
 def expected(alone, prompt=PROMPT, **params):
-    return alone.generate(prompt, SamplingParams(**params), use_tqdm=False)
+    outputs = alone.generate(prompt, SamplingParams(**params), use_tqdm=False)
+    return [completion for output in outputs for completion in output.outputs]
 
 
 def test_a_text_is_what_plain_decoding_gives(client, alone):

@@ -63,7 +63,7 @@ class Spoken(Kept):
         self.words = []
 
     async def generate(self, checked, **settings):
-        [request] = checked.requests(self.llm.settings, self._plan.decoder)
+        [request] = checked.requests(self.llm.settings, self._engines.plan.decoder)
         output, sent = Output(request, self.llm.target.tokenizer), 0
         for word in (*self.words, "</s>"):
             request.append_round([WORDS.index(word)], 1)
