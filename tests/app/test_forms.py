@@ -24,7 +24,7 @@ from jetspec_jax import (
     vllm_names,
 )
 from jetspec_jax.inspect.trace import trace_rounds
-from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
+from tests.decode.tiny import TINY, flat, random_head, random_target, with_windows, word_tokenizer
 
 CONFIG = with_windows(TINY, None)
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.sign %}{{ sign }}{% endif %}{% endfor %}"
@@ -56,10 +56,6 @@ def nothing_runs(monkeypatch):
 
     for name in ("insert", "prefill", "decode", "release"):
         monkeypatch.setattr(TreeDecoder, name, fail)
-
-
-def flat(outputs):
-    return [completion for output in outputs for completion in output.outputs]
 
 
 @pytest.mark.wide

@@ -19,6 +19,7 @@ from tests.decode.in_float64 import reference_logprobs
 from tests.decode.tiny import (
     SLIDING,
     TINY,
+    flat,
     random_head,
     random_target,
     with_windows,
@@ -220,8 +221,7 @@ def test_a_prompt_of_one_token_and_several_completions(target, monkeypatch):
     scored = []
     monkeypatch.setattr(runner, "score_prompt", lambda *own: scored.append(own) or score_prompt(*own))
     params = SamplingParams(max_tokens=2, temperature=1.0, seed=1, n=3, prompt_logprobs=1)
-    outputs = generate(target, [[5, 9, 2, 7], [5]], params)
-    alone, *others = [completion for output in outputs for completion in output.outputs]
+    alone, *others = flat(generate(target, [[5, 9, 2, 7], [5]], params))
     assert len(scored) == 1  # all completions of a prompt share it
     assert [output.prompt_logprobs == alone.prompt_logprobs for output in others[:2]] == [True] * 2
     assert [output.prompt_logprobs for output in others[2:]] == [[None]] * 3

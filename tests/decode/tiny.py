@@ -278,6 +278,11 @@ def serve(engine, prompts, params):
     return served(engine, [engine.request(prompt, own) for prompt, own in zip(prompts, params, strict=True)])
 
 
+def flat(outputs):
+    """The completions of all prompts."""
+    return [completion for output in outputs for completion in output.outputs]
+
+
 def served(engine, requests):
     """Completions of requests that go through an engine together."""
     outputs = [Output(engine.admit(request), engine.target.tokenizer) for request in requests]

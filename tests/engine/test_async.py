@@ -16,7 +16,7 @@ from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.request import DeadlinePassed, EngineFailed
 from jetspec_jax.engine.scheduler import QueueFull
 from tests.decode.compilations import compilations
-from tests.decode.tiny import TINY, free_pages, random_head, random_target, with_windows, word_tokenizer
+from tests.decode.tiny import TINY, flat, free_pages, random_head, random_target, with_windows, word_tokenizer
 from tests.engine.halting import begun, halted, paused
 from tests.events import join, until
 from tests.marks import wide
@@ -157,7 +157,7 @@ def test_completions_of_one_prompt(llm, models):
     [name] = {delta.request_id for delta in deltas}
     assert {delta.completion.request_id for delta in deltas if delta.completion} == {name}
     assert [delta.finished for delta in deltas] == [False] * (len(deltas) - 1) + [True]
-    for index, whole in enumerate(generate(models[0], [PROMPT], params)):
+    for index, whole in enumerate(flat(generate(models[0], [PROMPT], params))):
         same([delta for delta in deltas if delta.index == index], whole)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from jetspec_jax import LLM, DeviceMemoryError, SamplingParams, draft_logits, generate, generate_tree, logits
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.inspect.exactness import first_divergence
-from tests.decode.tiny import TINY, free_pages, random_head, random_target, with_windows, word_tokenizer
+from tests.decode.tiny import TINY, flat, free_pages, random_head, random_target, with_windows, word_tokenizer
 from tests.fuzz.mutators import pick
 from tests.fuzz.outcomes import Finding, ending
 
@@ -98,7 +98,7 @@ class Requests:
         self.llm = LLM(self.target, self.head, budget=16, width=3, max_slots=2)
         self.plain = dataclasses.replace(self.target)  # with an engine of its own
         prompts, params = [[1, 2]] * 2, SamplingParams(max_tokens=2, seed=0)
-        self._check(params, self.llm.generate(prompts, params))
+        self._check(params, flat(self.llm.generate(prompts, params)))
 
     def __call__(self, index):
         """Runs one case: what was asked for, and how it ended."""
@@ -141,7 +141,7 @@ class Requests:
         prompts, params = self._prompts(rng, what), self._params(rng, what)
         if isinstance(prompts, list) and rng.random() < 0.2:
             params = [params] * int(rng.integers(4))
-        return self._check(params, self.llm.generate(prompts, params))
+        return self._check(params, flat(self.llm.generate(prompts, params)))
 
     def _stream(self, rng, what):
         prompt = _prompt(rng)
@@ -168,7 +168,7 @@ class Requests:
                 rng, (*ANYTHING, [messages], [messages, messages], [{}], [{"role": "user"}], "abc")
             )
         what.append(_cut(messages))
-        found = self.llm.chat(messages, self._params(rng, what))
+        found = flat(self.llm.chat(messages, self._params(rng, what)))
         return _completions(found)
 
     def _settings(self, rng, what):
@@ -180,7 +180,7 @@ class Requests:
         what.append(_cut(settings))
         params = SamplingParams(max_tokens=1)
         if names is OF_A_TREE:
-            return _completions(generate_tree(self.target, self.head, [[1, 2]], params, **settings))
+            return _completions(flat(generate_tree(self.target, self.head, [[1, 2]], params, **settings)))
         models = pick(rng, ((self.target, self.head), *((value, None) for value in ANYTHING)))
         what.append(_cut(models[0]))
         llm = LLM(*models, **settings)

@@ -13,7 +13,7 @@ from tokenizers import decoders, models
 from jetspec_jax import SamplingParams
 from jetspec_jax.cli import command as cli
 from jetspec_jax.cli import generating
-from tests.decode.tiny import random_target
+from tests.decode.tiny import flat, random_target
 from tests.serve.conftest import SMALL
 from tests.serve.servers import Kept, served
 
@@ -147,7 +147,7 @@ def test_chats(http, answers):
 
 def test_calls_and_streams(server, texts):
     llm = server.llm.llm
-    made = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    made = flat(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
     assert [own.text for own in made] == texts
     for row in made[0].logprobs:
         assert all(own.decoded_token == BYTES[token].decode(errors="replace") for token, own in row.items())

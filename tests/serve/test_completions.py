@@ -13,6 +13,7 @@ from jetspec_jax.engine.prompts import EncodedPrompt
 from jetspec_jax.serve.completions import CompletionRequest, CompletionWriter
 from jetspec_jax.serve.service import GenerationRequest
 from jetspec_jax.serve.settings import ServeSettings
+from tests.decode.tiny import flat
 from tests.vocabularies import EOS, byte_level
 
 PROMPT = "def read_lines(path):"
@@ -20,8 +21,7 @@ MODEL = "demo"
 
 
 def expected(alone, prompt=PROMPT, **params):
-    outputs = alone.generate(prompt, SamplingParams(**params), use_tqdm=False)
-    return [completion for output in outputs for completion in output.outputs]
+    return flat(alone.generate(prompt, SamplingParams(**params), use_tqdm=False))
 
 
 def test_a_text_is_what_plain_decoding_gives(client, alone):

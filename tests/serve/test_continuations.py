@@ -13,7 +13,7 @@ from jetspec_jax import AsyncLLM, SamplingParams
 from jetspec_jax.cli import chatting, generating
 from jetspec_jax.cli import command as cli
 from jetspec_jax.inspect.trace import trace_rounds
-from tests.decode.tiny import random_head, random_target
+from tests.decode.tiny import flat, random_head, random_target
 from tests.loading.test_gguf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, tokenizer_of
 from tests.marks import wide
 from tests.serve.conftest import SMALL, TREE
@@ -215,7 +215,7 @@ def test_a_text_is_one_of_its_grammar(http, regex):
 @pytest.mark.wide
 def test_in_a_program(llm, answers, tokenizer, added):
     params = SamplingParams(**ASKED)
-    made = llm.generate(PROMPTS, params, use_tqdm=False)
+    made = flat(llm.generate(PROMPTS, params, use_tqdm=False))
     texts = [choice["text"] for choices in answers for choice in choices]
     assert [own.text for own in made] == texts
     for prompt, choices in zip(PROMPTS, answers, strict=True):
@@ -224,9 +224,9 @@ def test_in_a_program(llm, answers, tokenizer, added):
     trace = trace_rounds(llm.target, llm.draft_head, "the", first, llm.settings)
     pieces = [trace.text for _ in trace]
     assert (pieces[-1], trace.completion.text) == (texts[0],) * 2
-    for own in llm.chat(chat(), params, use_tqdm=False):
+    for own in flat(llm.chat(chat(), params, use_tqdm=False)):
         assert own.text == tokenizer.decode(own.token_ids)
-    for own in llm.chat(chat("the"), params, use_tqdm=False, continue_final_message=True):
+    for own in flat(llm.chat(chat("the"), params, use_tqdm=False, continue_final_message=True)):
         assert own.text == added(own.prompt_token_ids, own.token_ids)
 
 
