@@ -26,6 +26,8 @@ PROMPT = [3, 1, 4, 1, 5]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 TREE = {"budget": 16, "width": 3, "algorithm": "top_nodes"}
+#: Threads of engines from before these tests.
+OTHERS: set[threading.Thread] = set()
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +49,18 @@ def llm(models):
     until(lambda: not threads(), threads)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def others():
+    """Engines that other modules have left are not these tests' matter."""
+    OTHERS.update(threads())
+    yield
+    OTHERS.clear()
+
+
 def threads():
     """Those of engines, and of what they compile in the background."""
-    return [one for one in threading.enumerate() if one.name in ("jetspec-engine", "jetspec-compiler")]
+    names = "jetspec-engine", "jetspec-compiler"
+    return [one for one in threading.enumerate() if one.name in names and one not in OTHERS]
 
 
 def engine_of(llm):
