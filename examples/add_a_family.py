@@ -1,4 +1,4 @@
-"""A family of targets of your own: Qwen3 with parallel blocks, attention beside the feed-forward.
+"""A custom family of targets: Qwen3 with parallel blocks, attention beside the feed-forward.
 
 ``python examples/add_a_family.py``
 """

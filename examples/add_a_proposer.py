@@ -1,4 +1,4 @@
-"""A proposer of your own in place of a draft head: each token's last successor in a text.
+"""A custom proposer in place of a draft head: each token's last successor in a text.
 
 ``python examples/add_a_proposer.py``
 """

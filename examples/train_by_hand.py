@@ -1,4 +1,4 @@
-"""A training loop of your own: the demo's target learns a text, and decodes it.
+"""A custom training loop: the demo's target learns a text, and decodes it.
 
 ``python examples/train_by_hand.py``
 """

@@ -61,8 +61,6 @@ class RequestOutput:
             return self.outputs == other.outputs
         return self.outputs == [other] if isinstance(other, Completion) else NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         return f"RequestOutput({self.outputs!r})"
 

@@ -219,7 +219,7 @@ def read_arguments(text: str, where: str = "messages") -> dict[str, Any]:
 
 
 def check_template_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuses template arguments in `RESERVED`, and those that transformers could not read."""
+    """Refuses template arguments in `RESERVED`, and arguments that transformers could not read."""
     for name in arguments:
         check_type("the name of a template argument", name, str, "a string")
     if reserved := sorted(RESERVED & set(arguments)):

@@ -43,7 +43,7 @@ WEIGHTS = "weights"
 
 
 def is_orbax(folder: Path) -> bool:
-    """Whether a folder is an Orbax folder; refuses one that also has safetensors."""
+    """Whether a folder is an Orbax folder; refuses a folder that also has safetensors."""
     if not (folder / MANIFEST).is_file():
         return False
     if weights := sorted(path.name for path in folder.glob("*.safetensors")):

@@ -20,7 +20,7 @@ PREFILL, SCORES = "prompts", "scores"
 
 
 class Kind(NamedTuple):
-    """Optional parts of rounds: each kind has its own programs."""
+    """Optional parts of rounds: each kind has separate programs."""
 
     adjusts: bool = False  # the logits are adjusted
     logprobs: bool = False  # log-probabilities are returned

@@ -42,8 +42,8 @@ _TEMPLATES = frozenset(
 class Vocabulary(NamedTuple):
     """The tokens of a file.
 
-    ``ends`` are those that the metadata name, then those with the text of one. Types are as after wrong ones
-    (``retyped``) have become that of control tokens.
+    ``ends`` are tokens that the metadata name, then tokens with the text of an end. Types are as after wrong
+    ones (``retyped``) have become that of control tokens.
     """
 
     tokens: list[str]
