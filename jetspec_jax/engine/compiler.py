@@ -22,8 +22,9 @@ from jetspec_jax.progress import unseen
 #: large program itself, and each program that is compiled needs host memory, a gigabyte and more.
 MOST_THREADS = 8
 _AT_ONCE = threading.BoundedSemaphore(MOST_THREADS)
-#: Dispatches in which a larger program replaces a wanted one, before that is compiled too.
-REPLACED = 8
+#: Dispatches in which a larger program replaces a wanted one, before that is compiled too. On a CPU a dispatch is
+#: one round, which loses less than a compilation costs beside it.
+REPLACED = 64
 #: Set at the interpreter's exit, after which all threads of engines end soon.
 PROGRAM_ENDED = threading.Event()
 # Requests are decoded if a round was launched within so many seconds; and seconds between two checks of that.
