@@ -22,8 +22,8 @@ from jetspec_jax.progress import unseen
 #: large program itself, and each program that is compiled needs host memory, a gigabyte and more.
 MOST_THREADS = 8
 _AT_ONCE = threading.BoundedSemaphore(MOST_THREADS)
-#: Dispatches in which a larger program replaces a wanted one, before that is compiled too. On a CPU a dispatch is
-#: one round, which loses less than a compilation costs beside it.
+#: Dispatches in which a larger program replaces a wanted one, before that is compiled too: a larger one costs
+#: a round less than a compilation beside it does, on a CPU.
 REPLACED = 64
 #: Set at the interpreter's exit, after which all threads of engines end soon.
 PROGRAM_ENDED = threading.Event()
