@@ -12,7 +12,9 @@ from jetspec_jax.config.draft_head import (
 )
 from jetspec_jax.config.fields import IGNORE_OPTION, read_json
 from jetspec_jax.config.geometry import (
+    SCALE_BANDS,
     DraftHeadConfig,
+    DraftScales,
     Experts,
     LayerConfig,
     ModelConfig,
@@ -30,7 +32,9 @@ from jetspec_jax.config.target import (
 __all__ = [
     "IGNORE_OPTION",
     "MAX_SELECTED",
+    "SCALE_BANDS",
     "DraftHeadConfig",
+    "DraftScales",
     "Experts",
     "LayerConfig",
     "ModelConfig",

@@ -238,6 +238,12 @@ class SelectorConfig:
     tail: bool = False
 
 
+#: The highest temperature of each band but the last, where `DraftScales` has a row for each.
+SCALE_BANDS = (0.0, 0.8)
+#: One scale per depth, or such a row for each band of temperatures.
+DraftScales = tuple[float, ...] | tuple[tuple[float, ...], ...]
+
+
 @dataclass(frozen=True)
 class DraftHeadConfig:
     """A draft head: decoder layers of the target's width, and the taps that they read.
@@ -266,7 +272,7 @@ class DraftHeadConfig:
     capped_logits: bool = False
     target_format: str = ""
     selector: SelectorConfig | None = None
-    draft_scales: tuple[float, ...] | None = None
+    draft_scales: DraftScales | None = None
 
     @property
     def depth(self) -> int:

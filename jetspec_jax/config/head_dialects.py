@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from jetspec_jax.arguments import shown
 from jetspec_jax.config.fields import MAX_LAYERS, MAX_SIZE, Fields, is_int
-from jetspec_jax.config.geometry import SelectorConfig
+from jetspec_jax.config.geometry import SCALE_BANDS, DraftScales, SelectorConfig
 
 #: The key that marks each dialect.
 DFLASH, SPECULATORS = "dflash_config", "speculators_model_type"
@@ -230,20 +230,25 @@ def _selector(fields: Fields, vocabulary: Any) -> SelectorConfig | None:
     return SelectorConfig(rank, count, tail)
 
 
-def _draft_scales(fields: Fields, depth: int) -> tuple[float, ...] | None:
-    """The scale of each depth; noise of any temperature over any of them is finite."""
+def _draft_scales(fields: Fields, depth: int) -> DraftScales | None:
+    """The scale of each depth, or of each band and depth; noise over any of them is finite."""
     scales = fields.get("draft_scales")
     if scales is None:
         return None
+    bands = 1 + len(SCALE_BANDS)
+    banded = isinstance(scales, list) and len(scales) == bands and isinstance(scales[0], list)
+    rows = scales if banded else [scales]
     # Booleans are integers to Python; NaN compares false.
-    if (
-        not isinstance(scales, list)
-        or len(scales) != depth
-        or not all(type(scale) in (int, float) and 1e-3 <= scale <= 1e3 for scale in scales)
+    if not all(
+        isinstance(row, list)
+        and len(row) == depth
+        and all(type(scale) in (int, float) and 1e-3 <= scale <= 1e3 for scale in row)
+        for row in rows
     ):
-        wanted = f"a list of block_size - 1 = {depth} numbers from 0.001 to 1000"
+        wanted = f"a list of block_size - 1 = {depth} numbers from 0.001 to 1000, or {bands} such lists"
         raise fields.error("draft_scales", wanted, scales)
-    return tuple(map(float, scales))
+    found = tuple(tuple(map(float, row)) for row in rows)
+    return found if banded else found[0]
 
 
 def _causal(fields: Fields, key: str) -> bool:

@@ -17,7 +17,7 @@ from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import chain_path, commit, empty_stores
-from jetspec_jax.config import MAX_SELECTED, DraftHeadConfig
+from jetspec_jax.config import MAX_SELECTED, DraftHeadConfig, DraftScales
 from jetspec_jax.device.memory import array_bytes
 from jetspec_jax.device.mesh import WHOLE
 from jetspec_jax.device.partition import is_split, parameter_specs, spread
@@ -34,7 +34,7 @@ class Proposer(Protocol):
     """The static part of a proposer: hashable, without arrays. Its state is any pytree.
 
     Programs are cached by it, so two proposers that compare as equal must draft alike.
-    A proposer may also have ``draft_scales``, a positive number per row: see `scales_of`.
+    A proposer may also have ``draft_scales``, a positive number per row: see `DraftScales`.
     """
 
     @property
@@ -172,10 +172,10 @@ def selected_of(proposer: Proposer | None) -> int | None:
     return proposer.selected if isinstance(proposer, SelectingProposer) else None
 
 
-def scales_of(proposer: Proposer | None, depth: int) -> Float32[Array, "D"] | None:
+def scales_of(proposer: Proposer | None, depth: int) -> Float32[Array, "*bands D"] | None:
     """The first ``depth`` of a proposer's ``draft_scales``: b_d of `DraftScoring`; None means 1."""
     scales = getattr(proposer, "draft_scales", None)
-    return None if scales is None else jnp.asarray(scales[:depth], jnp.float32)
+    return None if scales is None else jnp.asarray(scales, jnp.float32)[..., :depth]
 
 
 def check_selected(proposer: Proposer | None, breadth: Breadth) -> None:
@@ -248,8 +248,8 @@ class DraftHeadProposer:
         return self.config.selected
 
     @property
-    def draft_scales(self) -> tuple[float, ...] | None:
-        """The scales of the head's errors, one per draft row."""
+    def draft_scales(self) -> DraftScales | None:
+        """The scales of the head's errors."""
         return self.config.draft_scales
 
     def empty_state(self, num_pages: int, page_size: int, dtype: jnp.dtype) -> Any:

@@ -79,7 +79,7 @@ def _head(raw: Mapping[str, Any], config: DraftHeadConfig) -> dict[str, Any]:
         "capped_logits": config.capped_logits,
         "selector": None if config.selector is None else asdict(config.selector),
         **({"target_format": config.target_format} if config.target_format else {}),
-        **({"draft_scales": list(config.draft_scales)} if config.draft_scales else {}),
+        **({"draft_scales": config.draft_scales} if config.draft_scales else {}),
     }
 
 

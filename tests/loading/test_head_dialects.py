@@ -112,9 +112,12 @@ class TestDflash:
             *(
                 (
                     with_dflash(draft_scales=scales),
-                    "^config.json: dflash_config: draft_scales must be .* 3 numbers from 0.001 to 1000, not ",
+                    "^config.json: dflash_config: draft_scales must be .* 3 numbers from 0.001 to 1000, or 3 such lists, not ",
                 )
-                for scales in ([1.0, 1.0], [1.0, 0.0, 1.0], [1.0, 10**400, 1.0], [1.0, True, 1.0], 1.0)
+                for scales in (
+                    *([1.0, 1.0], [1.0, 0.0, 1.0], [1.0, 10**400, 1.0], [1.0, True, 1.0], 1.0),
+                    *([[1.0] * 3] * 2, [[1.0] * 3, [1.0] * 3, [1.0, 0.0, 1.0]], [[1.0] * 3, 1.0, 1.0]),
+                )
             ),
             (HEAD | {"draft_scales": [1.0] * 3}, "unknown .*draft_scales"),
         ],
@@ -127,6 +130,10 @@ class TestDflash:
         assert parse_draft_head_config(HEAD).draft_scales is None
         found = parse_draft_head_config(with_dflash(draft_scales=[1, 0.5, 2.0]))
         assert found == replace(parse_draft_head_config(HEAD), draft_scales=(1.0, 0.5, 2.0))
+
+    def test_scales_of_every_band(self):
+        found = parse_draft_head_config(with_dflash(draft_scales=[[1, 0.5, 2.0]] * 2 + [[3, 2, 1]]))
+        assert found.draft_scales == ((1.0, 0.5, 2.0), (1.0, 0.5, 2.0), (3.0, 2.0, 1.0))
 
     @pytest.mark.parametrize(
         ("keys", "expected"),

@@ -52,7 +52,10 @@ def log_softmax(values):
     return below - np.log(np.exp(below).sum(-1, keepdims=True))
 
 
-@pytest.mark.parametrize("scales", [None, [1, 0.5, 2, 0.9, 1.1]])
+OF_BANDS = [[2, 1, 1, 1, 1], [1, 0.5, 2, 0.9, 1.1], [0.7, 0.8, 0.9, 1, 1.2]]
+
+
+@pytest.mark.parametrize("scales", [None, [1, 0.5, 2, 0.9, 1.1], OF_BANDS])
 def test_scores_are_the_definition_s(scales):
     logits, scoring = rows_of(0), scoring_of(PARAMS, scales=scales)
     found = jax.jit(drafted)(logits, scoring)
@@ -60,7 +63,9 @@ def test_scores_are_the_definition_s(scales):
     for b, params in enumerate(PARAMS):
         for d in range(D):
             row = logits[b, d].astype(np.float64)
-            scores = log_softmax((row + params.temperature * noise[b, d]) / (scales or [1] * D)[d])
+            # The bands are T = 0, up to 0.8 and above; the slots are at 0, 1, 0.3 and 1.5.
+            of_slot = scales[[0, 2, 1, 2][b]] if scales is OF_BANDS else scales or [1] * D
+            scores = log_softmax((row + params.temperature * noise[b, d]) / of_slot[d])
             tokens = np.argsort(-scores, kind="stable")[:K]
             assert found.tokens[b, d].tolist() == tokens.tolist()
             np.testing.assert_allclose(found.log_probs[b, d], scores[tokens], rtol=1e-4, atol=1e-4)

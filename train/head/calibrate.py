@@ -20,6 +20,7 @@ from jetspec_jax.checkpoint.loading import read_draft_head, read_target
 from jetspec_jax.checkpoint.pairs import PAIR_NAMES, default_draft_head, draft_head_at
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.cli.options import add_ignore_option, add_target_option
+from jetspec_jax.config import DraftScales
 from jetspec_jax.progress import Progress
 from train.data.prompts import read_entries
 from train.data.rendering import Encoder
@@ -31,6 +32,7 @@ from train.head.calibration import (
     curves_of,
     draw_calibration,
     error_of,
+    fit_bands,
     log_likelihoods,
     table_of,
 )
@@ -101,7 +103,7 @@ def _run(arguments: argparse.Namespace) -> int:
     run_stages(work, stages, Deadline(arguments.minutes))
     scales, folder = json.loads((work / "calibration.json").read_text())["draft_scales"], work / "draft_head"
     export_head(chosen_head, fresh(folder), "jetspec", draft_scales=scales, ignore_config_keys=ignored)
-    print(f"draft_scales: {', '.join(f'{scale:g}' for scale in scales)}")
+    print(f"draft_scales: {scales}")
     print(
         f"the head with them is in {folder}, what it says and what is observed in {work / 'calibration.png'}"
     )
@@ -109,13 +111,13 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _fit(work: Path, target: Target, head: Head, temperatures: Sequence[float], count: int) -> None:
-    """Fits the scales, of all temperatures together and of each, and writes JSON and picture."""
+    """Fits the scales, and those of each temperature, and writes JSON and picture."""
     texts = {t: [_from_json(raw) for raw in json.loads(_file(work, t).read_text())] for t in temperatures}
     depth = head.config.depth
     before = head.config.draft_scales or (1.0,) * depth
     with Progress(total=(len(SCALES) + 2) * len(texts), desc="fit", unit="pass") as bar:
 
-        def draft(scales: Sequence[float]) -> dict[float, Chosen]:
+        def draft(scales: DraftScales) -> dict[float, Chosen]:
             found = {}
             for temperature, own in texts.items():
                 found[temperature] = chosen_along(draft_along(target, head, own, count, scales=scales))
@@ -123,11 +125,11 @@ def _fit(work: Path, target: Target, head: Head, temperatures: Sequence[float], 
             return found
 
         passes = [
-            {t: log_likelihoods(chosen) for t, chosen in draft([scale] * depth).items()} for scale in SCALES
+            {t: log_likelihoods(chosen) for t, chosen in draft((scale,) * depth).items()} for scale in SCALES
         ]
         tables = {t: np.stack([of_scale[t][0] for of_scale in passes]) for t in texts}
         rows = {t: passes[0][t][1] for t in texts}
-        scales = best_scales(np.sum([*tables.values()], axis=0), np.sum([*rows.values()], axis=0))
+        scales = fit_bands(tables, rows)
         shown, errors = {}, {}
         for name, given in (("before", before), ("after", scales)):
             for temperature, chosen in draft(given).items():

@@ -7,7 +7,8 @@ passes over the same texts give the likelihood of every scale.
 Shapes: A anchors, D draft depth, K candidates, G scales.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,12 +18,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from jetspec_jax.checkpoint.files import replacing
+from jetspec_jax.config import SCALE_BANDS, DraftScales
 from train.head.replay import Drafts
 
 #: The scales whose likelihoods are computed; between them its logarithm is a parabola of the scale's.
 SCALES = tuple(2 ** (step / 3) for step in range(-6, 7))
 #: Fewer rows of a depth fit no scale: the depth takes that of the one before.
 LEAST_ROWS = 50
+#: Bands of temperatures whose mean scales differ by more than this factor have a row each.
+ALIKE = 1.1
 #: Edges of the classes of said probabilities.
 EDGES = (0.0, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97, 1.0)
 
@@ -94,6 +98,26 @@ def best_scales(likelihoods: Float[np.ndarray, "G D"], rows: Int[np.ndarray, "D"
             place += (logs[1] - logs[0]) / 2 * (before - after) / (before - 2 * at + after)
         found.append(round(float(np.exp(place)), 4))
     return found
+
+
+def fit_bands(
+    tables: Mapping[float, Float[np.ndarray, "G D"]], rows: Mapping[float, Int[np.ndarray, "D"]]
+) -> DraftScales:
+    """The scales of all temperatures together, or of each band of them, if bands differ by over 10 %."""
+
+    def fit(temperatures: Collection[float]) -> list[float]:
+        parts = [np.sum([of[t] for t in temperatures], axis=0) for of in (tables, rows)]
+        return best_scales(*parts)
+
+    together = fit(tables.keys())
+    number = {t: int(np.searchsorted(SCALE_BANDS, t)) for t in tables}
+    bands = [[t for t in tables if number[t] == band] for band in range(1 + len(SCALE_BANDS))]
+    apart = [fit(band) if band else together for band in bands]
+    weights = np.sum([*rows.values()], axis=0)
+    means = [float(np.average(np.log(row), weights=weights)) for row in apart] if weights.any() else [0.0]
+    if max(means) - min(means) <= math.log(ALIKE):
+        return tuple(together)
+    return tuple(map(tuple, apart))
 
 
 def curves_of(chosen: Chosen) -> list[Curve]:

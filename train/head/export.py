@@ -1,6 +1,6 @@
 """Writes a draft head's folder for an engine: from a training run, or from another folder."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,13 @@ from jetspec_jax.checkpoint.files import refuse_existing
 from jetspec_jax.checkpoint.pairs import draft_head_at
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.writing import save_checkpoint
-from jetspec_jax.config import DraftHeadConfig, check_head_fits, parse_draft_head_config, read_json
+from jetspec_jax.config import (
+    DraftHeadConfig,
+    DraftScales,
+    check_head_fits,
+    parse_draft_head_config,
+    read_json,
+)
 from jetspec_jax.models import Weights, abstract, weights_of
 from train.head.config import with_selector
 from train.head.engines import UNNAMED, Verifier, engine_json
@@ -32,7 +38,7 @@ def export_head(
     *,
     target: str | None = None,
     without_selector: bool = False,
-    draft_scales: Sequence[float] | None = None,
+    draft_scales: DraftScales | None = None,
     ignore_config_keys: Collection[str] = (),
 ) -> None:
     """Writes a copy of a draft head for an engine; each parameter keeps its dtype and bits.
@@ -62,7 +68,7 @@ def export_head(
         raw, config = _without_selector(str(head), raw, config)
     raw = _config_for(engine, raw, config, target, ignore_config_keys)
     if draft_scales is not None:
-        raw["dflash_config"]["draft_scales"] = list(draft_scales)
+        raw["dflash_config"]["draft_scales"] = draft_scales
     _save(out, raw, nnx.traversals.unflatten_mapping(found.opened()), None, ignore_config_keys)
 
 

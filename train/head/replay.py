@@ -23,7 +23,7 @@ from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.pages import PAGE_SIZE
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import empty_stores
-from jetspec_jax.config import ModelConfig
+from jetspec_jax.config import DraftScales, ModelConfig
 from jetspec_jax.decode.proposer import candidates_of
 from jetspec_jax.device.mesh import WHOLE, everywhere
 from jetspec_jax.device.partition import is_split, own_part, parameter_specs
@@ -120,7 +120,7 @@ def draft_along(
     texts: Sequence[Text],
     count: int,
     *,
-    scales: Sequence[float] | None = None,
+    scales: DraftScales | None = None,
     implementation: str | None = None,
 ) -> Drafts:
     """The ``count`` best draft tokens of every row, at every token that can be an anchor.
@@ -130,7 +130,7 @@ def draft_along(
         head: Its draft head.
         texts: The texts.
         count: Candidates per draft row.
-        scales: The scales of the rows; None means those of the head.
+        scales: In place of the head's `draft_scales`; None means those of the head.
         implementation: Of tree attention; None picks the best.
     """
     proposer = DraftHeadProposer(replace(head.config, draft_scales=None), implementation)
@@ -174,7 +174,7 @@ def _drafts(
     ids: Int[Array, "T"],
     first: Int[Array, ""],
     sampling: Sampling,
-    scales: Float[Array, "D"],
+    scales: Float[Array, "*bands D"],
     *,
     anchors: int,
     count: int,
@@ -188,7 +188,7 @@ def _drafts(
         ids: Int[Array, "T"],
         first: Int[Array, ""],
         sampling: Sampling,
-        scales: Float[Array, "D"],
+        scales: Float[Array, "*bands D"],
     ) -> Candidates:
         target, head = bind(config, weights), proposer.config
         block = Block.chain(ids[None])

@@ -11,7 +11,15 @@ from jetspec_jax import load_draft_head
 from jetspec_jax.config import parse_draft_head_config
 from jetspec_jax.tree import Candidates, Routing, top_candidates
 from train.command import main
-from train.head.calibration import SCALES, best_scales, chosen_along, curves_of, error_of, log_likelihoods
+from train.head.calibration import (
+    SCALES,
+    best_scales,
+    chosen_along,
+    curves_of,
+    error_of,
+    fit_bands,
+    log_likelihoods,
+)
 from train.head.replay import Drafts
 
 A, D, V, K = 3000, 3, 40, 8
@@ -48,6 +56,26 @@ def test_depths_with_few_rows_take_the_scale_above():
     assert best_scales(likelihoods, np.array([100, 3, 0])) == [1.0, 1.0, 1.0]
     likelihoods[:, 0] = np.arange(len(SCALES))
     assert best_scales(likelihoods, np.array([100, 3, 0])) == [4.0, 4.0, 4.0]
+
+
+@pytest.mark.parametrize("apart", [0, 1])
+def test_bands_that_differ_have_scales_of_their_own(apart):
+    """Likelihoods with one peak: at the scale 1, but with ``apart`` = 1 at twice that for T = 1."""
+    steps = np.arange(len(SCALES), dtype=float)[:, None] - 6
+    tables = {
+        t: -np.abs(steps - (3 * apart if t == 1.0 else 0)) * np.ones((1, 2)) for t in (0.0, 0.5, 0.8, 1.0)
+    }
+    found = fit_bands(tables, {t: np.array([100, 60]) for t in tables})
+    assert found == (((1.0, 1.0), (1.0, 1.0), (2.0, 2.0)) if apart else (1.0, 1.0))
+
+
+def test_a_band_without_texts_has_the_scales_of_all():
+    peaks = {0.0: -3, 1.0: 3}
+    steps = np.arange(len(SCALES), dtype=float)[:, None] - 6
+    tables = {t: -np.abs(steps - peak) * np.ones((1, 1)) for t, peak in peaks.items()}
+    greedy, between, sampled = fit_bands(tables, {t: np.array([100]) for t in tables})
+    assert (greedy, sampled) == ((0.5,), (2.0,))
+    assert 0.5 <= between[0] <= 2.0
 
 
 def test_pairs_are_of_the_chosen_parent():
