@@ -128,7 +128,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="length of a turn of traffic and demo, with prompts over and over (default: each prompt once)",
     )
-    add("--warm-up-seconds", type=float, help="length of the first turn (default: two prompts per slot)")
+    add(
+        "--warm-up-seconds",
+        type=float,
+        help="length of the first turn of auto (default: two prompts per slot)",
+    )
     add("--count", type=int, default=24, help="short prompts of ttft, dispatches of host (default: 24)")
     add("--repeats", type=int, default=3, help="timed runs (default: 3)")
     add("--seed", type=int, default=0, help="seed of prompts and arrivals (default: 0)")

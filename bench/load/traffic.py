@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common.methods import PLAIN_METHOD, Method
+from bench.common.methods import AUTO, PLAIN_METHOD, Method
 from bench.common.pair import Pair
 from bench.common.timing import median
 from bench.load.arrivals import poisson
@@ -52,7 +52,8 @@ def measure_traffic(
         least_nodes: The smallest trees of "auto".
         implementation: The implementation of tree attention.
         seed: The seed of the arrivals.
-        warm_up_seconds: Seconds of a method's first turn, which is not timed; None is two prompts per slot.
+        warm_up_seconds: Seconds of the first turn of "auto", which is not timed; None, and the first turn of
+            methods that learn nothing, is two prompts per slot.
         seconds: Seconds of every other turn, with the prompts over and over; None is each prompt once.
         step: Called with the name of each step.
     """
@@ -69,7 +70,8 @@ def measure_traffic(
             for method, load in loads.items():
                 step(f"{method.name}, {_scene(count, rate)}")
                 # The first turn compiles the remaining programs, teaches "auto", and is not timed.
-                limit = seconds if turn else warm_up_seconds
+                learns = method.algorithm == AUTO
+                limit = seconds if turn else warm_up_seconds if learns else None
                 part = prompts if turn or limit else prompts[: 2 * slots]
                 found = _serve(load, part, count, rate, seed + turn, limit)
                 if turn:
