@@ -131,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--warm-up-seconds",
         type=float,
-        help="length of the first turn of auto (default: two prompts per slot)",
+        help="length of the first turn of auto (default: two prompts a slot)",
     )
     add("--count", type=int, default=24, help="short prompts of ttft, dispatches of host (default: 24)")
     add("--repeats", type=int, default=3, help="timed runs (default: 3)")
