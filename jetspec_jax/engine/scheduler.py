@@ -167,10 +167,9 @@ class Scheduler:
         waiting = len(self._requests) - len(decoding)
         if all(request.ends_in_flight for request in decoding):
             decoding = []
+        if not (decoding or chunks or admitted):
+            return None  # slots are released with the next batch
         before, occupied = self._occupied, {request.slot for request in running}
-        released = not self._in_flight and before - occupied
-        if not (decoding or chunks or admitted or released):
-            return None
         batch = Batch(
             releases=tuple(sorted(before - occupied)),  # an admission clears the slot itself
             chunks=tuple(chunks),

@@ -178,6 +178,7 @@ class TestCalls:
 
     def test_a_program_that_larger_ones_replace_for_long_is_compiled_beside(self, own, monkeypatch):
         monkeypatch.setattr("jetspec_jax.engine.policy.SLICE_SECONDS", 0.0)  # a round a dispatch
+        monkeypatch.setattr("jetspec_jax.engine.compiler.REPLACED", 8)
         batches = batches_of(monkeypatch)
         own.generate([PROMPT] * SLOTS, PARAMS)
         own.generate([PROMPT], PARAMS)

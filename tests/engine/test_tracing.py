@@ -41,6 +41,15 @@ def test_without_rounds_there_is_no_pause(clock):
     assert trace(turns, clock, 2.0) == 0  # that launch was long ago
 
 
+def test_a_slow_launch_is_decoding(clock):
+    """It began before the turn ended, and takes its time beside it."""
+    turns = Tracing()
+    with turns:
+        turns.launched()
+        clock.now += 0.5
+    assert clock.slept == pytest.approx(0.5, abs=0.02)
+
+
 def test_a_pause_is_as_long_as_the_turn_while_rounds_are_launched(clock):
     turns = Tracing()
     clock.while_asleep = turns.launched
@@ -56,7 +65,7 @@ def test_a_pause_ends_soon_after_the_last_round(clock):
     with turns:
         clock.now += 1.5
         turns.launched()
-    assert clock.slept == pytest.approx(0.1, abs=0.02)
+    assert clock.slept == pytest.approx(1.0, abs=0.02)
 
 
 def test_an_error_of_a_turn_lets_the_next_one_begin(clock):
