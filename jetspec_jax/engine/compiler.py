@@ -27,7 +27,7 @@ _AT_ONCE = threading.BoundedSemaphore(MOST_THREADS)
 REPLACED = 64
 #: Set at the interpreter's exit, after which all threads of engines end soon.
 PROGRAM_ENDED = threading.Event()
-# Requests are decoded if the launch of a round began within so many seconds: beside a thread that lowers, it may
+# Requests are decoded if a launch of rounds began within so many seconds: beside a thread that lowers, it may
 # take as long. And seconds between two checks of that.
 _DECODING, _LOOKS_EVERY = 1.0, 0.01
 _log = logging.getLogger("jetspec_jax")

@@ -112,8 +112,8 @@ class TestDflash:
             *(
                 (
                     with_dflash(draft_scales=scales),
-                    "^config.json: dflash_config: draft_scales must be .* 3 numbers from 0.001 to 1000, or 3 such "
-                    "lists, not ",
+                    "^config.json: dflash_config: draft_scales must be .* 3 numbers from 0.001 to 1000, or 3 "
+                    "such lists, not ",
                 )
                 for scales in (
                     *([1.0, 1.0], [1.0, 0.0, 1.0], [1.0, 10**400, 1.0], [1.0, True, 1.0], 1.0),
