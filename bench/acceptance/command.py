@@ -46,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=int, default=32, help="most prompts decoded at a time (default: 32)")
     add("--dtype", default="auto", help="auto, float32 or bfloat16")
     add(
+        "--without-noise",
+        action="store_true",
+        help="also with drafts that do not know the noise of the samples, on the same texts",
+    )
+    add(
         "--calibration",
         type=Path,
         metavar="FILE",
@@ -72,7 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
     works = make_workloads(arguments, pair.target, prompts, arguments.temperatures, batch=arguments.batch)
     implementation, budgets = arguments.implementation, sorted(set(arguments.budgets))
     rows, curves = [], {}
-    with Progress(total=len(works) * (2 + len(trees)), unit="step") as bar:
+    # Whether drafts know the noise; those that do not come first, as the base of the others.
+    knowing = [False, True] if arguments.without_noise else [True]
+    with Progress(total=len(works) * (1 + len(knowing) * (1 + len(trees))), unit="step") as bar:
         for temperature, work in works.items():
             bar.set_description(f"T = {temperature:g}: decode")
             requests = work.ids, work.params, work.routing
@@ -83,19 +90,24 @@ def run(arguments: argparse.Namespace) -> int:
             # Fewer candidates are the first of more, unless a selector puts them in order.
             counts = sorted({*arguments.candidates})
             alone = pair.head.config.selector is not None
-            drafts = {
-                count: draft_along(*pair, texts, count, implementation=implementation)
-                for count in (counts if alone else counts[-1:])
-            }
-            if arguments.calibration:
-                curves[f"T = {temperature:g}"] = curves_of(chosen_along(drafts[counts[-1]]))
-            bar.update()
-            for (name, count), settings in trees.items():
-                bar.set_description(f"T = {temperature:g}: {name}, {count} candidates")
-                about = {"temperature": temperature, "algorithm": name, "candidates": count}
-                drafted = drafts[count if alone else counts[-1]]
-                rows += [{**about, **row} for row in _rows(drafted, settings, budgets)]
+            base: dict[tuple[str, int], list[_Rounds]] = {}
+            for noise in knowing:
+                drafts = {
+                    count: draft_along(*pair, texts, count, noise=noise, implementation=implementation)
+                    for count in (counts if alone else counts[-1:])
+                }
+                if arguments.calibration and noise:
+                    curves[f"T = {temperature:g}"] = curves_of(chosen_along(drafts[counts[-1]]))
                 bar.update()
+                for (name, count), settings in trees.items():
+                    bar.set_description(f"T = {temperature:g}: {name}, {count} candidates")
+                    shown = name if noise else f"{name}, without noise"
+                    about = {"temperature": temperature, "algorithm": shown, "candidates": count}
+                    drafted = drafts[count if alone else counts[-1]]
+                    found, rounds = _rows(drafted, settings, budgets, base.get((name, count)))
+                    rows += [{**about, **row} for row in found]
+                    base[name, count] = rounds
+                    bar.update()
     report = {
         **opening_of("acceptance", arguments),
         **describe_pair(pair, works.values()),
@@ -115,24 +127,39 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _rows(drafts: Drafts, settings: TreeSettings, budgets: list[int]) -> list[dict[str, Any]]:
-    """Tokens per round over all rounds of all texts, and where rounds ended: a row per budget."""
+# Tokens and rounds of each text.
+_Rounds = tuple[list[int], list[int]]
+
+
+def _rows(
+    drafts: Drafts, settings: TreeSettings, budgets: list[int], base: list[_Rounds] | None
+) -> tuple[list[dict[str, Any]], list[_Rounds]]:
+    """Tokens per round over all rounds of all texts, and where rounds ended: a row per budget.
+
+    With a ``base``, the rounds of the same texts with other drafts, rows have the gain over it. Also returns
+    the rounds.
+    """
     algorithm, count = algorithm_of(settings.algorithm), settings.breadth.candidates
     accepted = accepted_along(drafts, algorithm, count, budgets)
-    rows = []
-    for budget, column in zip(budgets, accepted.T, strict=True):
+    rows, found = [], []
+    for place, (budget, column) in enumerate(zip(budgets, accepted.T, strict=True)):
         rounds = rounds_along(column, drafts.counts)
         anchors = anchors_of(rounds, drafts.counts)
-        rows.append(
-            {
-                "budget": budget,
-                "tau": sum(map(sum, rounds)) / len(anchors),
-                "tau interval": ratio_interval(list(map(sum, rounds)), list(map(len, rounds))),
-                "rounds": len(anchors),
-                "rejected": rejections(drafts, count, column[anchors], anchors),
-            }
-        )
-    return rows
+        tokens, counts = list(map(sum, rounds)), list(map(len, rounds))
+        found.append((tokens, counts))
+        row = {
+            "budget": budget,
+            "tau": sum(tokens) / sum(counts),
+            "tau interval": ratio_interval(tokens, counts),
+            "rounds": len(anchors),
+            "rejected": rejections(drafts, count, column[anchors], anchors),
+        }
+        if base is not None:
+            before = base[place]
+            row["gain"] = row["tau"] / (sum(before[0]) / sum(before[1]))
+            row["gain interval"] = ratio_interval(tokens, counts, *before)
+        rows.append(row)
+    return rows, found
 
 
 def _tables(rows: list[dict[str, Any]], title: str) -> list[tuple[str, list[dict[str, Any]]]]:

@@ -81,9 +81,9 @@ def test_the_command_writes_a_report_and_a_picture(pair, report_of, monkeypatch,
     monkeypatch.setattr(command, "make_workloads", random_workloads)
     words = "--num-prompts 2 --max-tokens 12 --budgets 16 9 --candidates 5 3 --algorithms top_nodes chain"
     words += f" --calibration {tmp_path / 'calibration.png'}"
-    report = report_of("acceptance", words + " --batch 2 --implementation xla")
+    report = report_of("acceptance", words + " --batch 2 --implementation xla --without-noise")
     rows = {(r["temperature"], r["algorithm"], r["candidates"], r["budget"]): r for r in report["rows"]}
-    assert len(rows) == 16
+    assert len(rows) == 32
     for (temperature, name, _, budget), row in rows.items():
         assert row["tau"] >= 1
         low, high = row["tau interval"]
@@ -93,6 +93,12 @@ def test_the_command_writes_a_report_and_a_picture(pair, report_of, monkeypatch,
             assert sum(map(sum, rejected[kind])) + rejected["whole"] == row["rounds"]
         if name == "chain":
             assert row["tau"] == rows[temperature, "chain", 3, budget]["tau"]
+        if "noise" not in name:
+            base = rows[temperature, f"{name}, without noise", row["candidates"], budget]
+            assert row["gain"] == pytest.approx(row["tau"] / base["tau"])
+            low, high = row["gain interval"]
+            assert low <= row["gain"] <= high
+            assert temperature or row["gain"] == 1  # the head has no scales
     out = capsys.readouterr().out
     assert out.count("tokens per round, by budget") == 2
     assert out.count("rejected tokens by") == 4

@@ -121,6 +121,7 @@ def draft_along(
     count: int,
     *,
     scales: DraftScales | None = None,
+    noise: bool = True,
     implementation: str | None = None,
 ) -> Drafts:
     """The ``count`` best draft tokens of every row, at every token that can be an anchor.
@@ -131,10 +132,12 @@ def draft_along(
         texts: The texts.
         count: Candidates per draft row.
         scales: In place of the head's `draft_scales`; None means those of the head.
+        noise: Whether rows are scored with the noise of the text's samples; else without it and scales.
         implementation: Of tree attention; None picks the best.
     """
     proposer = DraftHeadProposer(replace(head.config, draft_scales=None), implementation)
-    given = np.asarray(scales or head.config.draft_scales or [1.0] * proposer.depth, np.float32)
+    ones = [1.0] * proposer.depth
+    given = np.asarray((scales or head.config.draft_scales or ones) if noise else ones, np.float32)
     depth, most = proposer.depth, max(text.length for text in texts)
     longest = max(len(text.prompt) + len(text.tokens) for text in texts)
     found, following = [], []
@@ -149,7 +152,7 @@ def draft_along(
             head.weights,
             padded,
             np.int32(len(text.prompt) - 1),
-            Sampling.of(text.params),
+            Sampling.of(text.params if noise else replace(text.params, temperature=0.0)),
             given,
             anchors=most,
             count=count,
