@@ -21,11 +21,12 @@ MS = {
 SECONDS = {
     (live, bucket): each / 1e3 for live, own in MS.items() for bucket, each in zip(BUCKETS, own, strict=False)
 }
-#: Tokens of a round by bucket: of texts that are easy to draft, of hard ones, and of those that nobody can
-#: draft.
+#: Tokens of a round by bucket: of texts that are easy to draft, of hard ones, of those that nobody can draft,
+#: and of samples at temperature 1 whose drafts know the noise (SmolLM2's pair, mean of three sets).
 TAU = {
     "easy": (1, 1.9, 3.3, 5.2, 7.7, 8.6, 9.1, 9.9, 10.8),
     "hard": (1, 1.5, 1.9, 2.3, 2.6, 2.8, 3.0, 3.1, 3.2),
+    "sampled": (1, 1.6, 2.0, 2.4, 2.75, 3.05, 3.33, 3.56, 3.75),
     "none": (1, 1.05, 1.1, 1.15, 1.2, 1.22, 1.24, 1.26, 1.28),
 }
 #: A dispatch's seconds beside its rounds, unless it overlaps the one before; and of a prefill forward of
@@ -78,14 +79,15 @@ def shares(kind, seed, *, overlapped, forwards=()):
 @pytest.mark.usefixtures("no_type_checks")
 def test_close_to_the_best_bucket_for_any_number_of_slots():
     """Nothing is timed beforehand: times are those of the dispatches."""
-    found = [
-        shares(kind, seed, overlapped=overlapped)
+    of_kinds = {
+        kind: [shares(kind, seed, overlapped=ahead) for ahead in (False, True) for seed in range(SEEDS)]
         for kind in TAU
-        for overlapped in (False, True)
-        for seed in range(SEEDS)
-    ]
+    }
+    found = [*of_kinds.values()]
     assert np.mean(found) > 0.96
     assert np.min(found) > 0.90
+    few = [live <= 32 for live in (*MS, *reversed(MS))]
+    assert np.mean(np.array(of_kinds["sampled"])[:, few]) > 0.97
     # The simulation is of some use: plain, small and large trees each have their place.
     best = {max(rates_of(kind, live, 0), key=rates_of(kind, live, 0).get) for kind in TAU for live in MS}
     assert {1, 256} < best
