@@ -5,8 +5,10 @@ import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from jax.sharding import Mesh
 
 from jetspec_jax.arguments import (
     check_integer,
@@ -18,17 +20,18 @@ from jetspec_jax.arguments import (
     refusing_attributes,
     shown,
 )
+from jetspec_jax.cache.pages import pages_for
 from jetspec_jax.decode.settings import serving_algorithm
 from jetspec_jax.device.compilations import Compilations
-from jetspec_jax.device.memory import DeviceMemoryError
+from jetspec_jax.device.memory import DeviceMemoryError, fits, room_beside
 from jetspec_jax.device.mesh import without_mesh
 from jetspec_jax.engine.admission import CheckedRequest, check_models, check_request
 from jetspec_jax.engine.engine import EngineClosed
 from jetspec_jax.engine.output import Completion, Logprob, Output, Round
-from jetspec_jax.engine.plan import check_engine_memory
+from jetspec_jax.engine.plan import EnginePlan, check_engine_memory, engine_bytes, state_bytes
 from jetspec_jax.engine.prompts import Prompt
 from jetspec_jax.engine.request import EngineFailed, Request
-from jetspec_jax.engine.size import MAX_SLOTS, MOST_SLOTS
+from jetspec_jax.engine.size import DEFAULT_CAPACITY, MAX_SLOTS, MOST_SLOTS
 from jetspec_jax.engine.stats import EngineStats
 from jetspec_jax.llm import LLM, refuse_keywords
 from jetspec_jax.sampling.params import SamplingParams
@@ -41,6 +44,8 @@ MAX_WAITING = 1024
 ABORT = "abort"
 # Event of a caller's queue after its deadline.
 _LATE = "late"
+# Tenths of the memory beside everything else that the pages of a server get.
+_TENTHS_FOR_PAGES = 9
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,8 @@ class AsyncLLM:
             *models: Target and draft head, as for `LLM`.
             max_slots: Requests that decode at the same time, per copy of the models. None is as many as the
                 free memory allows, a power of two up to 256, and 8 on a CPU.
-            capacity: Tokens of prompt and output per slot; None is the default capacity.
+            capacity: Most tokens of prompt and output. None is the target's context on a GPU, or the part of
+                it that fits; without GPU kernels it is 1024, because rounds read all pages of each slot.
             max_waiting: Requests that may wait for a slot, per copy of the models.
             max_num_seqs: vLLM's name for ``max_slots``.
             max_model_len: vLLM's name for the capacity.
@@ -136,10 +142,12 @@ class AsyncLLM:
         self.llm = LLM(*models, max_slots=slots, capacity=capacity, **settings)
         self._engines = self.llm.engines
         self._engines.owner, self._engines.longer_slots = "AsyncLLM", False
+        meshes, plan = self.llm.target.meshes, self._engines.plan
+        plan = plan if xla else server_plan(plan, meshes, max_slots, capacity)
         if max_slots is not None:
-            for mesh in self.llm.target.meshes:
-                check_engine_memory(self._engines.plan.on(mesh))
-        self._engines.fit()
+            for mesh in meshes:
+                check_engine_memory(plan.on(mesh))
+        self._engines.fit(None if xla else plan)
         self._compilations, self._max_waiting = Compilations(), max_waiting
         # Running requests by id, and how to abort them.
         self._running: dict[str, tuple[Sequence[Request], Callable[[], object]]] = {}
@@ -156,6 +164,11 @@ class AsyncLLM:
     def slots(self) -> int:
         """Requests that decode at the same time, per copy of the models."""
         return self._engines.plan.size.slots
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request's prompt and output together."""
+        return self._engines.plan.size.capacity
 
     @property
     def num_spec_tokens(self) -> int:
@@ -352,6 +365,43 @@ class AsyncLLM:
     def shutdown(self) -> None:
         """As `close`, but blocks; vLLM's name."""
         self.llm.close()
+
+
+def server_plan(
+    plan: EnginePlan, meshes: Sequence[Mesh | None], max_slots: int | None, capacity: int | None
+) -> EnginePlan:
+    """A server's plan with GPU kernels: its context, slots and pages by the free memory, if they are None.
+
+    With kernels an unused context costs a round nothing, and requests get pages as they grow. So the context
+    is the target's, or a half, a quarter, … of it, with which `MAX_SLOTS` slots fit, and pages for one
+    request of that length. As many slots as fit have pages for `DEFAULT_CAPACITY` tokens each, and nine
+    tenths of the memory that is left are more pages.
+    """
+    limit = plan.decoder.target.max_position_embeddings
+
+    def sized(slots: int, context: int, more_pages: int = 0) -> EnginePlan:
+        pages = max(pages_for(context), slots * pages_for(min(context, DEFAULT_CAPACITY)))
+        pages = min(pages + more_pages, slots * pages_for(context))
+        return replace(plan, size=replace(plan.size.with_slots(slots), capacity=context, num_pages=pages))
+
+    def first_that_fits(plans: Sequence[EnginePlan]) -> EnginePlan:
+        there = (each for each in plans if all(fits(engine_bytes(each.on(mesh)), mesh) for mesh in meshes))
+        return next(there, plans[-1])
+
+    def halves(most: int, least: int) -> list[int]:
+        parts = (most >> times for times in range(most.bit_length()))
+        return [part for part in parts if part >= least] or [most]
+
+    contexts = halves(limit, DEFAULT_CAPACITY) if capacity is None else [capacity]
+    context = first_that_fits([sized(max_slots or MAX_SLOTS, each) for each in contexts]).size.capacity
+    counts = halves(plan.size.slots, 1) if max_slots is None else [max_slots]
+    fitting = first_that_fits([sized(each, context) for each in counts])
+    slots, more = fitting.size.slots, []
+    for mesh in meshes:
+        page = state_bytes(sized(slots, context, 1).on(mesh)) - state_bytes(fitting.on(mesh))
+        room = room_beside(engine_bytes(fitting.on(mesh)), mesh)
+        more.append(0 if room is None or not page else max(room, 0) * _TENTHS_FOR_PAGES // 10 // page)
+    return sized(slots, context, min(more))
 
 
 def _notifier(

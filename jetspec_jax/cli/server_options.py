@@ -99,7 +99,11 @@ ENGINE = Group(
             help="requests that decode at once, per copy",
             unset="as many as fit into memory, up to 256; 8 on a CPU",
         ),
-        replace(_MODELS["capacity"], help="tokens of prompt and output", unset=str(DEFAULT_CAPACITY)),
+        replace(
+            _MODELS["capacity"],
+            help="most tokens of prompt and output",
+            unset=f"on a GPU the model's context, or what fits; {DEFAULT_CAPACITY} on a CPU",
+        ),
         Option("max_waiting", "longest waiting queue, per copy", int),
     ),
 )

@@ -48,7 +48,6 @@ def _serve(arguments: argparse.Namespace) -> int:
         lambda: AsyncLLM(**given),
         settings,
         name=str(arguments.target or DEMO),
-        capacity=given.get("capacity"),
         stopping=stopping,
     )
     return 0

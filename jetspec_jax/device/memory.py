@@ -101,8 +101,14 @@ def check_memory(
 
 def fits(needs: Bytes, mesh: Mesh | None = None) -> bool:
     """Whether each device has enough free memory, or does not report it; see `check_memory`."""
+    room = room_beside(needs, mesh)
+    return room is None or room >= 0
+
+
+def room_beside(needs: Bytes, mesh: Mesh | None = None) -> int | None:
+    """Free bytes of each device beside some parts, negative if these are too many; None if not reported."""
     free = _known_free(mesh)
-    return free is None or sum(needs.values()) <= free
+    return None if free is None else free - sum(needs.values())
 
 
 def _known_free(mesh: Mesh | None) -> int | None:

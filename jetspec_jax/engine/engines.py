@@ -106,9 +106,9 @@ class Engines:
                     self._engines[number] = self._make_one(number)
             return list(self._engines)
 
-    def fit(self) -> None:
-        """Decides the number of slots by the memory of now, in all processes; else the first request does."""
-        self.plan, self._fitted = with_slots_that_fit(self._wanted, self.target.meshes), True
+    def fit(self, plan: EnginePlan | None = None) -> None:
+        """Sets a plan, by default with the slots that fit, in all processes; else the first request does."""
+        self.plan, self._fitted = plan or with_slots_that_fit(self._wanted, self.target.meshes), True
 
     def submit(self, requests: Sequence[Request], most_waiting: int | None = None) -> list[Engine]:
         """Deals requests among the engines, each to one with the fewest requests; returns the engine of each.

@@ -215,7 +215,8 @@ def check_engine_memory(plan: EnginePlan, weights: Callable[[Mesh | None], Bytes
             smaller = replace(decoder, bucket=bucket, proposer=None if bucket == 1 else decoder.proposer)
             yield Alternative("budget", bucket, needs(replace(plan, decoder=smaller)), mesh)
         for capacity in halves(size.capacity):
-            shorter = replace(size, capacity=capacity, num_pages=size.slots * pages_for(capacity))
+            pages = min(size.num_pages, size.slots * pages_for(capacity))
+            shorter = replace(size, capacity=capacity, num_pages=pages)
             yield Alternative("capacity", capacity, needs(replace(plan, size=shorter)), mesh)
         for slots in halves(size.slots):
             fewer = replace(plan, size=size.with_slots(slots))
@@ -249,7 +250,7 @@ def engine_bytes(plan: EnginePlan) -> dict[str, int]:
     size, bucket = plan.size, plan.decoder.bucket
     nodes = f"{size.slots} x {bucket}" if size.most_rows is None else size.nodes(bucket)
     return {
-        f"stores of {size.slots} x {size.capacity} tokens": state_bytes(plan),
+        f"stores of {size.slots} x {size.capacity} tokens in {size.num_pages} pages": state_bytes(plan),
         **snapshot_bytes(plan),
         f"workspace for {nodes} nodes": workspace_bytes(plan),
         **extra_bytes(plan),

@@ -69,10 +69,9 @@ class EngineSize:
         chunks: tuple[Shape, ...] = _CPU_CHUNKS,
     ) -> "EngineSize":
         """A checked size; None is the default capacity, or pages for every slot to be full."""
-        limit = target.max_position_embeddings
         capacity = default_capacity(target, 0) if capacity is None else capacity
         check_integer("max_slots", slots, 1)
-        check_integer("capacity", capacity, 1, limit)
+        check_integer("capacity", capacity, 1, target.max_position_embeddings)
         num_pages = slots * pages_for(capacity) if num_pages is None else num_pages
         return cls(slots, capacity, num_pages, chunks, pages_alone=not target.layers_with_places)
 

@@ -16,7 +16,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.routing import Route
 
 from jetspec_jax.async_llm import AsyncLLM
-from jetspec_jax.engine.size import default_capacity
 from jetspec_jax.progress import LINE_SECONDS
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.structured import StructuredOutputsParams
@@ -47,7 +46,6 @@ def make_app(
     settings: ServeSettings | None = None,
     *,
     name: str = "demo",
-    capacity: int | None = None,
 ) -> FastAPI:
     """An app for any ASGI server; ``app.state.service`` is the state that its routes share.
 
@@ -55,7 +53,6 @@ def make_app(
         llm: The engine; the app closes it at shutdown.
         settings: Server settings. The caller applies those about sockets, signals and warm-up.
         name: The model's name, unless the settings have names.
-        capacity: The capacity that ``llm`` was created with.
 
     Raises:
         ValueError: The settings ask for metrics of trees, and ``llm`` decodes plainly.
@@ -70,9 +67,7 @@ def make_app(
     model = (settings.served_model_name or (name,))[0]
     metrics = Metrics(model)
     metrics.registry.register(EngineFigures(llm, model))
-    config = llm.llm.target.config
-    most = min(config.max_position_embeddings, capacity or default_capacity(config, 0))
-    service = Service(llm, settings, name, metrics, most)
+    service = Service(llm, settings, name, metrics, llm.max_model_len)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:

@@ -67,7 +67,6 @@ def run(
     settings: ServeSettings,
     *,
     name: str = "demo",
-    capacity: int | None = None,
     stopping: Stopping | None = None,
 ) -> None:
     """Serves until a signal.
@@ -77,9 +76,7 @@ def run(
     with contextlib.closing(bind(settings.host, settings.port)) as listener:
         llm = make_llm()
         show_logs(LOG_LEVELS[settings.uvicorn_log_level])
-        asyncio.run(
-            serve_at(llm, listener, settings, name, capacity, Stopping() if stopping is None else stopping)
-        )
+        asyncio.run(serve_at(llm, listener, settings, name, Stopping() if stopping is None else stopping))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -110,14 +107,16 @@ async def serve_at(
     listener: socket.socket,
     settings: ServeSettings,
     name: str,
-    capacity: int | None,
     stopping: Stopping,
 ) -> None:
     """Serves on a bound socket until a signal; the other arguments are those of `run`."""
-    app = make_app(llm, settings, name=name, capacity=capacity)
+    app = make_app(llm, settings, name=name)
     service = app.state.service
     if llm.llm.draft_head is not None and llm.llm.settings.budget == 1:
         print(f"jetspec-jax: {PLAIN_NOTICE}", file=sys.stderr)
+    if llm.max_model_len < (limit := llm.llm.target.config.max_position_embeddings):
+        context = f"context {llm.max_model_len} of {limit}; --max-model-len changes it"
+        print(f"jetspec-jax: {context}", file=sys.stderr)
     if settings.warm_up != "none":
         print("jetspec-jax: compiling", file=sys.stderr, flush=True)
         if llm.has_workers:

@@ -102,7 +102,7 @@ def test_stores_are_counted_as_they_are_allocated():
     engine = TinyEngine(random_target(TINY, 0), random_head(TINY, 0), TreeSettings(16), slots=3, capacity=130)
     state, size = engine.runner.state, engine.plan.size
     parts = needs(engine.plan.decoder, size)
-    stores, tokens = "stores of 3 x 130 tokens", 3 * 3 * 64  # whole pages
+    stores, tokens = "stores of 3 x 130 tokens in 9 pages", 3 * 3 * 64  # whole pages
     assert parts[stores] == array_bytes(state)
     row = TINY.layers[0].kv_size * 4
     assert array_bytes((state.stores, state.proposer)) == tokens * row * (TINY.num_layers + 1)
@@ -133,7 +133,7 @@ def test_each_device_holds_what_is_counted(parts):
     decoder = make_decoder(target.config, head.config, TreeSettings(16), **settings)
     size = EngineSize.of(target.config, 2, 130)
     assert set(held_by_each(empty_state(EnginePlan(decoder, size, FLOAT32)))) == {
-        needs(decoder, size)["stores of 2 x 130 tokens"]
+        needs(decoder, size)["stores of 2 x 130 tokens in 6 pages"]
     }
 
 

@@ -38,7 +38,7 @@ class Served:
     def _run(self):
         try:
             with contextlib.closing(self._socket):
-                asyncio.run(serve_at(self.llm, self._socket, self.settings, "demo", None, self.stop))
+                asyncio.run(serve_at(self.llm, self._socket, self.settings, "demo", self.stop))
         except BaseException as error:
             self.error = error
 

@@ -5,7 +5,7 @@ import json
 import signal
 import sys
 import threading
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import httpx
 import pytest
@@ -18,7 +18,7 @@ from jetspec_jax.demo import DEMO_TARGET
 from jetspec_jax.device import memory
 from jetspec_jax.serve.running import Stopping, bind, draining_notice, serve_at
 from jetspec_jax.serve.settings import ServeSettings
-from tests.decode.tiny import random_weights
+from tests.decode.tiny import random_target, random_weights
 from tests.events import PATIENCE, join, until
 from tests.serve.conftest import SMALL, small_target
 from tests.serve.scripted import Scripted
@@ -168,12 +168,21 @@ def test_a_port_that_another_took_since(capsys):
     with bind("127.0.0.1", 0) as own, bind("127.0.0.1", own.getsockname()[1]) as other:
         other.listen()
         port = own.getsockname()[1]
-        serving = serve_at(
-            Scripted(small_target()), own, ServeSettings(warm_up="none"), "demo", None, Stopping()
-        )
+        serving = serve_at(Scripted(small_target()), own, ServeSettings(warm_up="none"), "demo", Stopping())
         with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1:{port}: .* --port"):
             asyncio.run(serving)
     assert "is served" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("context", "said"), [(1024, ""), (2048, "context 1024 of 2048; --max-model-len")])
+def test_the_context_is_named_if_it_is_not_the_models(context, said, capsys):
+    target = random_target(replace(SMALL, max_position_embeddings=context), 0)
+    with bind("127.0.0.1", 0) as own, bind("127.0.0.1", own.getsockname()[1]) as other:
+        other.listen()
+        with pytest.raises(OSError, match="cannot listen"):
+            asyncio.run(serve_at(Scripted(target), own, ServeSettings(warm_up="none"), "demo", Stopping()))
+    err = capsys.readouterr().err
+    assert ("context" in err, said in err) == (bool(said), True)
 
 
 def test_the_extra_that_is_not_installed(capsys, monkeypatch):
