@@ -40,12 +40,13 @@ from jetspec_jax.device.mesh import without_mesh
 from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.admission import check_models, check_places, check_single, make_requests
 from jetspec_jax.engine.batch import Kind
-from jetspec_jax.engine.engines import Engines, Stream, complete, terminal_bar
+from jetspec_jax.engine.engines import Engines, Stream, complete
 from jetspec_jax.engine.plan import EnginePlan, check_engine_memory, plan_engine
 from jetspec_jax.engine.prompts import Prompt, encode_chat, naming, read_prompt, templated
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.size import MAX_SLOTS
 from jetspec_jax.engine.worker import check_alike
+from jetspec_jax.progress import terminal_bar
 from jetspec_jax.request_output import RequestOutput, by_prompt
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Algorithm

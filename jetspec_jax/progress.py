@@ -1,18 +1,24 @@
 """What is shown of something that takes a while: a bar or a line on a terminal, and lines in a file."""
 
 import contextlib
+import functools
+import logging
+import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+T = TypeVar("T")
 #: Seconds after which a wait is worth a line.
 PATIENCE = 2.0
 #: Seconds between two lines about one thing in a file.
 LINE_SECONDS = 30.0
+#: Seconds without news after which a log names what is compiled.
+SILENCE = 3.0
 _hidden = threading.Event()
 
 
@@ -24,6 +30,29 @@ def hide() -> None:
 def unseen() -> bool | None:
     """What tqdm takes for ``disable``: nothing is shown but on a terminal, and nothing where it is hidden."""
     return True if _hidden.is_set() else None
+
+
+def terminal_bar(**settings: Any) -> tqdm:
+    """A progress bar on a terminal, for long calls."""
+    return tqdm(delay=2, miniters=0, leave=False, disable=unseen(), **settings)
+
+
+@functools.cache
+def log_once(level: int, text: str) -> None:
+    """Logs a text once per process."""
+    logging.getLogger("jetspec_jax").log(level, "%s", text)
+
+
+def next_of(news: queue.SimpleQueue[T], compiling: Callable[[], Iterable[str]]) -> T:
+    """The next of a queue. Outside a terminal, warnings name what is compiled if this takes long."""
+    while True:
+        try:
+            return news.get(timeout=SILENCE)
+        except queue.Empty:
+            if sys.stderr is None or not sys.stderr.isatty():  # a terminal has a bar
+                for kind in sorted(compiling()):
+                    text = f"compiling a program for {kind}, once per shape; LLM.warm_up() does it ahead"
+                    log_once(logging.WARNING, text)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,12 @@ jaxtyping.config.update("jaxtyping_disable", False)
 # Stays installed: every module of these packages is imported after this line.
 install_import_hook(["jetspec_jax", "pallas_kernels", "train", "bench", "convert"])
 
+from jetspec_jax import progress  # noqa: E402
+from tests.events import PATIENCE  # noqa: E402
+
+# Machines that are slow say no more than others.
+progress.SILENCE = PATIENCE
+
 # The same examples on every machine; a first call compiles, so no deadline.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("fixed")

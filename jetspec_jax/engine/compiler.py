@@ -13,10 +13,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, as_completed
 
-from tqdm import tqdm
-
 from jetspec_jax.engine.batch import PREFILL, Program, Shape
-from jetspec_jax.progress import unseen
+from jetspec_jax.progress import terminal_bar
 
 #: Most threads that compile in the background, in all engines of the process: XLA uses several threads for a
 #: large program itself, and each program that is compiled needs host memory, a gigabyte and more.
@@ -117,6 +115,7 @@ class Compiler:
         self._compiled: set[Program] = set()
         self._replaced: Counter[Program] = Counter()
         self._threads: set[threading.Thread] = set()
+        self.awaited: set[str] = set()  # kinds of programs that a caller of `compile` waits for
 
     @property
     def left(self) -> int:
@@ -148,9 +147,13 @@ class Compiler:
             self.add(missing)
             ahead = [program for program in missing if program in self._queue]
             self._queue = deque([*ahead, *(each for each in self._queue if each not in ahead)])
-        while self._next(missing):
-            pass
-        self.wait(missing)
+        self.awaited = {program.kind for program in missing}
+        try:
+            while self._next(missing):
+                pass
+            self.wait(missing)
+        finally:
+            self.awaited = set()
 
     def wait(self, programs: Collection[Program] | None = None) -> None:
         """Waits until programs, by default all, are compiled, with a progress bar on a terminal.
@@ -159,9 +162,7 @@ class Compiler:
         """
         with self._lock:
             futures = [self._futures[each] for each in (self._futures if programs is None else programs)]
-        with tqdm(
-            total=len(futures), desc="compiling", unit=" programs", delay=2, disable=unseen(), leave=False
-        ) as bar:
+        with terminal_bar(total=len(futures), desc="compiling", unit=" programs") as bar:
             while not self._most and self._next():
                 bar.update()
             for _ in as_completed(futures):

@@ -24,6 +24,7 @@ from jetspec_jax.engine.scheduler import Scheduler, check_room
 from jetspec_jax.engine.size import first_programs
 from jetspec_jax.engine.stats import EngineStats, Tally
 from jetspec_jax.engine.worker import Workers
+from jetspec_jax.progress import log_once
 from pallas_kernels.dispatch import gpu_problem
 
 T = TypeVar("T")
@@ -174,6 +175,10 @@ class Engine:
     def left(self) -> int:
         """Number of programs that are still compiled in the background."""
         return self.runner.compiler.left if self.state is State.SERVING else 0
+
+    def compiling(self) -> set[str]:
+        """Kinds of programs that requests wait for."""
+        return self.runner.compiler.awaited if self.state is State.SERVING else set()
 
     def stats(self) -> EngineStats:
         """Statistics so far; from any thread, without waiting."""
@@ -393,9 +398,3 @@ def _serve(engine_ref: "weakref.ref[Engine]", commands: _Commands, turn: threadi
             return
         serving = engine._run(command)
         del command, engine  # while it waits, it keeps neither alive
-
-
-@functools.cache
-def log_once(level: int, text: str) -> None:
-    """Logs a text once per process."""
-    _log.log(level, "%s", text)

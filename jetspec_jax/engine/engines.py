@@ -20,7 +20,7 @@ from jetspec_jax.engine.plan import EnginePlan, with_slots_that_fit
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.stats import EngineStats
 from jetspec_jax.engine.worker import Workers, follow
-from jetspec_jax.progress import unseen
+from jetspec_jax.progress import next_of, terminal_bar
 
 
 class Engines:
@@ -144,6 +144,10 @@ class Engines:
         pages = EngineStats(pages=missing * self.plan.size.num_pages)
         return sum((engine.stats() for engine in engines), self._past + pages)
 
+    def compiling(self) -> set[str]:
+        """Kinds of programs that requests wait for."""
+        return set().union(*(engine.compiling() for engine in self._engines))
+
     def follow(self) -> None:
         """Runs what process 0 runs, until it closes or ends; see `LLM.follow`."""
         if not self.workers.there:
@@ -187,11 +191,6 @@ class Engines:
         return DecodeWeights(target.weights, (self.head, *self.head.copies)[number].weights)
 
 
-def terminal_bar(**settings: Any) -> tqdm:
-    """A progress bar on a terminal, for long calls."""
-    return tqdm(delay=2, miniters=0, leave=False, disable=unseen(), **settings)
-
-
 def complete(
     engines: Engines,
     requests: Sequence[Request],
@@ -211,7 +210,7 @@ def complete(
         for engine in set(engines.submit(requests)):
             engine.check_can_wait()
         while running:
-            request = news.get()
+            request = news.get() if bar is None else next_of(news, engines.compiling)
             if (output := running.get(request)) is None:
                 continue
             tokens -= len(output.token_ids)
@@ -280,7 +279,7 @@ class Stream(Iterator[str]):
             if (engine := self._engine) is not None:
                 engine.check_can_wait()
             del engine
-            self._news.get()
+            next_of(self._news, lambda: self._engine.compiling() if self._engine else ())
         raise StopIteration
 
     def close(self) -> None:

@@ -226,6 +226,7 @@ class Runner:
     def score(self, prompt: np.ndarray) -> Logprobs:
         """Log-probabilities of a prompt's tokens but the first, on the host, in one row of tokens."""
         if self._scored[0] != (key := prompt.tobytes()):  # completions of a prompt come one after another
+            self.compiler.compile([Program(SCORES, 1, scored_pages(len(prompt) - 1))])
             parts = score_prompt(self.decoder.alone, self.weights.target, prompt, self._dtype)
             with together(self.decoder.mesh):
                 parts = jax.device_get(parts)

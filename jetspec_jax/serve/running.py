@@ -14,6 +14,7 @@ from uvicorn.config import LOG_LEVELS
 
 from jetspec_jax.async_llm import AsyncLLM
 from jetspec_jax.llm import PLAIN_NOTICE
+from jetspec_jax.progress import SILENCE
 from jetspec_jax.serve.app import make_app, warm_up
 from jetspec_jax.serve.logs import log, show_logs
 from jetspec_jax.serve.protocol import protocol_for
@@ -155,9 +156,11 @@ async def serve_at(
     log("listening", url=url, model=service.names[0])
     served = f"{service.names[0]} is served at {url}/v1, with a page at {url}/playground"
     print(f"jetspec-jax: {served}", file=sys.stderr, flush=True)
-    warming = asyncio.create_task(_warm_up_beside(llm, settings))
+    beside = _warm_up_beside(llm, settings), log_compilations(llm.llm.engines.compiling)
+    tasks = [asyncio.create_task(each) for each in beside]
     await asyncio.wait((serving, stop), return_when=asyncio.FIRST_COMPLETED)
-    warming.cancel()
+    for task in tasks:
+        task.cancel()
     if not serving.done():
         service.draining = True
         log("draining", requests=service.running, seconds=settings.drain_seconds)
@@ -172,6 +175,19 @@ async def serve_at(
     stop.cancel()
     await serving
     log("ended")
+
+
+async def log_compilations(compiling: Callable[[], set[str]]) -> None:
+    """Logs, once, each kind of programs that requests wait for at two successive looks."""
+    told: set[str] = set()
+    before: set[str] = set()
+    while True:
+        await asyncio.sleep(SILENCE)
+        now = compiling()
+        for kind in sorted((now & before) - told):
+            log("compiling", programs=kind)
+            told.add(kind)
+        before = now
 
 
 async def _warm_up_beside(llm: AsyncLLM, settings: ServeSettings) -> None:

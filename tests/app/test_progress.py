@@ -2,11 +2,15 @@
 
 import contextlib
 import io
+import logging
+import queue
 import threading
 
 import pytest
 
-from jetspec_jax import progress
+from jetspec_jax import LLM, SamplingParams, progress
+from jetspec_jax.engine import engines, runner
+from tests.decode.tiny import TINY, random_target, word_tokenizer
 from tests.events import PATIENCE, until
 
 
@@ -114,3 +118,80 @@ class TestProgressOfPrograms:
         with progress.Progress(total=2, disable=True) as bar:
             bar.update(2)
         assert file.getvalue() == ""
+
+
+class Compiled(logging.Handler):
+    """Collects warnings of compilations; each program is compiled once there is one of its kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.records = []
+
+    @property
+    def texts(self):
+        return [record.getMessage() for record in self.records]
+
+    def emit(self, record):
+        if "compiling" in record.getMessage():
+            self.records.append(record)
+
+    def compile(self, program):
+        until(lambda: any(f" for {program.kind}," in text for text in self.texts))
+
+    def __enter__(self):
+        logging.getLogger("jetspec_jax").addHandler(self)
+        return self
+
+    def __exit__(self, *_):
+        logging.getLogger("jetspec_jax").removeHandler(self)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    progress.log_once.cache_clear()
+    monkeypatch.setattr(progress, "SILENCE", 0.001)
+    yield
+    progress.log_once.cache_clear()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_first_call_says_what_compiles(monkeypatch, impatient, streamed):
+    """Once for each kind of program, whichever engine compiles it."""
+
+    def call(params):
+        with LLM(random_target(TINY, 0, tokenizer=word_tokenizer(TINY.vocab_size))) as llm:
+            return list(llm.stream([1, 2], params)) if streamed else llm.generate([[1, 2]], params)
+
+    with Compiled() as compiled:
+        monkeypatch.setattr(runner.Lowering, "compile", lambda _, program: compiled.compile(program))
+        for tokens in (2, 3):
+            call(SamplingParams(max_tokens=tokens))
+        call(SamplingParams(max_tokens=2, logprobs=1, prompt_logprobs=1))
+    assert {(record.name, record.levelname) for record in compiled.records} == {("jetspec_jax", "WARNING")}
+    kinds = "prompts", "rounds", "scores", "rounds logprobs"
+    said = "compiling a program for {}, once per shape; LLM.warm_up() does it ahead"
+    assert compiled.texts == [said.format(kind) for kind in kinds]
+
+
+def test_calls_that_ask_for_no_bar_and_warm_up_say_nothing(monkeypatch):
+    monkeypatch.setattr(engines, "next_of", lambda *_: pytest.fail("would warn"))
+    with LLM(random_target(TINY, 0), max_slots=1) as llm:
+        llm.warm_up(1)
+        llm.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False)
+
+
+@pytest.mark.parametrize(("stream", "count"), [(Terminal(), 0), (io.StringIO(), 1), (None, 1)])
+def test_a_terminal_has_a_bar_instead(impatient, watched, stream, count):
+    class News(queue.SimpleQueue):
+        misses = 2
+
+        def get(self, timeout):
+            self.misses -= 1
+            if self.misses >= 0:
+                raise queue.Empty
+            return "news"
+
+    watched(stream)
+    with Compiled() as compiled:
+        assert progress.next_of(News(), lambda: {"rounds"}) == "news"
+    assert len(compiled.texts) == count

@@ -12,8 +12,8 @@ import pytest
 from jetspec_jax import LLM, SamplingParams, draft_logits, generate, generate_tree
 from jetspec_jax.cache.pages import NO_PAGE, PAGE_SIZE
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine.engine import log_once
 from jetspec_jax.models import bind
+from jetspec_jax.progress import log_once
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, gaps
 from tests.decode.tiny import (

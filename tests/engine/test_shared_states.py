@@ -13,8 +13,8 @@ from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.decode.snapshots import keep, restore
 from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.engine import plan as memory
-from jetspec_jax.engine.engine import log_once
 from jetspec_jax.engine.plan import check_engine_memory, plan_engine
+from jetspec_jax.progress import log_once
 from tests.decode.compilations import compilations
 from tests.decode.tiny import (
     HYBRID,

@@ -16,7 +16,8 @@ from jetspec_jax.cli.options import MODELS
 from jetspec_jax.cli.server_options import ENGINE, SERVER
 from jetspec_jax.demo import DEMO_TARGET
 from jetspec_jax.device import memory
-from jetspec_jax.serve.running import Stopping, bind, draining_notice, serve_at
+from jetspec_jax.serve import running
+from jetspec_jax.serve.running import Stopping, bind, draining_notice, log_compilations, serve_at
 from jetspec_jax.serve.settings import ServeSettings
 from tests.decode.tiny import random_target, random_weights
 from tests.events import PATIENCE, join, until
@@ -113,7 +114,7 @@ def test_sigterm_lets_eight_streams_end(folder, hold):
     assert len({text_of(own) for own in lines}) == 1
     assert f"8 running requests have {PATIENCE:g} s to end; a second Ctrl-C ends it at once\n" in said
     lines_of_log = [json.loads(line) for line in output.splitlines()]
-    assert [one["message"] for one in lines_of_log if one["message"] != "request"] == [
+    assert [one["message"] for one in lines_of_log if one["message"] not in ("request", "compiling")] == [
         "listening",
         "draining",
         "ended",
@@ -136,6 +137,16 @@ def test_a_second_signal_ends_at_once(folder, hold):
     finally:
         command.process.kill()
         command.process.communicate()
+
+
+def test_what_compiles_for_long_is_logged_once(monkeypatch):
+    looks = [{"rounds"}, {"rounds", "scores"}, {"prompts"}, {"prompts", "rounds"}, {"prompts", "rounds"}]
+    said, left = [], iter(looks)
+    monkeypatch.setattr(running, "SILENCE", 0.0)
+    monkeypatch.setattr(running, "log", lambda message, **fields: said.append((message, fields)))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        asyncio.run(log_compilations(lambda: next(left)))
+    assert said == [("compiling", {"programs": kind}) for kind in ("rounds", "prompts")]
 
 
 def test_how_long_the_server_drains_is_said(capsys, monkeypatch):
