@@ -185,7 +185,7 @@ def test_a_terminal_has_a_bar_instead(impatient, watched, stream, count):
     class News(queue.SimpleQueue):
         misses = 2
 
-        def get(self, timeout):
+        def get(self, block=True, timeout=None):
             self.misses -= 1
             if self.misses >= 0:
                 raise queue.Empty
