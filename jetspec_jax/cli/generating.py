@@ -64,7 +64,7 @@ class _Run(NamedTuple):
 def _generate(arguments: argparse.Namespace) -> int:
     """Completes prompts; a single completion is streamed."""
     given, params = read_prompts(arguments), sampling_params(arguments)
-    llm = load_llm(arguments)
+    llm = load_llm(arguments, len(given) * params.n)
     prompts = [encode(llm, prompt, arguments) for prompt in given]
     requests = list(_each(given, prompts, params))
     alone = len(requests) == 1 and llm.target.tokenizer is not None

@@ -19,6 +19,7 @@ from jetspec_jax.cli.options import (
     parse_option,
 )
 from jetspec_jax.config import read_json
+from jetspec_jax.engine.size import MAX_SLOTS
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams, draw_seed
 from jetspec_jax.sampling.structured import StructuredOutputsParams
@@ -49,12 +50,13 @@ def _form(arguments: argparse.Namespace) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(**given) if given else None
 
 
-def load_llm(arguments: argparse.Namespace) -> LLM:
+def load_llm(arguments: argparse.Namespace, completions: int = 1) -> LLM:
     """Loads the models; prints a notice if there is no draft head.
 
+    Unless the options say otherwise there are at most so many slots as ``completions``: each has its memory.
     A process that shares the models with process 0 follows it, and ends here.
     """
-    given = model_arguments(arguments)
+    given = {"max_slots": min(completions, MAX_SLOTS)} | model_arguments(arguments)
     if jax.process_count() > 1 and math.prod(parallel_sizes(arguments).values()) == 1:
         raise ValueError(
             f"{jax.process_count()} processes share the models: set the number of shards by "

@@ -174,6 +174,19 @@ class TestTable:
             settings.load_llm(parse(*line))
         assert seen == {**words, "algorithm": get_algorithm("entropy")}
 
+    def test_a_command_has_no_more_slots_than_completions(self, monkeypatch):
+        seen = []
+
+        def llm(**given):
+            seen.append(given["max_slots"])
+            raise FileNotFoundError
+
+        monkeypatch.setattr(settings, "LLM", llm)
+        for words, completions in (((), 1), ((), 3), ((), 100), (("--max-num-seqs", "5"), 3)):
+            with pytest.raises(FileNotFoundError):
+                settings.load_llm(parse(*words), completions)
+        assert seen == [1, 3, 8, 5]
+
     def test_a_flag_that_is_on_can_be_switched_off(self):
         def python(*, kept: bool = True, added: bool = False):
             return kept, added
