@@ -10,7 +10,8 @@ from jetspec_jax.engine.prompts import naming
 from jetspec_jax.sampling.structured import StructuredOutputsParams
 from jetspec_jax.serve.bodies import Body
 
-_ANY = {"type": "object"}
+#: Parameters of a function without any, as in OpenAI's API.
+_NONE = {"type": "object", "properties": {}}
 
 
 class Function(Body):
@@ -45,7 +46,7 @@ class Chosen(Body):
 def arguments_form(function: Function) -> StructuredOutputsParams:
     """The grammar of a function's arguments."""
     with naming(f"the parameters of {function.name}"):
-        return StructuredOutputsParams(json=function.parameters or _ANY, disable_any_whitespace=True)
+        return StructuredOutputsParams(json=function.parameters or _NONE, disable_any_whitespace=True)
 
 
 def calls_form(functions: Sequence[Function], *, several: bool) -> StructuredOutputsParams:

@@ -146,7 +146,7 @@ def test_references_mean_what_they_mean_alone(allows, name, first):
 
 
 def test_one_call_or_several(allows):
-    functions = [Function(name="né.1-x"), Function(name="look", parameters=IN_X)]
+    functions = [Function(name="né.1-x", parameters={"type": "object"}), Function(name="look", parameters=IN_X)]
     one, two = call("né.1-x", {"b": [1, {}]}), call("look", {"a": 1})
     for several in (True, False):
         form = calls_form(functions, several=several)
@@ -155,6 +155,16 @@ def test_one_call_or_several(allows):
         assert allows(form, [one, two, one]) == several
         for wrong in ([], [{}], two, [call("unknown", {})], [{"name": "look"}], [two | {"more": 1}]):
             assert not allows(form, wrong)
+
+
+@pytest.mark.parametrize("given", [{}, {"parameters": None}, {"parameters": {}}])
+def test_a_function_without_parameters_has_no_arguments(allows, given):
+    now = Function(name="now", **given)
+    form = calls_form([now], several=False)
+    assert allows(arguments_form(now), {})
+    assert allows(form, [call("now", {})])
+    assert not allows(arguments_form(now), {"x": 1})
+    assert not allows(form, [call("now", {"x": 1})])
 
 
 @pytest.mark.parametrize("strict", [None, False, True])
