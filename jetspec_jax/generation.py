@@ -4,9 +4,12 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jetspec_jax.arguments import check_type, refuse_unknown
 from jetspec_jax.checkpoint.loading import Head, Target
-from jetspec_jax.decode.proposer import Proposer, check_given
+from jetspec_jax.decode.proposer import Proposer, check_fits, check_given
 from jetspec_jax.decode.settings import DEFAULT_BUDGET, PLAIN, TreeSettings
 from jetspec_jax.device.mesh import without_mesh
 from jetspec_jax.device.processes import spans
@@ -95,12 +98,12 @@ def generate_tree(
         DeviceMemoryError: The device cannot hold the stores and a round's workspace.
     """
     refuse_unknown(generate_tree, unknown, {"routing": ROUTING_INSTEAD})
-    check_given(proposer)
+    check_given(proposer, proposer_weights)
     if proposer is None:
         check_type("the draft head", draft_head, Head, "a Head, as load_draft_head returns it")
     settings = TreeSettings(budget, width, depth, algorithm, candidates)
     given = target, draft_head, settings, prompts, sampling_params, max_slots, implementation
-    return _run(*given, proposer, proposer_weights)
+    return _run(*given, proposer, jax.tree.map(jnp.asarray, proposer_weights))
 
 
 def _run(
@@ -116,7 +119,7 @@ def _run(
 ) -> list[RequestOutput]:
     """Makes engines, serves the prompts, and closes the engines."""
     check_models(target, head)
-    check_given(proposer, len(target.meshes))
+    check_fits(proposer, target.config, len(target.meshes))
     if head is not None:
         head.check_finite()
     if spans(target.mesh):

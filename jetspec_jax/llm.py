@@ -6,6 +6,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jetspec_jax.arguments import (
@@ -30,7 +32,14 @@ from jetspec_jax.checkpoint.packing import with_storage
 from jetspec_jax.checkpoint.pairs import default_draft_head, draft_head_at
 from jetspec_jax.checkpoint.source import AUTO, Source, resolve_dtype
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
-from jetspec_jax.decode.proposer import DraftHeadProposer, Proposer, check_given, prepared_bytes, selected_of
+from jetspec_jax.decode.proposer import (
+    DraftHeadProposer,
+    Proposer,
+    check_fits,
+    check_given,
+    prepared_bytes,
+    selected_of,
+)
 from jetspec_jax.decode.settings import PLAIN, TreeSettings, fastest_settings
 from jetspec_jax.demo import DEMO
 from jetspec_jax.device.compilation_cache import enable_compilation_cache
@@ -173,7 +182,8 @@ class LLM:
         check_type("compilation_cache", compilation_cache, str | Path, 'a folder, "auto" or "off"')
         if isinstance(ignore_config_keys, str) or not isinstance(ignore_config_keys, Collection):
             raise TypeError(f"ignore_config_keys must be a list of keys, not {shown(ignore_config_keys)}")
-        check_given(proposer)
+        check_given(proposer, proposer_weights)
+        proposer_weights = jax.tree.map(jnp.asarray, proposer_weights)
         resolved = resolve_dtype(dtype)
         # What is read: the target and the head, unless they are loaded.
         reading = Source("", dtype, ignore_config_keys, allow_nonfinite, mxfp4=mxfp4)
@@ -198,7 +208,7 @@ class LLM:
         # The devices, and whether they can hold everything.
         sizes = tensor_parallel_size, expert_parallel_size, data_parallel_size
         meshes = _meshes_of(ours, head, config, mesh, *sizes)
-        check_given(proposer, len(meshes))
+        check_fits(proposer, config, len(meshes))
         if isinstance(ours, Source):
             ours = with_storage(ours, *meshes)
             config = ours.target_config

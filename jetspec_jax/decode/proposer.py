@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32, Int
 
-from jetspec_jax.arguments import check_type
+from jetspec_jax.arguments import shown
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import chain_path, commit, empty_stores
-from jetspec_jax.config import MAX_SELECTED, DraftHeadConfig, DraftScales
+from jetspec_jax.config import MAX_SELECTED, DraftHeadConfig, DraftScales, ModelConfig
 from jetspec_jax.device.memory import array_bytes
 from jetspec_jax.device.mesh import WHOLE
 from jetspec_jax.device.partition import is_split, parameter_specs, spread
@@ -145,20 +145,38 @@ def split_proposer(proposer: Proposer) -> SplitProposer:
     return proposer
 
 
-def check_given(proposer: object, copies: int = 1) -> None:
-    """Checks a proposer that a caller gives in place of a draft head.
+def check_given(proposer: object, weights: Any = None) -> None:
+    """Checks a proposer and its parameters, which a caller gives in place of a draft head.
 
     Raises:
         TypeError: It is not a proposer, or not hashable.
-        ValueError: There are several copies of the target: the proposer's parameters are on one device.
+        ValueError: There are parameters without a proposer.
     """
-    check_type("proposer", proposer, Proposer | None, "an object with the methods of Proposer, or None")
+    if proposer is None:
+        if weights is not None:
+            raise ValueError("proposer_weights are the parameters of a proposer: give proposer=…, too")
+        return
+    kind = "an object with the methods of Proposer, or None"
+    if isinstance(proposer, type):
+        raise TypeError(f"proposer must be {kind}, not the class {proposer.__name__}: make an object of it")
+    if not isinstance(proposer, Proposer):
+        names = [name for name in vars(Proposer) if not name.startswith("_") and not hasattr(proposer, name)]
+        raise TypeError(f"proposer must be {kind}, not {shown(proposer)}; it has no {', '.join(names)}")
     try:
         hash(proposer)
     except TypeError as error:
         raise TypeError(f"proposer must be hashable, as a frozen dataclass is: {error}") from error
-    if proposer is not None and copies > 1:
+
+
+def check_fits(proposer: Proposer | None, config: ModelConfig, copies: int) -> None:
+    """Raises ValueError if a given proposer taps layers that the target has not, or if there are copies of it."""
+    if proposer is None:
+        return
+    if copies > 1:
         raise ValueError("data_parallel_size must be 1 for a proposer, whose parameters are on one device")
+    for tap in proposer.taps:
+        if not 0 <= tap < config.num_layers:
+            raise ValueError(f"taps of the proposer must lie in 0..{config.num_layers - 1}, not {tap}")
 
 
 def prepared_bytes(proposer: Proposer, weights: Any) -> int:
@@ -201,7 +219,14 @@ def candidates_of(
     """The best ``count`` tokens of every draft row, with their pairs if the proposer has a selector."""
     if isinstance(proposer, SelectingProposer) and proposer.selected is not None:
         return proposer.select(weights, state, target, anchors, slots, count, depth, scoring)
-    adjusted = scoring.adjusted(proposer.propose(weights, state, target, anchors, slots, depth))
+    drafts = proposer.propose(weights, state, target, anchors, slots, depth)
+    shape = len(anchors), depth or proposer.depth, -(-target.config.vocab_size // shards.count())
+    if jnp.shape(drafts) != shape:
+        name = type(proposer).__name__
+        raise ValueError(
+            f"{name}.propose must give logits [B, D, V] of shape {shape}, not {jnp.shape(drafts)}"
+        )
+    adjusted = scoring.adjusted(drafts)
     return top_candidates(adjusted, count, scoring.perturbed(adjusted))
 
 

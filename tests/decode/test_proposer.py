@@ -3,7 +3,9 @@
 import asyncio
 import dataclasses
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jetspec_jax import LLM, AsyncLLM, DeviceMemoryError, SamplingParams, generate, generate_tree
@@ -52,6 +54,23 @@ class Changeable(OracleProposer):
     __hash__ = None
 
 
+class Depth:
+    depth = 4
+
+
+class Flat(OracleProposer):
+    def propose(self, weights, state, target, anchors, slots, depth=None):
+        return super().propose(weights, state, target, anchors, slots, depth)[:, 0]
+
+
+def test_parameters_may_be_numpy_arrays(target, drafts):
+    given, expected = drafts
+    given = given | {"proposer_weights": jax.tree.map(np.asarray, given["proposer_weights"])}
+    with LLM(target, budget=16, **given) as llm:
+        assert llm.generate([PROMPT], PARAMS, use_tqdm=False)[0].token_ids == expected
+    assert generate_tree(target, None, [PROMPT], PARAMS, budget=16, **given)[0].token_ids == expected
+
+
 def test_what_is_refused(target, drafts):
     given, head = drafts[0], random_head(CONFIG, 0)
     copies = dataclasses.replace(target, copies=(target,))
@@ -61,6 +80,20 @@ def test_what_is_refused(target, drafts):
             call(target, head, budget=16, **given)
         with pytest.raises(TypeError, match=r"proposer must be .* methods of Proposer"):
             call(target, budget=16, proposer=head)
+        with pytest.raises(TypeError, match=r"has no taps, empty_state, prepare, propose, commit"):
+            call(target, budget=16, proposer=Depth())
+        with pytest.raises(TypeError, match="not the class OracleProposer: make an object of it"):
+            call(target, budget=16, proposer=OracleProposer)
+        with pytest.raises(ValueError, match=r"proposer_weights .*: give proposer=…, too"):
+            call(target, head, budget=16, proposer_weights=given["proposer_weights"])
+        with pytest.raises(
+            ValueError, match=rf"taps .* lie in 0\.\.{CONFIG.num_layers - 1}, not {CONFIG.num_layers}"
+        ):
+            call(
+                target,
+                budget=16,
+                **given | {"proposer": dataclasses.replace(ORACLE, taps=(0, CONFIG.num_layers))},
+            )
         with pytest.raises(TypeError, match=r"proposer must be hashable, .*'Changeable'"):
             call(target, budget=16, proposer=Changeable(64))
         with pytest.raises(ValueError, match="data_parallel_size must be 1 for a proposer"):
@@ -69,6 +102,11 @@ def test_what_is_refused(target, drafts):
             call(split, budget=16, **given)
     with pytest.raises(ValueError, match=r"depth must lie in 1\.\.9"):
         LLM(target, budget=16, depth=10, **given)
+    flat = given | {"proposer": Flat(CONFIG.vocab_size)}
+    with pytest.raises(
+        ValueError, match=r"Flat\.propose must give logits \[B, D, V\] of shape \(1, 9, 64\), not"
+    ):
+        generate_tree(target, None, [PROMPT], PARAMS, budget=16, **flat)
 
 
 def test_its_arrays_are_counted(target, monkeypatch):
