@@ -169,7 +169,7 @@ def check_given(proposer: object, weights: Any = None) -> None:
 
 
 def check_fits(proposer: Proposer | None, config: ModelConfig, copies: int) -> None:
-    """Raises ValueError if a given proposer taps layers that the target has not, or if there are copies of it."""
+    """Raises ValueError if a given proposer taps layers that the target has not, or the target has copies."""
     if proposer is None:
         return
     if copies > 1:

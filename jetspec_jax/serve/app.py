@@ -122,22 +122,29 @@ async def warm_up(llm: AsyncLLM, settings: ServeSettings) -> None:
     if settings.warm_up == "none":
         return
     started = time.monotonic()
-    lines = asyncio.create_task(_log_progress(llm))
-    try:
+    async with progress_lines(llm):
         await llm.warm_up()
         if settings.warm_up == "all":
             target = llm.llm.target
             grammars = target.tokenizer and not llm.has_workers
             await llm.warm_up(MORE if grammars else replace(MORE, structured_outputs=None))
-    finally:
-        lines.cancel()
     log("compiled", seconds=round(time.monotonic() - started, 2))
 
 
-async def _log_progress(llm: AsyncLLM) -> None:
-    while True:
-        await asyncio.sleep(LINE_SECONDS)
-        log("compiling", programs_left=llm.stats().programs_left)
+@asynccontextmanager
+async def progress_lines(llm: AsyncLLM) -> AsyncIterator[None]:
+    """Every `LINE_SECONDS` a line of the log says how many programs are left."""
+
+    async def write() -> None:
+        while True:
+            await asyncio.sleep(LINE_SECONDS)
+            log("compiling", programs_left=llm.stats().programs_left)
+
+    lines = asyncio.create_task(write())
+    try:
+        yield
+    finally:
+        lines.cancel()
 
 
 def _plain_routes(service: Service) -> APIRouter:

@@ -15,7 +15,7 @@ from uvicorn.config import LOG_LEVELS
 from jetspec_jax.async_llm import AsyncLLM
 from jetspec_jax.llm import PLAIN_NOTICE
 from jetspec_jax.progress import SILENCE
-from jetspec_jax.serve.app import make_app, warm_up
+from jetspec_jax.serve.app import make_app, progress_lines, warm_up
 from jetspec_jax.serve.logs import log, show_logs
 from jetspec_jax.serve.protocol import protocol_for
 from jetspec_jax.serve.settings import ServeSettings
@@ -123,7 +123,8 @@ async def serve_at(
         if llm.has_workers:
             await warm_up(llm, settings)  # all processes compile the same, and no requests come meanwhile
         else:
-            await llm.warm_up(background=True)
+            async with progress_lines(llm):
+                await llm.warm_up(background=True)
     config = uvicorn.Config(
         app,
         http=protocol_for(settings),

@@ -344,6 +344,19 @@ def test_programs_are_compiled_before_it_listens_and_beside(target, what):
     assert llm.warmed == warmed[what]
 
 
+def test_the_log_says_how_much_is_left_before_it_listens(target, monkeypatch):
+    class Slow(Scripted):
+        async def warm_up(self, sampling_params=None, *, background=False):
+            async with asyncio.timeout(PATIENCE):
+                while not any('"compiling"' in line for line in lines):
+                    await asyncio.sleep(0.01)
+
+    monkeypatch.setattr("jetspec_jax.serve.app.LINE_SECONDS", 0.01)
+    with logged() as lines, served(Slow(target), warm_up="usual"):
+        line = json.loads(lines[0])
+    assert (line["message"], line["programs_left"]) == ("compiling", 0)
+
+
 def test_pages_of_other_origins(target):
     asks = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
     with (

@@ -146,7 +146,10 @@ def test_references_mean_what_they_mean_alone(allows, name, first):
 
 
 def test_one_call_or_several(allows):
-    functions = [Function(name="né.1-x", parameters={"type": "object"}), Function(name="look", parameters=IN_X)]
+    functions = [
+        Function(name="né.1-x", parameters={"type": "object"}),
+        Function(name="look", parameters=IN_X),
+    ]
     one, two = call("né.1-x", {"b": [1, {}]}), call("look", {"a": 1})
     for several in (True, False):
         form = calls_form(functions, several=several)
