@@ -181,6 +181,8 @@ class TestRefused:
                 TypeError, match=f"^{said} gpu_memory_utilization; set XLA_PYTHON_CLIENT_MEM_F"
             ):
                 kind(gpu_memory_utilization=0.9)
+            with pytest.raises(TypeError, match=f"^{said} device; set JAX_PLATFORMS=cpu"):
+                kind(device="cpu")
             with pytest.raises(TypeError, match=f"zzz; nothing here .*; {said} widht; did you mean width"):
                 kind(zzz=1, widht=2)
             for argument in ("task", "logits_processors", "temporal"):

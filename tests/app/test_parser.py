@@ -70,7 +70,7 @@ class TestUnknownOptions:
     def test_nothing_is_near(self, capsys):
         said = refused(capsys, command.main, "generate", "--zzz", "1", "x")
         assert said == "jetspec-jax generate: unknown option --zzz; see jetspec-jax generate --help\n"
-        for name in ("--device", "--no", "--greedy"):
+        for name in ("--colour", "--no", "--greedy"):
             said = refused(capsys, command.main, "generate", name, "1", "x")
             assert f"unknown option {name}; see" in said
         assert "unknown option -q;" in refused(capsys, command.main, "generate", "-q", "x")
