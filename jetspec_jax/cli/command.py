@@ -14,7 +14,7 @@ from jetspec_jax.cli.chatting import add_chat_command
 from jetspec_jax.cli.completion import add_completion_option
 from jetspec_jax.cli.generating import add_generate_command
 from jetspec_jax.cli.info import add_info_command
-from jetspec_jax.cli.options import join_as_told
+from jetspec_jax.cli.options import DOCS, join_as_told
 from jetspec_jax.cli.parser import Parser
 from jetspec_jax.cli.quiet import show_own_log
 from jetspec_jax.cli.serving import add_serve_command
@@ -23,7 +23,6 @@ from jetspec_jax.device.joining import leave
 from jetspec_jax.device.processes import alone, is_first
 from jetspec_jax.version import __version__
 
-DOCS = "https://github.com/jetspec/jetspec_jax/blob/main/docs"
 VERSIONS = (
     f"jetspec-jax {__version__} (JAX {jax.__version__}, Flax {flax.__version__}, "
     f"Python {platform.python_version()})"

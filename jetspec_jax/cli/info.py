@@ -6,7 +6,7 @@ from typing import Any
 
 from jetspec_jax.arguments import printable
 from jetspec_jax.checkpoint.pairs import PAIR_NAMES, pair_of
-from jetspec_jax.cli.options import add_ignore_option, add_target_option
+from jetspec_jax.cli.options import HEAD_GUIDE, add_ignore_option, add_target_option
 from jetspec_jax.inspect.describe import describe
 
 # Keys of byte counts, which are also printed in a larger unit.
@@ -43,6 +43,8 @@ def _info(arguments: argparse.Namespace) -> int:
         print(json.dumps(reports if len(reports) > 1 else reports[0]))
     else:
         print(printable("\n\n".join(_table(report) for report in reports)))
+        if pair is None and reports[0]["kind"] == "target":
+            print(f"\nto make a draft head for it: {HEAD_GUIDE}")
     return 0 if all(report.get("fits", True) for report in reports) else 1
 
 

@@ -31,6 +31,11 @@ from jetspec_jax.sampling.structured import StructuredOutputsParams
 from jetspec_jax.tree import DEFAULT_ALGORITHM, algorithm_names, get_algorithm
 from pallas_kernels.tree_attention import implementations
 
+#: The pages of the documentation, which a wheel does not have.
+DOCS = "https://github.com/jetspec/jetspec_jax/blob/main/docs"
+#: How to make a draft head for a target without one.
+HEAD_GUIDE = f"{DOCS}/your-model.md"
+
 
 def comma_separated(text: str) -> list[int]:
     """Parses integers like ``1,2,3``; raises argparse.ArgumentTypeError for another form."""

@@ -12,6 +12,7 @@ from jetspec_jax.arguments import decode_utf8
 from jetspec_jax.cli.options import (
     ALGORITHM,
     GROUPS,
+    HEAD_GUIDE,
     MODELS,
     SAMPLING,
     STRUCTURED,
@@ -67,7 +68,10 @@ def load_llm(arguments: argparse.Namespace, completions: int = 1) -> LLM:
         llm.follow()
         raise SystemExit(0)
     if llm.draft_head is None:
-        print("jetspec-jax: no --draft-head for this target: plain decoding", file=sys.stderr)
+        print(
+            f"jetspec-jax: no --draft-head for this target: plain decoding; to make one: {HEAD_GUIDE}",
+            file=sys.stderr,
+        )
     return llm
 
 

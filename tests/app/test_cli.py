@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -299,6 +300,17 @@ def test_info_tells_windows_from_the_whole_context(capsys, tmp_path):
     of_token = 2 * 2 * 2 * 64  # keys and values of 2 heads of 64 in 2 bytes
     assert [r["cache_bytes_per_token_bf16"] for r in reports] == [8 * of_token, 4 * of_token]
     assert [r["cache_bytes_of_windows_bf16"] for r in reports] == [0, 4 * 192 * of_token]
+
+
+def test_a_target_without_a_head_is_told_how_to_get_one(capsys):
+    where = "to make a draft head for it: https://github.com/jetspec/jetspec_jax/blob/main/docs/your-model.md"
+    assert run(capsys, "info", str(DEMO_TARGET))[1].endswith(f"\n\n{where}\n")
+    for other in ("demo", str(DEMO_DRAFT_HEAD)):
+        assert "your-model.md" not in run(capsys, "info", other)[1]
+    code, _, err = run(capsys, "generate", "--model", str(DEMO_TARGET), "--max-tokens", "1", PROMPT)
+    assert code == 0
+    assert "no --draft-head for this target: plain decoding; to make one: https://" in err
+    assert (Path(__file__).parents[2] / "docs" / "your-model.md").is_file()
 
 
 def test_info_demo_lists_both(capsys):
