@@ -32,7 +32,7 @@ ROOMS = {
         ("loop",),
         ("data",),
         ("head",),
-        ("smollm2",),
+        ("pair",),
         ("command",),
         ("__main__",),
     ],

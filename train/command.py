@@ -13,13 +13,14 @@ from train.data import command as data
 from train.head import calibrate
 from train.head import command as head
 from train.loop.stages import OutOfTime
-from train.smollm2 import command as smollm2
+from train.pair import command as pair
 
 #: Commands of earlier versions, and what replaced them.
 REPLACED = {
     "ablations": "`python -m train head --set objective.loss=LOSS` trains and evaluates a head with a loss",
     "demo": "`python -m train data --prompts FOLDER` makes documents from a corpus, and `python -m train "
     "head --recipe demo` a head; jetspec_jax/demo/README.md names the commits that made the demo pair",
+    "smollm2": "`python -m train pair --target smollm2 --recipe train/configs/smollm2-pair.toml`",
     "manifest": "`python -m train data --prompts FOLDER` reads a corpus, without a list of its files",
 }
 
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="where compiled programs are kept (default: auto, on a GPU the user's cache folder)",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (data, head, calibrate, smollm2):
+    for module in (data, head, calibrate, pair):
         module.add_command(commands)
     parser.refuse_replaced(sys.argv[1:] if arguments is None else arguments, REPLACED)
     parsed = parser.parse_args(arguments)

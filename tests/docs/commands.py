@@ -18,7 +18,7 @@ from jetspec_jax.demo import DEMO_TARGET
 from tests.docs.blocks import ALL, OTHERS, PAGES, ROOT, Block, prose, with_demo
 from train.command import main as train
 from train.head.command import choose_recipe
-from train.head.recipe_file import read_head_recipe
+from train.head.recipe_file import find_table, read_head_recipe
 
 MAKE = "make"
 #: What calls a program, and the program; `make` is called as it is.
@@ -37,7 +37,7 @@ NOT_RUN = {
     r"bench round --target": "a GPU: a record of what was measured",
     r"\b(?:Qwen|JetSpec)/": "a hub: a checkpoint of 8 billion parameters",
     r"\w=\w+\.jsonl\b": "a hub: a published set of prompts",
-    r"train smollm2\b|\bWORK/": "a hub, and hours of a GPU",
+    r"train pair\b|\bWORK/": "minutes to hours of a GPU; tests/train/pair has a tiny one",
     r"--coordinator|--distributed": "a second host",
     r"//host:": "a server on another host",
     r"bench (?:plots|page)\b": "it rewrites the checkout; tests/bench has it write elsewhere",
@@ -148,7 +148,9 @@ def error_of(command: Command) -> str:
 
     def parse_args(*given, **named):
         arguments = real(*given, **named)
-        if hasattr(arguments, "recipe"):
+        if words[:1] == ["pair"]:
+            find_table(arguments.recipe or "smollm2-pair")  # the target decides on the other settings
+        elif hasattr(arguments, "recipe"):
             choose_recipe(arguments)
             read_head_recipe(arguments.recipe, arguments.set).check()
         raise EOFError

@@ -19,11 +19,21 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 class UserPrompt(NamedTuple):
-    """A prompt: its kind, the form that a set has it in ("" without forms), and its text."""
+    """A training prompt.
+
+    Attributes:
+        kind: Its source.
+        form: The form that a set has it in; "" without forms.
+        text: What the user says, or the beginning of a text.
+        tokens: What the target continues.
+        root: The question, which is the same in all of its forms; "" if it is the text.
+    """
 
     kind: str
     form: str
     text: str
+    tokens: tuple[int, ...] = ()
+    root: str = ""
 
 
 class Evaluated:
@@ -83,6 +93,11 @@ def fault(text: str, *, least_words: int = 4, ngram: int = 4, times: int = 2) ->
     if len(words) < least_words:
         return SHORT
     return REPEATS if max(Counter(_runs(words, ngram)).values(), default=0) > times else None
+
+
+def same_words(text: str) -> tuple[str, ...]:
+    """The words of a text, which are equal for texts that differ in case, spaces and punctuation alone."""
+    return tuple(_words(text))
 
 
 def _words(text: str) -> list[str]:

@@ -123,6 +123,20 @@ PROMPT_SETS: Mapping[str, PromptSet] = {
 }
 
 
+def _column(name: str) -> Callable[[Row], Sequence[str]]:
+    return lambda row: [row[name]]
+
+
+#: The texts of a set's rows without instructions, by which overlaps with training prompts are found.
+EVALUATED: Mapping[str, Callable[[Row], Sequence[str]]] = {
+    **dict.fromkeys(("math500", "aime25"), _column("problem")),
+    **dict.fromkeys(("humaneval", "mbpp"), _column("prompt")),
+    "gsm8k": _column("question"),
+    "livecodebench": _column("question_content"),
+    "mt-bench": mt_bench_turns,
+}
+
+
 @dataclass(frozen=True)
 class Question:
     """A row of a set as a prompt.

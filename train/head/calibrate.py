@@ -88,26 +88,69 @@ def _run(arguments: argparse.Namespace) -> int:
     target = read_target(Source(arguments.target, arguments.dtype, ignored))
     head = read_draft_head(Source(draft_head_at(chosen_head), arguments.dtype, ignored), target)
     prompts = [Encoder(target.tokenizer).prompt(entry).tolist() for entry in entries]
-
-    def write(temperature: float) -> None:
-        params = [
-            SamplingParams(temperature=temperature, seed=seed, max_tokens=arguments.max_tokens)
-            for seed in range(len(prompts))
-        ]
-        texts = write_texts(target, head.config.depth, prompts, params, batch=arguments.batch)
-        write_json(_file(work, temperature), [_as_json(text) for text in texts])
-
-    stages = {f"texts at T = {t:g}": partial(write, t) for t in temperatures}
-    count = arguments.candidates or head.config.selected or CANDIDATES
-    stages["fit"] = partial(_fit, work, target, head, temperatures, min(count, head.config.layers.vocab_size))
-    run_stages(work, stages, Deadline(arguments.minutes))
-    scales, folder = json.loads((work / "calibration.json").read_text())["draft_scales"], work / "draft_head"
+    scales = calibrate(
+        work,
+        target,
+        head,
+        prompts,
+        temperatures,
+        max_tokens=arguments.max_tokens,
+        batch=arguments.batch,
+        candidates=arguments.candidates,
+        deadline=Deadline(arguments.minutes),
+    )
+    folder = work / "draft_head"
     export_head(chosen_head, fresh(folder), "jetspec", draft_scales=scales, ignore_config_keys=ignored)
     print(f"draft_scales: {scales}")
     print(
         f"the head with them is in {folder}, what it says and what is observed in {work / 'calibration.png'}"
     )
     return 0
+
+
+def calibrate(
+    work: Path,
+    target: Target,
+    head: Head,
+    prompts: Sequence[list[int]],
+    temperatures: Sequence[float],
+    *,
+    max_tokens: int,
+    batch: int,
+    candidates: int | None = None,
+    deadline: Deadline,
+) -> DraftScales:
+    """Fits a head's scales to texts that its target writes; returns them.
+
+    Args:
+        work: The folder of the texts, of ``calibration.json`` and of its picture; begun or new.
+        target: The target.
+        head: The head.
+        prompts: Tokens of the prompts.
+        temperatures: Temperatures at which the target answers each prompt.
+        max_tokens: Tokens of an answer.
+        batch: Most prompts decoded at a time.
+        candidates: Candidates per draft row; None is the selector's number, or 32.
+        deadline: Checked before each temperature.
+
+    Raises:
+        OutOfTime: The deadline passed; the same call resumes.
+    """
+
+    def write(temperature: float) -> None:
+        params = [
+            SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
+            for seed in range(len(prompts))
+        ]
+        texts = write_texts(target, head.config.depth, prompts, params, batch=batch)
+        write_json(_file(work, temperature), [_as_json(text) for text in texts])
+
+    stages = {f"texts at T = {t:g}": partial(write, t) for t in temperatures}
+    count = candidates or head.config.selected or CANDIDATES
+    stages["fit"] = partial(_fit, work, target, head, temperatures, min(count, head.config.layers.vocab_size))
+    run_stages(work, stages, deadline)
+    scales = json.loads((work / "calibration.json").read_text())["draft_scales"]
+    return tuple(tuple(row) if isinstance(row, list) else row for row in scales)
 
 
 def _fit(work: Path, target: Target, head: Head, temperatures: Sequence[float], count: int) -> None:

@@ -20,7 +20,7 @@ from train.head.engines import ENGINES
 from train.head.export import HEAD_FOLDER, export_best, export_head
 from train.head.frozen import decoding_mesh, mesh_to_load
 from train.head.recipe import HeadRecipe
-from train.head.recipe_file import CONFIGS, add_set_option, read_head_recipe
+from train.head.recipe_file import HEAD_RECIPES, add_set_option, read_head_recipe
 from train.head.start import check_start
 from train.head.target_states import check_bound
 from train.head.training import train_head
@@ -38,7 +38,7 @@ OF_SMOLLM2 = "smollm2-finetune"
 
 def add_command(commands: Any) -> None:
     """Adds the three commands."""
-    known = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.toml")))
+    known = ", ".join(HEAD_RECIPES)
     head = commands.add_parser("head", help="train a draft head on documents", description=_head.__doc__)
     head.set_defaults(run=_head)
     head.add_argument("--data", type=Path, required=True, help="folder of documents, see the command data")

@@ -68,7 +68,8 @@ def export_head(
         raw, config = _without_selector(str(head), raw, config)
     raw = _config_for(engine, raw, config, target, ignore_config_keys)
     if draft_scales is not None:
-        raw["dflash_config"]["draft_scales"] = draft_scales
+        rows = [list(row) if isinstance(row, tuple) else row for row in draft_scales]
+        raw["dflash_config"]["draft_scales"] = rows
     _save(out, raw, nnx.traversals.unflatten_mapping(found.opened()), None, ignore_config_keys)
 
 

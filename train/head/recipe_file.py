@@ -4,6 +4,7 @@ Unknown keys and wrong types are errors; all of them are reported at once.
 """
 
 import argparse
+import json
 import math
 import tomllib
 import types
@@ -11,7 +12,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jetspec_jax.arguments import decode_utf8
 from jetspec_jax.config.fields import check_size
@@ -19,16 +20,24 @@ from train.head.recipe import HeadRecipe
 
 #: The folder of the packaged recipes.
 CONFIGS = Path(__file__).parents[1] / "configs"
+#: Recipes of `python -m train pair` have this at the end of their names.
+PAIR = "-pair"
+#: The names of the packaged recipes of heads.
+HEAD_RECIPES = tuple(sorted(p.stem for p in CONFIGS.glob("*.toml") if not p.stem.endswith(PAIR)))
+#: The names of the packaged recipes of pairs.
+PAIR_RECIPES = tuple(sorted(p.stem for p in CONFIGS.glob(f"*{PAIR}.toml")))
+
+T = TypeVar("T")
 
 
-def add_set_option(parser: argparse.ArgumentParser, owner: str) -> None:
+def add_set_option(parser: argparse.ArgumentParser, owner: str, example: str = "fit.steps=100") -> None:
     """Adds the option ``--set``, whose values are the ``changes`` of `read_head_recipe`."""
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help=f"replaces a setting of {owner} recipe, for example fit.steps=100; repeatable",
+        help=f"replaces a setting of {owner} recipe, for example {example}; repeatable",
     )
 
 
@@ -43,24 +52,66 @@ def read_head_recipe(name_or_path: str | Path, changes: Iterable[str] = ()) -> H
         FileNotFoundError: There is no such recipe.
         ValueError: The file is not TOML, a key is unknown or missing, or a value has the wrong type.
     """
+    path, table = find_table(name_or_path)
+    change(table, changes)
+    return record_of(HeadRecipe, table, path)
+
+
+def find_table(name_or_path: str | Path, known: Iterable[str] = HEAD_RECIPES) -> tuple[Path, dict[str, Any]]:
+    """A recipe's file and its table.
+
+    Args:
+        name_or_path: The name of a recipe in ``configs/``, or a TOML file.
+        known: The names to list in an error.
+
+    Raises:
+        FileNotFoundError: There is no such recipe.
+        ValueError: The file is not TOML.
+    """
     path = Path(name_or_path)
     if path.suffix != ".toml":
         path = CONFIGS / f"{name_or_path}.toml"
     if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.toml")))
-        raise FileNotFoundError(f"no recipe {name_or_path}: name a TOML file or one of {known}")
+        raise FileNotFoundError(f"no recipe {name_or_path}: name a TOML file or one of {', '.join(known)}")
     try:
         check_size(path)
-        table = tomllib.loads(decode_utf8(path.read_bytes(), "it"))
+        return path, tomllib.loads(decode_utf8(path.read_bytes(), "it"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from error
-    for change in changes:
-        _change(table, change)
+
+
+def record_of(kind: type[T], table: Mapping[str, Any], where: Any) -> T:
+    """A dataclass from a table.
+
+    Raises:
+        ValueError: A key is unknown or missing, or a value has the wrong type; all are listed.
+    """
     wrong: list[str] = []
-    recipe = _record(HeadRecipe, table, "", wrong)
+    record = _record(kind, table, "", wrong)
     if wrong:
-        raise ValueError(f"{path}: " + "; ".join(wrong))
-    return recipe
+        raise ValueError(f"{where}: " + "; ".join(wrong))
+    return record
+
+
+def toml_of(table: Mapping[str, Any], name: str = "") -> str:
+    """A table as TOML: values first, then tables and lists of tables. Keys of None are omitted."""
+    lines, below = [], []
+    for key, value in table.items():
+        full = f"{name}.{key}" if name else key
+        if isinstance(value, Mapping):
+            below.append(f"\n[{full}]\n{toml_of(value, full)}")
+        elif isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
+            below += [f"\n[[{full}]]\n{toml_of(part, full)}" for part in value]
+        elif value is not None:
+            # JSON's texts, numbers, lists and booleans are TOML's too.
+            lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}\n".replace("\x7f", "\\u007f"))
+    return "".join(lines + below)
+
+
+def change(table: dict[str, Any], changes: Iterable[str]) -> None:
+    """Changes settings of a table, each as ``fit.steps=100``; the value is TOML, and a bare word a string."""
+    for each in changes:
+        _change(table, each)
 
 
 def _change(table: dict[str, Any], change: str) -> None:
@@ -102,10 +153,20 @@ def _value(hint: Any, value: Any, where: str, wrong: list[str]) -> Any:
         if is_dataclass(kind):
             if isinstance(value, dict):
                 return _record(kind, value, f"{where}.", wrong)
+        elif (
+            (record := _of_list(kind)) and isinstance(value, list) and all(isinstance(v, dict) for v in value)
+        ):
+            return tuple(_record(record, v, f"{where}[{i}].", wrong) for i, v in enumerate(value))
         elif _is(kind, value):
             return tuple(value) if isinstance(value, list) else value
     wrong.append(f"{where} must be {_name(hint)}, not {value!r}")
     return None
+
+
+def _of_list(kind: Any) -> Any:
+    """The dataclass of a list of tables; None for other types."""
+    element = (*typing.get_args(kind), None)[0]
+    return element if typing.get_origin(kind) is tuple and is_dataclass(element) else None
 
 
 def _is(kind: Any, value: Any) -> bool:
@@ -124,6 +185,8 @@ def _name(hint: Any) -> str:
         return "a table"
     if isinstance(hint, types.UnionType):
         return " or ".join(_name(kind) for kind in typing.get_args(hint) if kind is not types.NoneType)
+    if _of_list(hint):
+        return "a list of tables"
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return " or ".join(map(repr, arguments))

@@ -1,5 +1,6 @@
 """Work folders of recipes: stages that run once, time limits, and fixed settings."""
 
+import contextlib
 import json
 import shutil
 import time
@@ -47,8 +48,12 @@ class Deadline:
 Stage = Callable[[], None]
 
 
+#: The seconds of each stage in all runs together, without those that were killed.
+SECONDS = "seconds.json"
+
+
 def run_stages(work: Path, stages: dict[str, Stage], deadline: Deadline) -> None:
-    """Runs the missing stages in order, and marks each as done.
+    """Runs the missing stages in order, marks each as done, and adds its seconds to `SECONDS`.
 
     Raises:
         OutOfTime: The limit was reached; the message lists the remaining stages.
@@ -61,16 +66,24 @@ def run_stages(work: Path, stages: dict[str, Stage], deadline: Deadline) -> None
             print(f"{name}: done already", flush=True)
             continue
         left = [other for other in stages if not (marks / other).exists()]
+        begun = time.perf_counter()
         try:
             deadline.check(f"before {name}")
-            begun = time.perf_counter()
             print(f"{name}: begins", flush=True)
             stage()
         except OutOfTime as stop:
             raise OutOfTime(f"stopped ({stop}); left: {', '.join(left)}") from None
-        seconds = time.perf_counter() - begun
+        finally:
+            seconds = time.perf_counter() - begun
+            _add_seconds(work / SECONDS, name, seconds)
         mark.write_text(f"{seconds:.1f} seconds in its last run\n", encoding="utf-8")
         print(f"{name}: done in {seconds:.1f} s", flush=True)
+
+
+def _add_seconds(path: Path, name: str, seconds: float) -> None:
+    known = read_json(path) if path.exists() else {}
+    with contextlib.suppress(OSError):  # a full disk is the stage's error
+        write_json(path, {**known, name: round(known.get(name, 0.0) + seconds, 1)})
 
 
 #: Settings that recipes of earlier versions lack, with the behaviour of those versions.
@@ -84,13 +97,13 @@ LATER = {
 }
 
 
-def claim(work: Path, settings: Mapping[str, Any]) -> None:
-    """Claims a work folder for some settings, which are stored there as ``recipe.json``.
+def claim(work: Path, settings: Mapping[str, Any], file: str = "recipe.json") -> None:
+    """Claims a work folder for some settings, which are stored there in a file.
 
     Raises:
         ValueError: The folder has other settings (the message lists them), or its file is damaged.
     """
-    path = work / "recipe.json"
+    path = work / file
     given = json.loads(json.dumps(settings))
     if not path.exists():
         write_json(path, given)

@@ -1,9 +1,11 @@
 """Work folders and the settings that they were made with."""
 
+import itertools
 import json
 
 import pytest
 
+from train.loop import stages
 from train.loop.stages import Deadline, OutOfTime, claim, run_stages
 
 
@@ -29,6 +31,22 @@ def test_stages_run_once_and_a_time_limit_names_those_that_are_left(tmp_path, ca
     assert ran == ["first", "second", "second", "third"]
     again = "".join(f"{name}: done already\n" for name in stages)
     assert capsys.readouterr().out.endswith(again)
+
+
+def test_seconds_of_a_stage_add_up_over_runs(tmp_path, monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(stages.time, "perf_counter", lambda: float(next(clock)))
+    runs = iter([OutOfTime("later"), KeyboardInterrupt(), None])
+
+    def first():
+        if (error := next(runs)) is not None:
+            raise error
+
+    for error in (OutOfTime, KeyboardInterrupt):
+        with pytest.raises(error):
+            run_stages(tmp_path, {"first": first}, Deadline())
+    run_stages(tmp_path, {"first": first, "second": lambda: None}, Deadline())
+    assert json.loads((tmp_path / "seconds.json").read_text()) == {"first": 3.0, "second": 1.0}
 
 
 @pytest.mark.parametrize("damage", [b"{", b"\x00\xff", b"[]", b"[" * 10_000])

@@ -1,0 +1,205 @@
+"""The rules that choose a recipe for a target, and recipes as files."""
+
+import dataclasses
+import re
+import tomllib
+from types import SimpleNamespace
+
+import pytest
+
+from jetspec_jax import load_target
+from jetspec_jax.demo import DEMO_TARGET
+from tests.decode.tiny import TINY
+from tests.train.pair.tiny import RECIPE, changed
+from train.head.recipe_file import CONFIGS, PAIR_RECIPES, find_table, read_head_recipe, record_of, toml_of
+from train.pair.recipe import (
+    LEAST_JUDGED,
+    Calibration,
+    PairRecipe,
+    Writing,
+    default_table,
+    plain,
+    read_recipe,
+    scaled,
+    unused_token,
+)
+from train.pair.stages import check_recipe
+
+
+class Vocabulary:
+    """A tokenizer of some tokens, by its vocabulary alone."""
+
+    def __init__(self, tokens, special=(), mask=None, template="<user>"):
+        self.tokens, self.chat_template, self.mask_token = tokens, template, mask
+        self.bos_token = self.unk_token = self.pad_token = None
+        self.added_tokens_decoder = {
+            tokens.index(text): SimpleNamespace(content=text, special=True) for text in special
+        }
+
+    def get_vocab(self):
+        return {text: number for number, text in enumerate(self.tokens)}
+
+    def convert_tokens_to_ids(self, text):
+        return self.tokens.index(text)
+
+
+def target(width=256, layers=8, vocab=8, tokenizer=None, ends=(0,)):
+    config = dataclasses.replace(
+        TINY,
+        hidden_size=width,
+        vocab_size=vocab,
+        layers=(TINY.layers[0],) * layers,
+        max_position_embeddings=4096,
+    )
+    tokenizer = tokenizer or Vocabulary(["<end>", "<user>", "a"])
+    return SimpleNamespace(config=config, tokenizer=tokenizer, eos_token_ids=ends)
+
+
+def default(one, **changes):
+    table = default_table(one, **{"devices": 1, "gpu": True, "given": False, "begun": False, **changes})
+    return record_of(PairRecipe, table, "the default")
+
+
+@pytest.mark.parametrize(
+    ("width", "layers", "block", "rank", "rate", "selector_rate"),
+    [
+        (576, 3, 12, 64, 1e-3, 3e-4),
+        (896, 3, 12, 64, 7.7e-4, 2e-4),
+        (1024, 4, 16, 128, 7.1e-4, 1.2e-4),
+        (4096, 5, 16, 256, 3.1e-4, 2.1e-5),
+    ],
+)
+def test_the_size_of_a_head_follows_its_target(width, layers, block, rank, rate, selector_rate):
+    recipe = default(target(width, layers=28, vocab=512))
+    recipe.check()
+    assert (recipe.head.head.layers, recipe.head.head.block_size) == (layers, block)
+    assert recipe.head.head.taps == (1, 7, 13, 19, 25)
+    assert recipe.selector.selector.rank == rank
+    assert (recipe.head.fit.learning_rate, recipe.selector.fit.learning_rate) == (rate, selector_rate)
+    assert recipe.head.fit.batch * recipe.head.window == 16_384
+
+
+@pytest.mark.parametrize(("layers", "taps"), [(2, (1,)), (4, (2,)), (5, (1, 2)), (7, (1, 2, 3, 4))])
+def test_targets_of_few_layers_have_fewer_taps(layers, taps):
+    assert default(target(layers=layers)).head.head.taps == taps
+
+
+@pytest.mark.parametrize("width", [256, 1024, 4096])
+@pytest.mark.parametrize("devices", [1, 2, 8, 12])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_batch_divides_over_devices(width, devices, given):
+    for recipe in (default(target(width), devices=devices, given=given).head,):
+        assert recipe.fit.parts(devices) >= 1
+        assert recipe.window == (2048 if given else 512)
+
+
+def test_logits_of_large_vocabularies_come_in_smaller_chunks():
+    assert default(target(896, vocab=151_936)).head.objective.chunk == 110
+    assert default(target(576, vocab=49_152)).head.objective.chunk == 341
+
+
+def test_a_target_without_a_template_writes_no_prompts():
+    assert default(target(tokenizer=Vocabulary(["a"], template=None))).writing == ()
+    assert {part.kind for part in default(target()).writing} == {"free", "code", "chat"}
+
+
+def test_a_head_that_continues_keeps_its_settings():
+    new, continued = default(target()), default(target(), begun=True)
+    assert continued.head.head == type(continued.head.head)(start="checkpoint")
+    assert continued.head.fit.learning_rate < new.head.fit.learning_rate / 3
+
+
+def test_the_mask_token():
+    assert unused_token(target(tokenizer=Vocabulary(["<end>", "<mask>"], mask="<mask>"))) is None
+    assert unused_token(target(vocab=8, tokenizer=Vocabulary(["<end>", "a"]))) == 2
+    tokens = ["<end>", "<user>", "<repo>", "a"]
+    chats = Vocabulary(tokens, special=tokens[:3])
+    assert unused_token(target(vocab=4, tokenizer=chats)) == 2
+    none = target(vocab=4, tokenizer=Vocabulary(tokens, special=tokens[:2]))
+    assert unused_token(none) is None
+    with pytest.raises(ValueError, match=r"set head\.mask_token to the id"):
+        check_recipe(default(none, given=True), none)
+
+
+def test_the_demo_s_mask_token_is_its_tokenizer_s():
+    assert unused_token(load_target(DEMO_TARGET)) is None
+
+
+def test_a_recipe_is_written_and_read_back():
+    phrase = 'say "é"\n\t```\\ \x7f'
+    recipe = changed(writing=(Writing("free", 3), Writing("code", 2, (phrase,))), weights=(1.0, 2.5))
+    text = toml_of(plain(recipe))
+    assert record_of(PairRecipe, tomllib.loads(text), "text") == recipe
+    assert text.index("[head.fit]") > text.index("max_tokens = 12")
+
+
+def test_the_recipe_of_a_work_folder_is_read_as_it_is(tmp_path):
+    path, one = tmp_path / "recipe.toml", default(target(576, layers=30, vocab=2048))
+    other = default(target(4096, layers=36, vocab=9000), gpu=False)
+    assert (one.head.fit.micro_batch, other.head.fit.micro_batch) == (None, 8)
+    path.write_text(toml_of(plain(one)))
+    assert read_recipe(plain(other), path, {}, ()) == one
+    path.write_text("[head.fit]\nsteps = 7\n")
+    assert read_recipe(plain(other), path, {}, ()).head.fit == dataclasses.replace(other.head.fit, steps=7)
+
+
+@pytest.mark.parametrize("name", PAIR_RECIPES)
+def test_every_recipe_that_comes_along_is_read_and_can_be_trained(name):
+    base = plain(default(target(576, layers=30, vocab=512)))
+    recipe = read_recipe(base, name, {}, ())
+    recipe.check()
+    assert recipe == read_recipe(base, CONFIGS / f"{name}.toml", {}, ())
+
+
+def test_the_recipe_of_smollm2_is_that_of_its_head():
+    recipe = read_recipe(plain(RECIPE), "smollm2-pair", {}, ())
+    assert recipe.head == read_head_recipe("smollm2")
+    assert recipe.selector == read_head_recipe("smollm2-selector")
+    assert recipe.prompts == ("gsm8k",)
+    assert sum(len(part.phrases) for part in recipe.writing) == 20
+    assert sum(part.count for part in recipe.writing) == 32_000
+
+
+def test_files_options_and_changes_replace_settings_in_this_order(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text('max_tokens = 20\nslots = 3\nprompts = ["a"]\n[head.fit]\nsteps = 9\n')
+    recipe = read_recipe(
+        plain(RECIPE), path, {"prompts": ["b"]}, ["slots=5", "writing=[]", "head.fit.batch=2"]
+    )
+    assert (recipe.max_tokens, recipe.slots, recipe.prompts, recipe.writing) == (20, 5, ("b",), ())
+    assert recipe.head.fit == dataclasses.replace(RECIPE.head.fit, steps=9, batch=2)
+    for wrong, message in (
+        ("[head]\nsteps = 1\n", "unknown key head.steps"),
+        ("[[writing]]\nkind = 'a'\n", r"missing key writing\[0\].count"),
+        ("writing = 3\n", "writing must be a list of tables, not 3"),
+        ("head = 'nothing'\n", "no recipe nothing"),
+    ):
+        path.write_text(wrong)
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            read_recipe(plain(RECIPE), path, {}, ())
+    with pytest.raises(FileNotFoundError, match=re.escape("one of " + ", ".join(PAIR_RECIPES))):
+        find_table("nothing", PAIR_RECIPES)
+
+
+def test_what_is_out_of_range_is_listed_at_once():
+    wrong = changed(slots=0, temperatures=(), heldout=5, calibration=Calibration(prompts=3))
+    wrong = dataclasses.replace(wrong, head=dataclasses.replace(wrong.head, window=1))
+    with pytest.raises(ValueError, match="slots must be at least 1, not 0") as refused:
+        wrong.check()
+    least = RECIPE.head.evaluation.prompts + 3 + LEAST_JUDGED
+    for message in ("temperatures must name", f"heldout must be at least {least}", "head: window must be at"):
+        assert message in str(refused.value)
+    with pytest.raises(ValueError, match="there are no prompts: set writing, prompts or documents"):
+        changed(writing=()).check()
+
+
+def test_a_scaled_recipe_has_fewer_of_everything_and_enough_to_judge():
+    whole = default(target(896, layers=24, vocab=512))
+    half, least = scaled(whole, 0.5), scaled(whole, 0.0)
+    assert [part.count for part in half.writing] == [6_000, 5_000, 5_000]
+    assert (half.share, scaled(whole, 3.0).share, scaled(half, 0.5).share) == (0.5, 1.0, 0.25)
+    assert (half.most_prompts, half.head.fit.steps, half.selector.fit.steps) == (20_000, 6_000, 400)
+    assert half.head.fit.evaluate_every == 1_000
+    assert sum(part.count for part in least.writing) >= 3 * whole.heldout
+    for recipe in (half, least, scaled(whole, 3.0)):
+        recipe.check()

@@ -1,0 +1,88 @@
+"""The model card of an exported head: its figures, how to serve it, and the licence of its target."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jetspec_jax.checkpoint.gguf.header import is_gguf, read_header
+from train.pair.judge import table_of
+
+#: The folder, in that of the head, of the head without its selector.
+WITHOUT_SELECTOR = "without_selector"
+# The front matter of a Hugging Face card, and the licence in it.
+_FRONT = re.compile(r"---\n(.*?)\n---", re.DOTALL)
+_LICENCE = re.compile(r"^license:[ \t]*['\"]?([\w.+-]+)", re.MULTILINE)
+
+
+def licence_of(target: Path) -> str | None:
+    """The licence that a target's folder or GGUF file names: in its metadata, card, or licence file."""
+    if is_gguf(target):
+        licence = read_header(target).metadata.get("general.license")
+        return None if licence is None else str(licence)
+    if (card := target / "README.md").is_file():
+        front = _FRONT.match(card.read_text(encoding="utf-8", errors="replace"))
+        if front and (licence := _LICENCE.search(front[1])):
+            return licence[1]
+    for path in sorted(target.glob("LICENSE*")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.strip():
+                return line.strip()
+    return None
+
+
+def card_of(
+    target: str, licence: str | None, depth: int, report: Mapping[str, Any], prompts: Mapping[str, Any]
+) -> str:
+    """The text of a card.
+
+    Args:
+        target: The target's name.
+        licence: The licence that its files name, if any.
+        depth: The head's draft depth.
+        report: The judgement.
+        prompts: Numbers of kept and dropped prompts, as ``prompts.json`` has them.
+    """
+    budget, kept, dropped = report["recommended_budget"], prompts["kept"], prompts["dropped"]
+    others = "; ".join(f"{count} {reason}" for reason, count in report["prompts_not_judged"].items() if count)
+    vllm = {"method": "dflash", "model": f"FOLDER/{WITHOUT_SELECTOR}", "num_speculative_tokens": depth}
+    named = "name no licence: see its page before you share this head"
+    front = []
+    if licence is not None:
+        named = f"name the licence {licence}"
+        front = ["---", f"license: {json.dumps(licence)}", "library_name: jetspec-jax", "---", ""]
+    lines = [
+        *front,
+        f"# A draft head for {target}",
+        "",
+        "Made by `python -m train pair` of jetspec-jax. It makes decoding faster and changes no token.",
+        "",
+        f"```sh\njetspec-jax serve --model {target} --draft-head FOLDER --budget {budget}\n```",
+        "",
+        *(["On the device below plain decoding was as fast as trees.", ""] if budget == 1 else []),
+        f"`{WITHOUT_SELECTOR}/` has the head alone, for vLLM and SGLang, whose selectors differ:",
+        "",
+        f"```sh\nvllm serve {target} --speculative-config '{json.dumps(vllm)}'\n```",
+        "",
+        "## Figures",
+        "",
+        f"{report['prompts']} held-out prompts, one at a time; {report['dtype']}, {report['device']}, JAX "
+        f"{report['jax']}. Held-out prompts that were not judged: {others or 'none'}.",
+        "",
+        *table_of(report),
+        "",
+        "## Training",
+        "",
+        f"The target answered {sum(kept.values()):,} prompts ({_listed(kept)}). {sum(dropped.values()):,} "
+        f"were dropped, among them all that share {prompts['run']} words in a row with an evaluated text.",
+        "",
+        "## Licence",
+        "",
+        f"The head was trained on answers of the target, whose files {named}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {kind}" for kind, count in counts.items())

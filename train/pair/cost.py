@@ -1,0 +1,263 @@
+"""What a pair costs: a trial of each kind of work, estimates by stage, and recipes that fit a time.
+
+The trial is real work of a few seconds at the sizes of the recipe, so that it also shows whether a device's
+memory holds it, and whether the target writes prompts.
+"""
+
+import math
+import os
+import shutil
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jetspec_jax import SamplingParams, Target, generate
+from jetspec_jax.checkpoint.source import Source
+from jetspec_jax.config import ModelConfig, parse_draft_head_config
+from jetspec_jax.device.memory import DeviceMemoryError, num_parameters
+from train.data.documents import Documents, Writer
+from train.data.given import write_given
+from train.data.records import Document
+from train.data.regenerate import Prompts, regenerate, regeneration_settings
+from train.head.config import head_json
+from train.head.training import train_head
+from train.loop.log import read_log
+from train.loop.stages import Deadline, fresh
+from train.pair.recipe import PairRecipe, scaled
+
+#: Steps of the trial's training, of which the first compile.
+_STEPS = 8
+#: The most tokens of a trial's text.
+_TRIAL_TOKENS = 64
+# Seconds of a trial after which it is not repeated.
+_SLOW = 60.0
+#: Mean tokens of an answer and of a written prompt, as shares of their limits.
+_ANSWER, _WRITTEN = 0.75, 0.5
+#: Bytes of a checkpoint per parameter of the head: float32 weights and two moments.
+_STATE = 12
+#: Floating-point operations per second of a CPU's core, for targets that are too large for a trial.
+_CORE = 2e10
+#: Hours on a CPU that need consent.
+MOST_HOURS = 3.0
+
+
+class Rates(NamedTuple):
+    """Measured speeds.
+
+    Attributes:
+        tokens: Tokens per second of many texts together.
+        alone: Tokens per second of one text.
+        step: Seconds of a step of the head's training.
+        begun: Seconds to compile and begin, of each of the three.
+    """
+
+    tokens: float
+    alone: float
+    step: float
+    begun: float
+
+
+class Cost(NamedTuple):
+    """Estimates: minutes by stage, and bytes on the disk."""
+
+    minutes: dict[str, float]
+    disk: int
+
+    def lines(self) -> list[str]:
+        """A line per stage, and one for all."""
+        shown = [f"  {name}: about {duration(minutes)}" for name, minutes in self.minutes.items()]
+        total = duration(sum(self.minutes.values()))
+        return [*shown, f"  in all about {total}, and {self.disk / 2**30:.1f} GiB on the disk"]
+
+
+def duration(minutes: float) -> str:
+    """Minutes or hours, for people."""
+    return f"{minutes / 60:.1f} hours" if minutes >= 120 else f"{max(minutes, 0.1):.1f} minutes"
+
+
+def rough_hours(config: ModelConfig, recipe: PairRecipe, given: int) -> float:
+    """Hours on this machine's CPU, from the target's operations alone, with so many given prompts."""
+    fit = recipe.head.fit
+    tokens = _answers(recipe, given) + _written(recipe) + 3 * fit.steps * fit.batch * recipe.head.window
+    return 2 * num_parameters(config) * tokens / (_CORE * (os.cpu_count() or 1)) / 3600
+
+
+def _count(recipe: PairRecipe, given: int) -> int:
+    """The most prompts to answer."""
+    return min(recipe.most_prompts, round(recipe.share * given) + sum(part.count for part in recipe.writing))
+
+
+def _answers(recipe: PairRecipe, given: int) -> float:
+    return _count(recipe, given) * recipe.max_tokens * _ANSWER
+
+
+def _written(recipe: PairRecipe) -> float:
+    return sum(part.count for part in recipe.writing) * recipe.filters.max_tokens * _WRITTEN
+
+
+def trial_texts(
+    folder: Path, target: Target, prompts: Prompts, recipe: PairRecipe
+) -> tuple[Documents, float]:
+    """The target's continuations of some prompts, and tokens per second.
+
+    Raises:
+        DeviceMemoryError: The device cannot hold so many texts.
+    """
+    settings = regeneration_settings(
+        prompts,
+        target="trial",
+        vocab_size=target.config.vocab_size,
+        dtype=str(target.dtype),
+        seed=(recipe.seed,),
+        source="trial",
+        heldout=0,
+        shard_documents=len(prompts.tokens),
+    )
+    seconds = 0.0
+    for _ in range(2):  # the first compiles, which matters on a fast device
+        begun = time.perf_counter()
+        writer = Writer(fresh(folder), settings, ())
+        try:
+            regenerate(writer, target, prompts, slots=recipe.slots, deadline=Deadline())
+        except DeviceMemoryError as error:
+            raise DeviceMemoryError(f"{error}; here max_slots is the setting slots") from error
+        seconds = time.perf_counter() - begun
+        if seconds > _SLOW:
+            break
+    found = Documents.open(folder)
+    return found, sum(int(document.learn.sum()) for document in found) / seconds
+
+
+def trial_rates(
+    folder: Path,
+    target: Target,
+    texts: Documents,
+    tokens: float,
+    recipe: PairRecipe,
+    checkpoint: Source | None,
+) -> Rates:
+    """The speeds of decoding alone and of training on the trial's texts.
+
+    Args:
+        folder: For the trial's files.
+        target: The target.
+        texts: Texts of the target.
+        tokens: The measured tokens per second of many texts.
+        recipe: The recipe.
+        checkpoint: The head that training starts from, if any.
+
+    Raises:
+        ValueError: A training step does not fit the memory of the device.
+    """
+    begun = time.perf_counter()
+    prompt, params = texts[0].tokens[:8].tolist(), SamplingParams(max_tokens=_TRIAL_TOKENS, ignore_eos=True)
+    seconds = 0.0
+    for _ in range(2):
+        at = time.perf_counter()
+        generate(target, [prompt], params, max_slots=1)
+        seconds = time.perf_counter() - at
+    data, work = folder / "documents", folder / "head"
+    part = recipe.head
+    fit = replace(
+        part.fit,
+        steps=_STEPS,
+        warmup=0,
+        save_every=_STEPS,
+        evaluate_every=_STEPS,
+        log_every=1,
+    )
+    all_tokens = np.concatenate([document.tokens for document in texts])
+    shape = (part.fit.batch + 1, part.window)
+    learn = np.ones(part.window, bool)
+    documents = [Document(row, learn) for row in np.resize(all_tokens, shape).astype(np.int32)]
+    write_given(
+        fresh(data),
+        documents,
+        target="trial",
+        vocab_size=target.config.vocab_size,
+        source="trial",
+        held=[0],
+        shard_documents=len(documents),
+        deadline=Deadline(),
+    )
+    trial = replace(part, fit=fit, evaluation=replace(part.evaluation, windows=1, prompts=0))
+    try:
+        train_head(fresh(work), trial, target, data, Deadline(), checkpoint=checkpoint, label="trial")
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ValueError(
+            f"a training step of {part.fit.batch} windows of {part.window} tokens does not fit the memory of "
+            "the device: set head.fit.micro_batch and selector.fit.micro_batch lower, or objective.chunk"
+        ) from error
+    steps = [record["seconds"] for record in read_log(work / "log.jsonl") if "loss" in record]
+    step = statistics.median(steps[_STEPS // 2 :])
+    whole = time.perf_counter() - begun
+    return Rates(tokens, _TRIAL_TOKENS / seconds, step, whole - _STEPS * step)
+
+
+def cost_of(recipe: PairRecipe, rates: Rates, target: Target, given: int) -> Cost:
+    """Estimates by stage, and the bytes that the folder will have, with so many given prompts."""
+    judge, fit = recipe.judgement, recipe.calibration
+    judged = len(judge.temperatures) * judge.prompts * judge.max_tokens * len(judge.budgets)
+    calibrated = len(fit.temperatures) * fit.prompts * fit.max_tokens
+    begin = rates.begun / 3
+    seconds = {
+        "prompts": _written(recipe) / rates.tokens,
+        "answers": _answers(recipe, given) / rates.tokens + begin,
+        "head": recipe.head.fit.steps * rates.step + 3 * begin,
+        "selector": recipe.selector.fit.steps * rates.step + 2 * begin,
+        # Texts, and fifteen passes over them at a fraction of the speed of training.
+        "calibrate": calibrated / rates.tokens + 300 * rates.step + 2 * begin,
+        # Plainly, and with trees, which are faster.
+        "judge": 1.5 * judged / rates.alone + len(judge.budgets) * begin,
+    }
+    parameters = head_parameters(recipe, target)
+    tokens = _answers(recipe, given) + _written(recipe) + _count(recipe, given) * recipe.filters.max_tokens
+    disk = round(5 * tokens + parameters * (2 * _STATE + 2 * 4 + 4 * 2) + 2**26)
+    return Cost({name: value / 60 for name, value in seconds.items()}, disk)
+
+
+def head_parameters(recipe: PairRecipe, target: Target) -> int:
+    """Parameters of the head and its selector; those of an existing head are taken as the default's."""
+    settings = replace(recipe.head.head, start="random") if recipe.head.head.layers else None
+    chosen = recipe.selector.selector
+    rank = 0 if chosen is None else chosen.rank
+    selector = rank * (2 * target.config.vocab_size + target.config.hidden_size)
+    if settings is None:
+        return selector + num_parameters(target.config) // 5
+    return selector + num_parameters(parse_draft_head_config(head_json(target, settings)))
+
+
+def fitted(recipe: PairRecipe, rates: Rates, target: Target, given: int, minutes: float) -> PairRecipe:
+    """The recipe scaled so that its stages take so many minutes.
+
+    Raises:
+        ValueError: The time is too short even for the smallest recipe.
+    """
+    low, high = 0.0, 8.0
+    least = sum(cost_of(scaled(recipe, low), rates, target, given).minutes.values())
+    if least > minutes:
+        raise ValueError(
+            f"{minutes:g} minutes are too few: the smallest recipe takes about {math.ceil(least)} on this "
+            "device; give --total-minutes that many"
+        )
+    for _ in range(40):
+        middle = (low + high) / 2
+        cost = cost_of(scaled(recipe, middle), rates, target, given)
+        low, high = (middle, high) if sum(cost.minutes.values()) <= minutes else (low, middle)
+    return scaled(recipe, low)
+
+
+def check_disk(folder: Path, need: int) -> None:
+    """Raises OSError if a folder's disk has fewer free bytes than needed."""
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise OSError(
+            f"{folder} has {free / 2**30:.1f} GiB free, and about {need / 2**30:.1f} GiB are needed; name a "
+            "folder on another disk, or a shorter --total-minutes"
+        )

@@ -1,0 +1,250 @@
+"""Judges a head on held-out prompts: tokens per round and speed over plain decoding, by budget.
+
+One prompt decodes at a time. Plain decoding and trees alternate after each prompt, so that a slow period of
+the machine affects both. A budget is measured as a whole, and kept in a file.
+"""
+
+import contextlib
+import statistics
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from jetspec_jax import Completion, Head, SamplingParams, Target
+from jetspec_jax.checkpoint.files import replacing
+from jetspec_jax.decode.settings import PLAIN, TreeSettings
+from jetspec_jax.engine.admission import make_requests
+from jetspec_jax.engine.batch import Kind
+from jetspec_jax.engine.engines import Engines, complete
+from jetspec_jax.engine.plan import plan_engine
+from jetspec_jax.engine.size import default_capacity
+from jetspec_jax.progress import Progress
+from train.data.holdout import evenly_spaced
+from train.data.prompt_filters import same_words
+from train.data.regenerate import document_seed
+from train.pair.recipe import LEAST_JUDGED, Judgement
+
+#: Why a held-out prompt is not judged.
+SEEN, CHOSE, LONG = (
+    "has the words of a training prompt",
+    "chose the weights of the head",
+    "leaves no room for an answer",
+)
+#: The speed below which plain decoding is recommended.
+_LEAST_GAIN = 1.05
+
+
+class HeldPrompt(NamedTuple):
+    """A held-out prompt: its text, and its tokens."""
+
+    text: str
+    tokens: list[int]
+
+
+class Split(NamedTuple):
+    """The use of the held-out prompts.
+
+    Attributes:
+        judged: Tokens of the prompts of the judgement.
+        calibrated: Tokens of the prompts of the calibration.
+        dropped: The number of other prompts by reason.
+    """
+
+    judged: list[list[int]]
+    calibrated: list[list[int]]
+    dropped: dict[str, int]
+
+
+def split_held_out(
+    held: Sequence[HeldPrompt],
+    training: Iterable[str],
+    chose: Collection[tuple[int, ...]],
+    *,
+    judged: int,
+    calibrated: int,
+    room: int,
+) -> Split:
+    """Divides held-out prompts, without those that training saw, between judgement and calibration.
+
+    Args:
+        held: The held-out prompts.
+        training: The texts of the training prompts.
+        chose: Tokens of the prompts that chose the best weights.
+        judged: Most prompts of the judgement.
+        calibrated: Most prompts of the calibration.
+        room: Most tokens of a prompt.
+
+    Raises:
+        ValueError: Fewer than `LEAST_JUDGED` prompts remain for the judgement.
+    """
+    seen, dropped = {same_words(text) for text in training}, Counter[str]()
+    rest = []
+    for prompt in held:
+        reason = SEEN if same_words(prompt.text) in seen else CHOSE if tuple(prompt.tokens) in chose else ""
+        if reason := reason or (LONG if len(prompt.tokens) > room else ""):
+            dropped[reason] += 1
+        else:
+            rest.append(prompt.tokens)
+    if len(rest) < LEAST_JUDGED:
+        why = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        raise ValueError(
+            f"a judgement needs {LEAST_JUDGED} prompts that training has not seen; {len(rest)} of "
+            f"{len(held)} held-out ones remain ({why or 'none was dropped'}): set heldout higher, or bring "
+            "more prompts"
+        )
+    count = min(judged, max(LEAST_JUDGED, len(rest) - calibrated))
+    places = set(evenly_spaced(len(rest), count))
+    others = [tokens for place, tokens in enumerate(rest) if place not in places]
+    chosen = [tokens for place, tokens in enumerate(rest) if place in places]
+    return Split(chosen, others[:calibrated], dict(dropped))
+
+
+def measure(
+    target: Target,
+    head: Head,
+    prompts: Sequence[list[int]],
+    settings: Judgement,
+    trees: TreeSettings,
+    seed: int,
+) -> list[dict[str, Any]]:
+    """A row per temperature: tokens per round, and the speed of trees and of plain decoding.
+
+    Args:
+        target: The target.
+        head: The head.
+        prompts: Tokens of the prompts.
+        settings: Temperatures and tokens of an answer.
+        trees: The settings of the trees.
+        seed: Seed of the sampling.
+
+    Raises:
+        DeviceMemoryError: The device cannot hold the stores.
+    """
+    # Trees may overshoot the end of an answer.
+    need = max(map(len, prompts)) + settings.max_tokens + trees.budget
+    rows = []
+    with contextlib.ExitStack() as opened:
+        engines = []
+        for each, one in ((PLAIN, None), (trees, head)):
+            plan = plan_engine(
+                target.config,
+                None if one is None else one.config,
+                each,
+                target.dtype,
+                capacity=default_capacity(target.config, need),
+                live=(),
+                mesh=target.mesh,
+            )
+            made = opened.enter_context(contextlib.closing(Engines(target, one, plan)))
+            made.warm_up([Kind()])
+            engines.append((made, each))
+        total = (len(prompts) + 1) * len(settings.temperatures)
+        with Progress(total=total, desc=f"judge {trees.budget} nodes", unit=" prompts", mininterval=1) as bar:
+            for temperature in settings.temperatures:
+                runs: list[list[tuple[Completion, float]]] = [[], []]
+                # The first answers compile what a warm-up does not, and are not counted.
+                for number, ids in enumerate([prompts[0], *prompts]):
+                    params = SamplingParams(
+                        temperature=temperature,
+                        seed=document_seed((seed,), number),
+                        max_tokens=settings.max_tokens,
+                    )
+                    for (made, each), kept in zip(engines, runs, strict=True):
+                        begun = time.perf_counter()
+                        requests = make_requests(target, made.plan, each, [ids], [params])
+                        [completion] = complete(made, requests, target.tokenizer, bar=None)
+                        kept.append((completion, time.perf_counter() - begun))
+                    bar.update()
+                rows.append({"temperature": temperature, **_row(trees.budget, runs[0][1:], runs[1][1:])})
+    return rows
+
+
+def _row(
+    budget: int, plain: Sequence[tuple[Completion, float]], trees: Sequence[tuple[Completion, float]]
+) -> dict[str, Any]:
+    def speed(runs: Sequence[tuple[Completion, float]]) -> float:
+        return sum(len(own.token_ids) for own, _ in runs) / sum(seconds for _, seconds in runs)
+
+    lengths = [length for own, _ in trees for length in own.accept_lengths]
+    equal = sum(one.token_ids == other.token_ids for (one, _), (other, _) in zip(plain, trees, strict=True))
+    return {
+        "budget": budget,
+        "tau": round(sum(lengths) / len(lengths), 4),
+        "rounds": len(lengths),
+        "tokens": sum(len(own.token_ids) for own, _ in trees),
+        "equal_outputs": equal,
+        "tokens_per_second": round(speed(trees), 2),
+        "plain_tokens_per_second": round(speed(plain), 2),
+        "times_plain": round(speed(trees) / speed(plain), 4),
+    }
+
+
+def judgement_of(rows: Sequence[Mapping[str, Any]], split: Split, target: Target) -> dict[str, Any]:
+    """The content of ``judge.json``; `recommended_budget` is 1 if plain decoding is as fast."""
+    gains = {
+        budget: statistics.geometric_mean(row["times_plain"] for row in rows if row["budget"] == budget)
+        for budget in sorted({row["budget"] for row in rows})
+    }
+    best = max(gains, key=lambda budget: gains[budget])
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "dtype": str(target.dtype),
+        "prompts": len(split.judged),
+        "prompts_not_judged": {**split.dropped, "calibrated the head": len(split.calibrated)},
+        "recommended_budget": best if gains[best] >= _LEAST_GAIN else 1,
+        "rows": [dict(row) for row in rows],
+    }
+
+
+def table_of(report: Mapping[str, Any]) -> list[str]:
+    """The figures as lines of a Markdown table."""
+    lines = [
+        "| T | nodes | tokens per round (τ) | tokens/s | plain tokens/s | times plain |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    rows = sorted(report["rows"], key=lambda row: (row["temperature"], row["budget"]))
+    for row in rows:
+        numbers = row["tokens_per_second"], row["plain_tokens_per_second"], row["times_plain"]
+        figures = " | ".join(
+            f"{number:.{digits}f}" for number, digits in zip(numbers, (0, 0, 2), strict=True)
+        )
+        lines.append(f"| {row['temperature']:g} | {row['budget']} | {row['tau']:.2f} | {figures} |")
+    return lines
+
+
+def draw_judgement(report: Mapping[str, Any], name: str, path: Path) -> None:
+    """Writes an SVG: tokens per round and times plain, by budget, with a curve per temperature."""
+    figure = Figure(figsize=(9.0, 3.8), layout="constrained")
+    figure.suptitle(f"{name}: {report['prompts']} held-out prompts, one at a time, {report['device']}")
+    labels = {"tau": "tokens per round (τ)", "times_plain": "speed relative to plain decoding"}
+    for axis, (key, label) in zip(figure.subplots(1, 2), labels.items(), strict=True):
+        for temperature in sorted({row["temperature"] for row in report["rows"]}):
+            rows = sorted(
+                (row for row in report["rows"] if row["temperature"] == temperature),
+                key=lambda row: row["budget"],
+            )
+            budgets = [row["budget"] for row in rows]
+            axis.plot(budgets, [row[key] for row in rows], marker="o", label=f"T = {temperature:g}")
+        axis.axhline(1.0, color="#666666", linestyle="dotted", label="plain decoding")
+        axis.set_xscale("log", base=2)
+        budgets = sorted({row["budget"] for row in report["rows"]})
+        axis.set_xticks(budgets, [str(budget) for budget in budgets])
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.set_xlabel("budget (most nodes of a tree)")
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False, fontsize=8)
+    with (
+        matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jetspec-jax"}),
+        replacing(path) as partial,
+    ):
+        figure.savefig(partial, format="svg", metadata={"Date": None})
