@@ -62,20 +62,18 @@ class HeldOut(NamedTuple):
         """
         settings, windows = recipe.evaluation, Windows(documents, recipe.window)
         chosen = [windows[i] for i in _spread(len(windows), settings.windows)]
-        room = limit - settings.new_tokens
-        prompts = [prompt_of(documents[i], settings.prompt_tokens) for i in range(len(documents))]
-        fitting = [i for i, prompt in enumerate(prompts) if 0 < len(prompt) <= room]
-        if settings.prompts and not fitting:
+        decoded = held_out_prompts(documents, settings, limit - settings.new_tokens, settings.prompts)
+        if settings.prompts and not decoded:
+            shortest = min(len(prompt_of(each, settings.prompt_tokens)) for each in documents)
             raise ValueError(
-                f"none of {len(prompts)} held-out prompts leaves room for evaluation.new_tokens "
-                f"{settings.new_tokens} in a context of {limit}; the shortest has {min(map(len, prompts))} "
-                "tokens. Ask for fewer new tokens, or set evaluation.prompts to 0 to measure the loss alone"
+                f"none of {len(documents)} held-out prompts leaves room for evaluation.new_tokens "
+                f"{settings.new_tokens} in a context of {limit}; the shortest has {shortest} tokens. Ask for "
+                "fewer new tokens, or set evaluation.prompts to 0 to measure the loss alone"
             )
-        decoded = [fitting[i] for i in _spread(len(fitting), settings.prompts)]
         return cls(
             np.stack([window["tokens"] for window in chosen]),
             np.stack([window["learn"] for window in chosen]),
-            [prompts[i] for i in decoded],
+            [*decoded.values()],
             [documents.sources[i] for i in decoded],
         )
 
@@ -220,6 +218,15 @@ def without_selector(head: Head) -> Head:
     """The head without its selector."""
     weights = {name: value for name, value in head.weights.items() if name != "selector"}
     return replace(head, config=replace(head.config, selector=None), weights=weights)
+
+
+def held_out_prompts(
+    documents: Documents, settings: HeadEvaluation, room: int, most: int
+) -> dict[int, list[int]]:
+    """At most ``most`` prompts of at most ``room`` tokens, by the numbers of their documents."""
+    prompts = [prompt_of(documents[i], settings.prompt_tokens) for i in range(len(documents))]
+    fitting = [i for i, prompt in enumerate(prompts) if 0 < len(prompt) <= room]
+    return {fitting[i]: prompts[fitting[i]] for i in _spread(len(fitting), most)}
 
 
 def prompt_of(document: Document, prompt_tokens: int) -> list[int]:

@@ -137,16 +137,47 @@ class HeadEvaluation:
         ]
         if self.prompts and not self.budgets:
             wrong.append("evaluation.budgets must name a budget, or evaluation.prompts be 0")
-        if self.prompts and not self.temperatures:
-            wrong.append("evaluation.temperatures must name a temperature, or evaluation.prompts be 0")
-        if len(set(self.temperatures)) < len(self.temperatures):
-            wrong.append(f"evaluation.temperatures must differ, not be {list(self.temperatures)}")
-        for temperature in self.temperatures:
-            try:
-                SamplingParams(temperature=temperature)
-            except ValueError as error:
-                wrong.append(f"evaluation.temperatures: {error}")
+        if self.prompts or self.temperatures:
+            wrong += _wrong_temperatures("evaluation", self.temperatures)
         return wrong
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The texts to which a finished head's draft scales are fitted: the target's answers to held-out prompts.
+
+    Attributes:
+        prompts: Most prompts.
+        max_tokens: Tokens of an answer.
+        temperatures: Temperatures at which each prompt is answered.
+    """
+
+    prompts: int = 64
+    max_tokens: int = 64
+    temperatures: tuple[float, ...] = (0.0, 0.6, 1.0)
+
+    def check(self) -> list[str]:
+        """Messages about all settings that are out of range."""
+        wrong = [
+            f"calibration.{name} must be at least 1, not {getattr(self, name)}"
+            for name in ("prompts", "max_tokens")
+            if getattr(self, name) < 1
+        ]
+        return wrong + _wrong_temperatures("calibration", self.temperatures)
+
+
+def _wrong_temperatures(table: str, temperatures: tuple[float, ...]) -> list[str]:
+    wrong = []
+    if not temperatures:
+        wrong.append(f"{table}.temperatures must name a temperature")
+    if len(set(temperatures)) < len(temperatures):
+        wrong.append(f"{table}.temperatures must differ, not be {list(temperatures)}")
+    for temperature in temperatures:
+        try:
+            SamplingParams(temperature=temperature)
+        except ValueError as error:
+            wrong.append(f"{table}.temperatures: {error}")
+    return wrong
 
 
 @dataclass(frozen=True)
@@ -162,6 +193,7 @@ class HeadRecipe:
         dtype: "float32", "bfloat16" or "auto", for the target and the head's forward pass. The head's master
             weights are float32.
         selector: A selector to train with the head; None trains only the head.
+        calibration: The last step, which fits the head's draft scales; None leaves them as they are.
         seed: Seed of the initial weights, of the order of the data and of the anchors.
     """
 
@@ -176,6 +208,7 @@ class HeadRecipe:
     deterministic: bool = False
     dtype: str = "auto"
     selector: SelectorSettings | None = None
+    calibration: Calibration | None = None
     seed: int = 0
 
     def check(self) -> None:
@@ -202,6 +235,8 @@ class HeadRecipe:
             )
         if self.selector is not None:
             wrong += self._check_selector(self.selector)
+        if self.calibration is not None:
+            wrong += self.calibration.check()
         if self.dtype == "float16":
             wrong.append("dtype must be auto, float32 or bfloat16: float16 would lose small gradients")
         if not 0 <= self.seed < MOST_SEED:

@@ -20,7 +20,7 @@ from jetspec_jax.checkpoint.files import write_json
 from jetspec_jax.checkpoint.loading import Head, Target, read_draft_head
 from jetspec_jax.checkpoint.source import Source, resolve_dtype
 from jetspec_jax.checkpoint.writing import save_checkpoint
-from jetspec_jax.config import check_head_fits
+from jetspec_jax.config import DraftHeadConfig, DraftScales, check_head_fits
 from jetspec_jax.device.peers import say_apart
 from jetspec_jax.device.processes import in_turn, is_first
 from jetspec_jax.device.sharding import on_one_device, parameter_shardings
@@ -29,8 +29,9 @@ from train.data.documents import Documents
 from train.data.loader import AHEAD, WindowSource, batches
 from train.data.manifest import HELDOUT, TRAIN
 from train.data.windows import PackedWindows, Windows, check_enough, make_windows
+from train.head.calibrate import calibrate
 from train.head.engines import published_json
-from train.head.evaluation import HeadEvaluator, HeldOut, evaluation_trees
+from train.head.evaluation import HeadEvaluator, HeldOut, evaluation_trees, held_out_prompts
 from train.head.frozen import Frozen, freeze
 from train.head.recipe import HeadRecipe
 from train.head.selector import trainee_of
@@ -143,11 +144,18 @@ def train_head(
             # The initial head's config may lack the target's depth.
             config = replace(beginning.config, num_target_layers=target.config.num_layers)
             raw = published_json(beginning.raw, config)
-            save_checkpoint(fresh(folder), raw, weights, dtype=beginning.stored, config=config)
-            plot_training(work / "log.jsonl", work / "training.png", label)
-            # Written last: its presence marks the run as finished.
             ignored = () if checkpoint is None else checkpoint.ignore_config_keys
-            head = read_draft_head(Source(folder, recipe.dtype, ignored), target)
+
+            def saved(config: DraftHeadConfig) -> Head:
+                save_checkpoint(fresh(folder), raw, weights, dtype=beginning.stored, config=config)
+                return read_draft_head(Source(folder, recipe.dtype, ignored), target)
+
+            head = saved(config)
+            plot_training(work / "log.jsonl", work / "training.png", label)
+            if (scales := run.draft_scales(head, held, deadline)) is not None:
+                raw["dflash_config"]["draft_scales"] = scales
+                head = saved(replace(config, draft_scales=scales))
+            # Written last: its presence marks the run as finished.
             write_json(mark, run.final_evaluation(head, trained))
     return folder
 
@@ -265,6 +273,21 @@ class _HeadRun:
             )
         finally:
             source.close()
+
+    def draft_scales(self, head: Head, held: Documents, deadline: Deadline) -> DraftScales | None:
+        """The scales of the finished head's errors; None if the recipe fits none."""
+        settings, target = self.recipe.calibration, self.evaluator.target
+        if settings is None:
+            return None
+        room = target.config.max_position_embeddings - settings.max_tokens - head.config.depth
+        prompts = held_out_prompts(held, self.recipe.evaluation, room, settings.prompts)
+        if not prompts:
+            raise ValueError(
+                f"no held-out prompt leaves room for calibration.max_tokens {settings.max_tokens}: set less"
+            )
+        temperatures = sorted(settings.temperatures)
+        how = {"max_tokens": settings.max_tokens, "batch": len(prompts), "deadline": deadline}
+        return calibrate(self.work / "calibrate", target, head, [*prompts.values()], temperatures, **how)
 
     def final_evaluation(self, head: Head, trained: Trained) -> dict[str, Any]:
         """Tau of the saved head, loaded from its folder, on the held-out prompts."""

@@ -94,6 +94,7 @@ LATER = {
     "objective.smoothing": 0.5,
     "evaluation.temperatures": [0.0],
     "stored": "bfloat16",
+    "calibration": None,
 }
 
 

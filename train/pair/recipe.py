@@ -12,7 +12,7 @@ from typing import Any
 
 from jetspec_jax.checkpoint.loading import Target
 from jetspec_jax.config import default_tap_layers
-from train.head.recipe import HeadRecipe
+from train.head.recipe import Calibration, HeadRecipe
 from train.head.recipe_file import PAIR_RECIPES, change, find_table, record_of
 from train.loop.fit import Fit
 
@@ -54,15 +54,6 @@ class Filters:
     ngram: int = 4
     times: int = 2
     least_kept: float = 0.1
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """The texts to which draft scales are fitted: held-out prompts, answered at each temperature."""
-
-    prompts: int = 64
-    max_tokens: int = 64
-    temperatures: tuple[float, ...] = (0.0, 0.6, 1.0)
 
 
 @dataclass(frozen=True)
@@ -143,10 +134,10 @@ class PairRecipe:
                 ("temperatures", self.temperatures),
                 ("judgement.budgets", self.judgement.budgets),
                 ("judgement.temperatures", self.judgement.temperatures),
-                ("calibration.temperatures", self.calibration.temperatures),
             )
             if not values
         ]
+        wrong += self.calibration.check()
         need = self.head.evaluation.prompts + self.calibration.prompts + LEAST_JUDGED
         if self.heldout < need:
             wrong.append(

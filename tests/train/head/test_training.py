@@ -18,6 +18,7 @@ from tests.train.head.tiny import RECIPE, changed, records, write, write_documen
 from train.data.documents import Document
 from train.head.config import decoder_json
 from train.head.evaluation import prompt_of
+from train.head.recipe import Calibration
 from train.head.training import train_head
 from train.loop.stages import Deadline
 
@@ -71,6 +72,7 @@ def run(tmp_path_factory, target_folder):
         fit={"steps": 40, "save_every": 20, "evaluate_every": 20, "learning_rate": 2e-2},
         head={"mask_token": 4095},
         evaluation={"prompts": 3, "new_tokens": NEW_TOKENS, "budgets": (BUDGET,)},
+        calibration=Calibration(prompts=3, max_tokens=NEW_TOKENS, temperatures=(1.0, 0.0)),
     )
     work = tmp_path_factory.mktemp("work")
     assert train_head(work, recipe, target, data, Deadline()) == work / "draft_head"
@@ -93,6 +95,17 @@ def test_the_exported_head_has_the_tau_of_its_evaluation_for_others(run, target_
     report = json.loads(capsys.readouterr().out)
     assert len(report["token_ids"]) == NEW_TOKENS
     assert round(report["mean_acceptance_length"], 4) == chosen["tau"][str(BUDGET)]
+
+
+@pytest.mark.wide
+def test_the_last_step_fits_draft_scales(run):
+    _, target, work = run
+    scales = json.loads((work / "calibrate" / "calibration.json").read_text())["draft_scales"]
+    config = json.loads((work / "draft_head" / "config.json").read_text())
+    assert config["dflash_config"]["draft_scales"] == scales
+    found = load_draft_head(work / "draft_head", target=target).config.draft_scales
+    assert np.array_equal(found, scales)
+    assert not np.array_equal(found, np.ones_like(found))
 
 
 @pytest.mark.wide
