@@ -44,15 +44,14 @@ def log_once(level: int, text: str) -> None:
 
 
 def next_of(news: queue.SimpleQueue[T], compiling: Callable[[], Iterable[str]]) -> T:
-    """The next of a queue. Outside a terminal, warnings name what is compiled if this takes long."""
+    """The next of a queue. Warnings name what is compiled if this takes long."""
     while True:
         try:
             return news.get(timeout=SILENCE)
         except queue.Empty:
-            if sys.stderr is None or not sys.stderr.isatty():  # a terminal has a bar
-                for kind in sorted(compiling()):
-                    text = f"compiling a program for {kind}, once per shape; LLM.warm_up() does it ahead"
-                    log_once(logging.WARNING, text)
+            for kind in sorted(compiling()):
+                text = f"compiling a program for {kind}, once per shape; LLM.warm_up() does it ahead"
+                log_once(logging.WARNING, text)
 
 
 @contextlib.contextmanager

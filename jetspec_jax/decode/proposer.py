@@ -17,7 +17,7 @@ from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import chain_path, commit, empty_stores
-from jetspec_jax.config import MAX_SELECTED, DraftHeadConfig, DraftScales, ModelConfig
+from jetspec_jax.config import MAX_SELECTED, SCALE_BANDS, DraftHeadConfig, DraftScales, ModelConfig
 from jetspec_jax.device.memory import array_bytes
 from jetspec_jax.device.mesh import WHOLE
 from jetspec_jax.device.partition import is_split, parameter_specs, spread
@@ -190,10 +190,19 @@ def selected_of(proposer: Proposer | None) -> int | None:
     return proposer.selected if isinstance(proposer, SelectingProposer) else None
 
 
-def scales_of(proposer: Proposer | None, depth: int) -> Float32[Array, "*bands D"] | None:
+def scales_of(
+    proposer: Proposer | None, temperature: Float[Array, "B"], depth: int
+) -> Float32[Array, "B D"] | None:
     """The first ``depth`` of a proposer's ``draft_scales``: b_d of `DraftScoring`; None means 1."""
     scales = getattr(proposer, "draft_scales", None)
-    return None if scales is None else jnp.asarray(scales, jnp.float32)[..., :depth]
+    return None if scales is None else scales_at(jnp.asarray(scales, jnp.float32), temperature)[:, :depth]
+
+
+def scales_at(scales: Float32[Array, "*bands D"], temperature: Float[Array, "B"]) -> Float32[Array, "B D"]:
+    """The scales of each slot: one row for all, or of the band of its temperature."""
+    if scales.ndim == 1:
+        return jnp.broadcast_to(scales, (*temperature.shape, *scales.shape))
+    return scales[jnp.searchsorted(jnp.array(SCALE_BANDS), temperature)]
 
 
 def check_selected(proposer: Proposer | None, breadth: Breadth) -> None:

@@ -192,8 +192,11 @@ class Round(Models):
 
     def _scoring(self, state: DecodeState, noise: Float32[Array, "B D1 V"]) -> DraftScoring:
         """The noise and adjustments of draft rows: row d drafts the token that a node of depth d emits."""
-        adjustments, scales = state.adjust if self.adjusts else None, scales_of(self.proposer, self.depth)
-        return DraftScoring(state.settings.sampling.temperature, noise[:, : self.depth], adjustments, scales)
+        temperature = state.settings.sampling.temperature
+        scales = scales_of(self.proposer, temperature, self.depth)
+        return DraftScoring(
+            temperature, noise[:, : self.depth], state.adjust if self.adjusts else None, scales
+        )
 
     def verify(self, weights: DecodeWeights, state: DecodeState, tree: TokenTree) -> Verified:
         """One forward of the target over all nodes, each of which attends to its ancestors."""

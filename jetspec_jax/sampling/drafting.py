@@ -20,7 +20,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Num
 
-from jetspec_jax.config import SCALE_BANDS
 from jetspec_jax.sampling.adjust import Adjustments, adjust
 
 
@@ -31,13 +30,13 @@ class DraftScoring(NamedTuple):
         temperature: The temperature of each slot; 0 is greedy.
         noise: Gumbel noise of the token that each row drafts; see `gumbel_noise`.
         adjust: Logit adjustments of the slots; None if there are none.
-        scales: b_d of each row, or of each of the bands `SCALE_BANDS` and row; None means 1.
+        scales: b_d of each slot and row; None means 1.
     """
 
     temperature: Float[Array, "B"]
     noise: Float32[Array, "B D V"]
     adjust: Adjustments | None = None
-    scales: Float32[Array, "*bands D"] | None = None
+    scales: Float32[Array, "B D"] | None = None
 
     def adjusted(self, logits: Float[Array, "B D V"]) -> Float[Array, "B D V"]:
         """l: the logits of draft rows after adjustments."""
@@ -59,7 +58,4 @@ class DraftScoring(NamedTuple):
         """Values of each row over b_d."""
         if self.scales is None:
             return values
-        scales = self.scales
-        if scales.ndim == 2:
-            scales = scales[jnp.searchsorted(jnp.array(SCALE_BANDS), self.temperature)]
-        return values / scales.reshape(-1, values.shape[1], *[1] * (values.ndim - 2))
+        return values / self.scales.reshape(*values.shape[:2], *[1] * (values.ndim - 2))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams
+from jetspec_jax.decode.proposer import scales_at
 from jetspec_jax.sampling.adjust import Adjustments
 from jetspec_jax.sampling.choice import choose_tokens, gumbel_noise
 from jetspec_jax.sampling.drafting import DraftScoring
@@ -33,9 +34,9 @@ def batch_of(params):
 def scoring_of(params, *, scales=None, adjust=None, local=V, vocab_size=None):
     sampling = batch_of(params)
     noise = gumbel_noise(sampling.key, POSITIONS, D, local=local, vocab_size=vocab_size)
-    return DraftScoring(
-        sampling.temperature, noise, adjust, None if scales is None else jnp.asarray(scales, jnp.float32)
-    )
+    if scales is not None:
+        scales = scales_at(jnp.asarray(scales, jnp.float32), sampling.temperature)
+    return DraftScoring(sampling.temperature, noise, adjust, scales)
 
 
 def drafted(logits, scoring, count=K):

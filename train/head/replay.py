@@ -24,7 +24,7 @@ from jetspec_jax.cache.pages import PAGE_SIZE
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import empty_stores
 from jetspec_jax.config import DraftScales, ModelConfig
-from jetspec_jax.decode.proposer import candidates_of
+from jetspec_jax.decode.proposer import candidates_of, scales_at
 from jetspec_jax.device.mesh import WHOLE, everywhere
 from jetspec_jax.device.partition import is_split, own_part, parameter_specs
 from jetspec_jax.models import bind
@@ -211,7 +211,7 @@ def _drafts(
             # All slots read the same pages, each only the rows before its anchor.
             slots = Slots.of(jnp.broadcast_to(pages, (DRAFTED, pages.size)), positions)
             noise = gumbel_noise(of_all.key, positions + 1, depth, local=local, vocab_size=vocab)
-            scoring = DraftScoring(of_all.temperature, noise, None, scales)
+            scoring = DraftScoring(of_all.temperature, noise, None, scales_at(scales, of_all.temperature))
             inputs = head_weights, state, target, ids[positions], slots
             return candidates_of(proposer, *inputs, count, depth, scoring)
 
