@@ -122,4 +122,4 @@ def test_its_arrays_are_counted(target, monkeypatch):
         LLM(target, budget=16, max_slots=1, proposer=Wide(64), proposer_weights=plant([[]], 64))
     parts = [line.split() for line in str(error.value).splitlines()]
     assert ["prepared", "weights", "of", "the", "proposer", "1.00", "GiB"] in parts
-    assert ["stores", "of", "1", "x", "256", "tokens", "1.00", "GiB"] in parts
+    assert ["stores", "of", "1", "x", "256", "tokens", "in", "4", "pages", "1.00", "GiB"] in parts
