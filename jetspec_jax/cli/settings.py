@@ -57,7 +57,7 @@ def load_llm(arguments: argparse.Namespace, completions: int = 1) -> LLM:
     Unless the options say otherwise there are at most so many slots as ``completions``: each has its memory.
     A process that shares the models with process 0 follows it, and ends here.
     """
-    given = {"max_slots": min(completions, MAX_SLOTS)} | model_arguments(arguments)
+    given: dict[str, Any] = {"max_slots": min(completions, MAX_SLOTS)} | model_arguments(arguments)
     if jax.process_count() > 1 and math.prod(parallel_sizes(arguments).values()) == 1:
         raise ValueError(
             f"{jax.process_count()} processes share the models: set the number of shards by "
