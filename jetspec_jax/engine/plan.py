@@ -35,7 +35,6 @@ from jetspec_jax.device.memory import (
 )
 from jetspec_jax.device.mesh import shardings, size_of
 from jetspec_jax.device.partition import is_split, own_part
-from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.policy import MAX_ROUNDS
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.size import (
@@ -118,11 +117,11 @@ def overlaps(plan: EnginePlan) -> bool:
     On a GPU overlapped rounds let requests come and go, and callers get tokens, with every round. Models
     whose rounds are shorter than a launch keep a loop of rounds on the device, or the device would wait for
     the host. On a CPU a round takes longer than its launch, which may even compute, so nothing would overlap.
-    Several processes exchange a message per batch, which long loops make cheap.
+    On several devices a launch takes longer than a round: 10.4 ms beside 6.5 in a loop, 8B on two H200.
     """
     mesh = plan.decoder.mesh
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    if platform not in ("gpu", "cuda", "rocm") or spans(mesh):
+    if platform not in ("gpu", "cuda", "rocm") or (mesh is not None and mesh.size > 1):
         return False
     return weight_bytes(plan.decoder.target, plan.dtype, mesh) >= SMALL_TARGET
 

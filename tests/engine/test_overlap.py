@@ -1,9 +1,11 @@
 """Whether rounds overlap; engines with two batches in flight."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, generate
@@ -42,6 +44,13 @@ def test_large_targets_overlap_on_a_gpu(monkeypatch, backend, hidden, overlapped
     config = dataclasses.replace(CONFIG, hidden_size=hidden, vocab_size=150_000)
     plan = plan_engine(config, None, TreeSettings(1), jnp.dtype("float32"), implementation="xla")
     assert overlaps(plan) == overlapped
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_several_devices_have_loops():
+    gpu = SimpleNamespace(platform="gpu")
+    plan = plan_engine(CONFIG, None, TreeSettings(1), jnp.dtype("float32"), implementation="xla")
+    assert not overlaps(plan.on(SimpleNamespace(devices=np.array([gpu, gpu]), size=2)))
 
 
 def test_tokens_are_those_of_plain_decoding(target, head):
