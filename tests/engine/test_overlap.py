@@ -48,9 +48,12 @@ def test_large_targets_overlap_on_a_gpu(monkeypatch, backend, hidden, overlapped
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_several_devices_have_loops():
-    gpu = SimpleNamespace(platform="gpu")
+    class TwoGpus:
+        devices, size = np.array([SimpleNamespace(platform="gpu")] * 2), 2
+
     plan = plan_engine(CONFIG, None, TreeSettings(1), jnp.dtype("float32"), implementation="xla")
-    assert not overlaps(plan.on(SimpleNamespace(devices=np.array([gpu, gpu]), size=2)))
+    object.__setattr__(plan.decoder, "mesh", TwoGpus())
+    assert not overlaps(plan)
 
 
 def test_tokens_are_those_of_plain_decoding(target, head):
