@@ -149,6 +149,9 @@ class PairRecipe:
                 recipe.check()
             except ValueError as error:
                 wrong.append(f"{name}: {error}")
+        if self.head.calibration or self.selector.calibration:
+            # They would take held-out prompts that are judged.
+            wrong.append("head.calibration and selector.calibration must be left out: set calibration")
         if self.selector.selector is None:
             wrong.append("selector.selector is missing: the selector's rank")
         if wrong:

@@ -189,6 +189,9 @@ def test_what_is_out_of_range_is_listed_at_once():
     least = RECIPE.head.evaluation.prompts + 3 + LEAST_JUDGED
     for message in ("temperatures must name", f"heldout must be at least {least}", "head: window must be at"):
         assert message in str(refused.value)
+    twice = dataclasses.replace(RECIPE.selector, calibration=Calibration())
+    with pytest.raises(ValueError, match=r"selector\.calibration must be left out: set calibration"):
+        changed(selector=twice).check()
     with pytest.raises(ValueError, match="there are no prompts: set writing, prompts or documents"):
         changed(writing=()).check()
 
