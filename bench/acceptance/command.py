@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--without-noise",
         action="store_true",
-        help="also with drafts that do not know the noise of the samples, on the same texts",
+        help="also with drafts that know neither the samples' noise nor the head's scales, on the same texts",
     )
     add(
         "--calibration",
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
                 bar.update()
                 for (name, count), settings in trees.items():
                     bar.set_description(f"T = {temperature:g}: {name}, {count} candidates")
-                    shown = name if noise else f"{name}, without noise"
+                    shown = name if noise else f"{name}, without noise and scales"
                     about = {"temperature": temperature, "algorithm": shown, "candidates": count}
                     drafted = drafts[count if alone else counts[-1]]
                     found, rounds = _rows(drafted, settings, budgets, base.get((name, count)))

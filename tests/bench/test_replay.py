@@ -94,7 +94,7 @@ def test_the_command_writes_a_report_and_a_picture(pair, report_of, monkeypatch,
         if name == "chain":
             assert row["tau"] == rows[temperature, "chain", 3, budget]["tau"]
         if "noise" not in name:
-            base = rows[temperature, f"{name}, without noise", row["candidates"], budget]
+            base = rows[temperature, f"{name}, without noise and scales", row["candidates"], budget]
             assert row["gain"] == pytest.approx(row["tau"] / base["tau"])
             low, high = row["gain interval"]
             assert low <= row["gain"] <= high

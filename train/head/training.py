@@ -152,7 +152,7 @@ def train_head(
 
             head = saved(config)
             plot_training(work / "log.jsonl", work / "training.png", label)
-            if (scales := run.draft_scales(head, held, deadline)) is not None:
+            if (scales := run.draft_scales(head, held)) is not None:
                 raw["dflash_config"]["draft_scales"] = scales
                 head = saved(replace(config, draft_scales=scales))
             # Written last: its presence marks the run as finished.
@@ -274,20 +274,25 @@ class _HeadRun:
         finally:
             source.close()
 
-    def draft_scales(self, head: Head, held: Documents, deadline: Deadline) -> DraftScales | None:
+    def draft_scales(self, head: Head, held: Documents) -> DraftScales | None:
         """The scales of the finished head's errors; None if the recipe fits none."""
         settings, target = self.recipe.calibration, self.evaluator.target
         if settings is None:
             return None
         room = target.config.max_position_embeddings - settings.max_tokens - head.config.depth
-        prompts = held_out_prompts(held, self.recipe.evaluation, room, settings.prompts)
+        every = held_out_prompts(held, self.recipe.evaluation, room, len(held)).values()
+        # Those of the evaluation measure the finished head.
+        measured = {tuple(prompt) for prompt in self.evaluator.held.prompts}
+        prompts = [prompt for prompt in every if tuple(prompt) not in measured] or [*every]
+        prompts = prompts[: settings.prompts]
         if not prompts:
             raise ValueError(
                 f"no held-out prompt leaves room for calibration.max_tokens {settings.max_tokens}: set less"
             )
         temperatures = sorted(settings.temperatures)
-        how = {"max_tokens": settings.max_tokens, "batch": len(prompts), "deadline": deadline}
-        return calibrate(self.work / "calibrate", target, head, [*prompts.values()], temperatures, **how)
+        # Without a deadline: other processes wait for this one, which alone would stop.
+        how = {"max_tokens": settings.max_tokens, "batch": len(prompts), "deadline": Deadline()}
+        return calibrate(self.work / "calibrate", target, head, prompts, temperatures, **how)
 
     def final_evaluation(self, head: Head, trained: Trained) -> dict[str, Any]:
         """Tau of the saved head, loaded from its folder, on the held-out prompts."""
