@@ -27,6 +27,8 @@ from train.pair.recipe import Filters, PairRecipe
 
 #: Why a prompt of a source is dropped.
 UNUSABLE, LONG = "cannot be used", "too long"
+#: Sets with a training split on the hub.
+TRAINING_SPLITS = ("gsm8k", "mbpp")
 # A placeholder for the user's text, to find its position in the template.
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 # The number of dropped prompts that an error shows, and of characters of each.
@@ -164,14 +166,20 @@ class _Source(NamedTuple):
 def _of_set(source: str) -> list[_Source]:
     """The training split of a prompt set, in each of its forms."""
     name, _, path = source.partition("=")
+    if not path and name not in TRAINING_SPLITS:
+        raise ValueError(f"{name} has no training split: name a file of other rows, {name}=FILE")
     known, found = PROMPT_SETS[name], []
     for number, row in enumerate(set_rows(name, path or None, split="train")):
-        root = " ".join(EVALUATED[name](row))
-        for form in FORMS:
-            turns = known.plain if form == PLAIN else known.turns
-            if turns is not None:
-                message = {"role": "user", "content": turns(row)[0]}
-                found.append(_Source(name, form, Entry(f"{name} row {number}", MESSAGES, [message]), root))
+        try:
+            root = " ".join(EVALUATED[name](row))
+            for form in FORMS:
+                turns = known.plain if form == PLAIN else known.turns
+                if turns is not None:
+                    message = {"role": "user", "content": turns(row)[0]}
+                    entry = Entry(f"{name} row {number}", MESSAGES, [message])
+                    found.append(_Source(name, form, entry, root))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{source}: row {number} has no {error}") from error
     return found
 
 

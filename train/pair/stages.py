@@ -371,20 +371,23 @@ class _Pair:
                 batch=self.recipe.slots,
                 deadline=self.deadline,
             )
-        export_head(head, fresh(work / "draft_head"), "jetspec", draft_scales=scales)
+        out, ignored = fresh(work / "draft_head"), self.options.ignore_config_keys
+        export_head(head, out, "jetspec", draft_scales=scales, ignore_config_keys=ignored)
         print(f"  draft_scales: {scales or 'none, as no held-out prompts are left'}", flush=True)
 
     def judge_stage(self) -> None:
         """Tokens per round and speed on held-out prompts, a budget at a time."""
         recipe, split = self.recipe, Split(**read_json(self.work / HELD))
         head, rows = self._read_head(self.work / "calibrate" / "draft_head"), []
+        device = jax.devices()[0].device_kind
         for budget in sorted(set(recipe.judgement.budgets)):
             path = self.work / "judge" / f"{budget}.json"
-            if not path.exists():
+            # Speeds of two devices are not compared.
+            if not path.exists() or read_json(path).get("device") != device:
                 self.deadline.check(f"before {budget} nodes")
                 trees = evaluation_trees(head.config, recipe.head.evaluation, budget)
                 given = self.target, head, split.judged, recipe.judgement, trees, recipe.seed
-                write_json(path, {"rows": measure(*given)})
+                write_json(path, {"device": device, "rows": measure(*given)})
             rows += read_json(path)["rows"]
         report = judgement_of(rows, split, self.target)
         draw_judgement(report, self.options.name, self.work / "judge.svg")
@@ -395,20 +398,24 @@ class _Pair:
     def export_stage(self) -> None:
         """Writes the folder to serve: the head, the head without its selector, and a card."""
         head, out = self.work / "calibrate" / "draft_head", fresh(self.work / "export")
-        export_head(head, out, "jetspec")
-        export_head(head, out / WITHOUT_SELECTOR, "vllm", without_selector=True)
+        ignored = self.options.ignore_config_keys
+        export_head(head, out, "jetspec", ignore_config_keys=ignored)
+        export_head(head, out / WITHOUT_SELECTOR, "vllm", without_selector=True, ignore_config_keys=ignored)
         licence = None
         try:
             licence = licence_of(resolve(self.options.target, CARD_PATTERNS))
         except FileNotFoundError as error:  # a hub that cannot be reached any more
             print(f"  the target's card cannot be read: {error}", flush=True)
         report, prompts = read_json(self.work / "judge.json"), read_json(self.work / "prompts.json")
-        depth = Source(head).head_config.depth
+        depth = self._head_source(head).head_config.depth
         write_text(out / "README.md", card_of(self.options.name, licence, depth, report, prompts))
         print(f"  licence of the target: {licence or 'unknown'}", flush=True)
 
     def _read_head(self, folder: Path) -> Head:
-        return read_draft_head(Source(folder, self.recipe.head.dtype), self.target)
+        return read_draft_head(self._head_source(folder), self.target)
+
+    def _head_source(self, folder: Path) -> Source:
+        return Source(folder, self.recipe.head.dtype, self.options.ignore_config_keys)
 
     def _train(self, name: str, recipe: HeadRecipe, checkpoint: Source | None) -> None:
         work = self.work / name
@@ -423,7 +430,7 @@ class _Pair:
         numbers = set(documents.numbers.tolist())
         chose = read_json(self.work / "head" / "evaluation.json")["prompts"]
         new = max(recipe.judgement.max_tokens, recipe.calibration.max_tokens)
-        depth = Source(self.work / "head" / "draft_head").head_config.depth
+        depth = self._head_source(self.work / "head" / "draft_head").head_config.depth
         split = split_held_out(
             [HeldPrompt(rows[number]["root"], rows[number]["tokens"]) for number in sorted(numbers)],
             [row["root"] for number, row in enumerate(rows) if number not in numbers],

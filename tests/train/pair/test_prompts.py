@@ -167,6 +167,15 @@ def test_sources_are_read_and_what_cannot_be_used_is_counted(tmp_path, encoder):
         read_sources(changed(prompts=(str(chats),), max_tokens=8), encoder, 9, Counter())
 
 
+def test_sets_that_cannot_be_trained_on_are_refused(tmp_path, encoder):
+    with pytest.raises(ValueError, match=r"^mt-bench has no training split: name a file of other rows, mt-"):
+        read_sources(changed(prompts=("mt-bench",)), encoder, 2048, Counter())
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"text": "one"}) + "\n")
+    with pytest.raises(ValueError, match=r"rows.jsonl: row 0 has no 'question'"):
+        read_sources(changed(prompts=(f"gsm8k={rows}",)), encoder, 2048, Counter())
+
+
 def test_weights_begin_with_what_the_target_writes():
     one, other = ["a", "b"], ["c", "d", "e", "f"]
     assert mixed(changed(writing=(Writing(FREE, 2),)), one, [other]) == [*one, *other]
