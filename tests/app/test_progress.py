@@ -5,8 +5,10 @@ import io
 import logging
 import queue
 import threading
+import weakref
 
 import pytest
+from tqdm import tqdm
 
 from jetspec_jax import LLM, SamplingParams, progress
 from jetspec_jax.engine import engines, runner
@@ -22,6 +24,8 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def watched(monkeypatch):
     """Makes standard error a stream; pytest puts its own there when a test begins."""
+    # A bar that a failed call of another module has left open would take the first line.
+    monkeypatch.setattr(tqdm, "_instances", weakref.WeakSet(), raising=False)
 
     def watch(stream):
         monkeypatch.setattr("sys.stderr", stream)

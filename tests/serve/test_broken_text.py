@@ -155,7 +155,7 @@ def test_calls_and_streams(server, texts):
 
 
 def test_the_command(server, texts, capsys, monkeypatch):
-    monkeypatch.setattr(generating, "load_llm", lambda _: server.llm.llm)
+    monkeypatch.setattr(generating, "load_llm", lambda *_: server.llm.llm)
     options = ("--temperature", "1", "--max-tokens", "24", "--seed", "3", "a")
     assert cli.main(["generate", *options]) == 0
     assert capsys.readouterr().out == texts[0] + "\n"

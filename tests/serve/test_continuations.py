@@ -231,8 +231,8 @@ def test_in_a_program(llm, answers, tokenizer, added):
 
 
 def test_the_commands(llm, capsys, monkeypatch):
-    monkeypatch.setattr(generating, "load_llm", lambda _: llm)
-    monkeypatch.setattr(chatting, "load_llm", lambda _: llm)
+    monkeypatch.setattr(generating, "load_llm", lambda *_: llm)
+    monkeypatch.setattr(chatting, "load_llm", lambda *_: llm)
     options = ["--max-tokens", "3", "--temperature", "1", "--allowed-token-ids", str(THE)]
 
     def printed(command, *words):
