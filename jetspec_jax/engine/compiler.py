@@ -20,8 +20,8 @@ from jetspec_jax.progress import terminal_bar
 #: large program itself, and each program that is compiled needs host memory, a gigabyte and more.
 MOST_THREADS = 8
 _AT_ONCE = threading.BoundedSemaphore(MOST_THREADS)
-#: Dispatches in which a larger program replaces a wanted one, before that is compiled too: a larger one costs
-#: a round less than a compilation beside it does, on a CPU.
+#: Dispatches in which a larger program replaces a wanted one, before that is compiled too. On a CPU a
+#: compilation slows the rounds beside it.
 REPLACED = 64
 #: Set at the interpreter's exit, after which all threads of engines end soon.
 PROGRAM_ENDED = threading.Event()

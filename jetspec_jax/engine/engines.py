@@ -279,7 +279,8 @@ class Stream(Iterator[str]):
             if (engine := self._engine) is not None:
                 engine.check_can_wait()
             del engine
-            next_of(self._news, lambda: self._engine.compiling() if self._engine else ())
+            # Another thread may close the stream at any moment.
+            next_of(self._news, lambda: engine.compiling() if (engine := self._engine) else ())
         raise StopIteration
 
     def close(self) -> None:

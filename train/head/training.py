@@ -26,6 +26,7 @@ from jetspec_jax.device.processes import in_turn, is_first
 from jetspec_jax.device.sharding import on_one_device, parameter_shardings
 from jetspec_jax.models import Weights
 from train.data.documents import Documents
+from train.data.holdout import evenly_spaced
 from train.data.loader import AHEAD, WindowSource, batches
 from train.data.manifest import HELDOUT, TRAIN
 from train.data.windows import PackedWindows, Windows, check_enough, make_windows
@@ -284,7 +285,8 @@ class _HeadRun:
         # Those of the evaluation measure the finished head.
         measured = {tuple(prompt) for prompt in self.evaluator.held.prompts}
         prompts = [prompt for prompt in every if tuple(prompt) not in measured] or [*every]
-        prompts = prompts[: settings.prompts]
+        count = min(settings.prompts, len(prompts))
+        prompts = [prompts[i] for i in evenly_spaced(len(prompts), count)]
         if not prompts:
             raise ValueError(
                 f"no held-out prompt leaves room for calibration.max_tokens {settings.max_tokens}: set less"
