@@ -136,8 +136,8 @@ class LLM:
             depth: Largest depth of a tree; None is all that the head drafts.
             algorithm: Tree algorithm: a name, or an algorithm with options from
                 `jetspec_jax.tree.get_algorithm`; None is `jetspec_jax.tree.DEFAULT_ALGORITHM`.
-            candidates: Number of candidate tokens per draft row; None is the number of the head's selector.
-                Without a selector it is the width, or without one the algorithm's default.
+            candidates: Number of candidate tokens per draft row; None is the width, or without one the
+                algorithm's default. A head's selector makes it at least the number of its training.
             dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on a GPU, float32 on a CPU. Loaded
                 models keep theirs.
             capacity: Tokens of prompt and output per slot; None is 1024, or more if a request needs more.

@@ -35,8 +35,8 @@ class TreeSettings:
         width: Most children of a node; None means the number of candidates.
         depth: Largest depth; None means the proposer's depth.
         algorithm: The tree algorithm: a name, or an algorithm with its options.
-        candidates: Candidates per draft row; None means those of the head's selector, else the width, or
-            without a width the algorithm's default.
+        candidates: Candidates per draft row; None means the width, or without a width the algorithm's
+            default. A head's selector makes it at least the number of its training.
     """
 
     budget: int = DEFAULT_BUDGET

@@ -40,15 +40,16 @@ def breadth_of(
         algorithm: The algorithm.
         width: Most children of a node, or None.
         candidates: Number of candidates per draft row, or None.
-        selected: Number of candidates of the head's selector; None without one. It is then the default of
-            ``candidates``, and the default width is at most the algorithm's ``usual_candidates``.
+        selected: Number of candidates that the head's selector was trained with; None without one. With one,
+            the default width is the algorithm's ``usual_candidates``, and there are at least as many
+            candidates as ``selected``, because each pair has its score.
 
     Raises:
         ValueError: The algorithm is unknown.
     """
     usual = algorithm_of(algorithm).usual_candidates
     if selected is not None and candidates is None:
-        return Breadth(min(usual, selected) if width is None else width, selected)
+        return Breadth(usual if width is None else width, max(usual, selected, width or 1))
     if candidates is None:
         candidates = usual if width is None else width
     return Breadth(candidates if width is None else width, candidates)

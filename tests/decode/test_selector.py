@@ -175,10 +175,12 @@ class TestBreadth:
     @pytest.mark.parametrize(
         ("algorithm", "width", "candidates", "expected"),
         [
-            ("top_nodes", None, None, (5, 5)),
-            ("accum_logp", None, None, (5, 5)),
-            (Auto(), None, None, (5, 5)),
-            ("top_nodes", 2, None, (2, 5)),
+            ("top_nodes", None, None, (32, 32)),
+            ("accum_logp", None, None, (7, 7)),
+            (Auto(), None, None, (32, 32)),
+            ("top_nodes", 2, None, (2, 32)),
+            ("accum_logp", 2, None, (2, 7)),
+            ("top_nodes", 40, None, (40, 40)),
             ("top_nodes", None, 9, (9, 9)),
             ("top_nodes", 3, 9, (3, 9)),
         ],
@@ -191,7 +193,7 @@ class TestBreadth:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"width": 6}, "width must be at most candidates, 5, not 6"),
+            ({"width": 6, "candidates": 5}, "width must be at most candidates, 5, not 6"),
             ({"candidates": CONFIG.vocab_size + 1}, "candidates must .*1..64"),
         ],
     )

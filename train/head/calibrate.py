@@ -57,7 +57,7 @@ def add_command(commands: Any) -> None:
     add("--max-tokens", type=int, default=64, help="tokens per prompt and temperature (default: 64)")
     usual = [0.0, 0.6, 1.0]
     add("--temperatures", type=float, nargs="+", default=usual, metavar="T", help="(default: 0 0.6 1)")
-    add("--candidates", type=int, help="per draft row (default: those of the selector, else 32)")
+    add("--candidates", type=int, help="per draft row (default: 32, or the selector's if those are more)")
     add("--batch", type=int, default=32, help="most prompts decoded at a time (default: 32)")
     add("--dtype", default="auto", help="auto, float32 or bfloat16")
     add("--work", type=Path, required=True, help="folder for everything made")
@@ -130,7 +130,7 @@ def calibrate(
         temperatures: Temperatures at which the target answers each prompt.
         max_tokens: Tokens of an answer.
         batch: Most prompts decoded at a time.
-        candidates: Candidates per draft row; None is the selector's number, or 32.
+        candidates: Candidates per draft row; None is 32, or the selector's number if that is more.
         deadline: Checked before each temperature.
 
     Raises:
@@ -146,7 +146,7 @@ def calibrate(
         write_json(_file(work, temperature), [_as_json(text) for text in texts])
 
     stages = {f"texts at T = {t:g}": partial(write, t) for t in temperatures}
-    count = candidates or head.config.selected or CANDIDATES
+    count = candidates or max(head.config.selected or 0, CANDIDATES)
     stages["fit"] = partial(_fit, work, target, head, temperatures, min(count, head.config.layers.vocab_size))
     run_stages(work, stages, deadline)
     scales = json.loads((work / "calibration.json").read_text())["draft_scales"]
