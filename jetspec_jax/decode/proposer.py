@@ -4,13 +4,16 @@ A proposer computes draft logits for the depths below the anchor, from a state t
 are committed. The draft head is a proposer; the decoder uses it only through this interface.
 """
 
+import functools
+import logging
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from jetspec_jax.arguments import shown
 from jetspec_jax.cache.attention import attend_over
@@ -237,6 +240,20 @@ def candidates_of(
         )
     adjusted = scoring.adjusted(drafts)
     return top_candidates(adjusted, count, scoring.perturbed(adjusted))
+
+
+def warn_of_nan(drafts: Bool[np.ndarray, "*rounds B"] | None) -> None:
+    """Logs a warning, once in a process, if drafts were not numbers: see `RoundRecord.nan_drafts`."""
+    if drafts is not None and drafts.any():
+        _warn_of_nan()
+
+
+@functools.cache
+def _warn_of_nan() -> None:
+    logging.getLogger("jetspec_jax").warning(
+        "the draft's logits are not numbers (NaN), so nothing that it drafts is accepted; the text is the "
+        "target's all the same. Check the draft head's weights, or try dtype='float32'"
+    )
 
 
 def taps_of(proposer: Proposer | None) -> tuple[int, ...]:

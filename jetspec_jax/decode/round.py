@@ -149,9 +149,13 @@ class Round(Models):
 
     def round(self, weights: DecodeWeights, state: DecodeState) -> tuple[DecodeState, RoundRecord]:
         """One round of speculation for all slots; slots that do not decode keep their state."""
-        tree, _, noise = self.propose(weights, state)
+        tree, candidates, noise = self.propose(weights, state)
         settled = self.settle(weights, state, tree, self.verify(weights, state, tree), noise=noise)
-        return settled.state, settled.record
+        record = settled.record
+        if candidates is not None:
+            nan = jnp.isnan(candidates.entropies).any(axis=1) & (record.tree_sizes > 0)
+            record = record._replace(nan_drafts=nan)
+        return settled.state, record
 
     def propose(self, weights: DecodeWeights, state: DecodeState) -> Proposal:
         """Drafts, and builds the round's trees below the anchors."""

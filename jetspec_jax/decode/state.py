@@ -128,6 +128,7 @@ class RoundRecord(NamedTuple):
         reach: The acceptance that trees of smaller sizes would have had, 0 for a slot that did not decode;
             None if the decoder does not observe it.
         logprobs: Log-probabilities of the committed tokens; None if the decoder does not compute them.
+        nan_drafts: Whether a slot that decoded has draft rows that are not numbers; None without a tree.
     """
 
     tokens: Int32[Array, "*rounds B D1"]
@@ -135,6 +136,7 @@ class RoundRecord(NamedTuple):
     tree_depths: Int32[Array, "*rounds B"]
     reach: Reach | None = None
     logprobs: Logprobs | None = None
+    nan_drafts: Bool[Array, "*rounds B"] | None = None
 
     @property
     def counts(self) -> Int32[Array, "*rounds B"]:

@@ -17,6 +17,7 @@ from jetspec_jax.cache.pages import NO_PAGE
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.logprobs import Logprobs
 from jetspec_jax.decode.prefill import prefill
+from jetspec_jax.decode.proposer import warn_of_nan
 from jetspec_jax.decode.scoring import lower_scoring, score_prompt, scored_pages
 from jetspec_jax.decode.snapshots import keep, restore
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, SlotSettings
@@ -217,11 +218,12 @@ class Runner:
         # Rounds that ran come first.
         ran = int((records.tree_sizes > 0).any(axis=1).sum())
         records = jax.tree.map(lambda leaf: leaf[:ran], records)
-        sizes, depths = records.tree_sizes, records.tree_depths
-        expected, accepted = records.reach or (None, None)
-        return BatchResult(
-            batch, seconds, records.tokens, sizes, depths, expected, accepted, records.logprobs
+        warn_of_nan(records.nan_drafts)
+        trees, reach = (
+            (records.tokens, records.tree_sizes, records.tree_depths),
+            records.reach or (None, None),
         )
+        return BatchResult(batch, seconds, *trees, *reach, records.logprobs)
 
     def score(self, prompt: np.ndarray) -> Logprobs:
         """Log-probabilities of a prompt's tokens but the first, on the host, in one row of tokens."""

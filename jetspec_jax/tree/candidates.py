@@ -20,7 +20,7 @@ class Candidates:
     Attributes:
         tokens: token ids, best first, the lower id first among equals.
         log_probs: the log-probability that each is the target's choice, over the full vocabulary.
-        entropies: entropies of the whole rows, in nats.
+        entropies: entropies of the whole rows, in nats; NaN for a row with NaN, which has no candidates.
         pairs: log-probabilities given the parent, from a head with a selector: ``[b, d, u, t]`` is candidate
             t of row d below candidate u of the row above. In the first row all parents are the anchor. None
             if all nodes of a depth share a row.
@@ -92,7 +92,7 @@ def top_candidates(
     return Candidates(
         tokens.astype(jnp.int32),
         jnp.where(top > -jnp.inf, top - best - jnp.log(total), -jnp.inf),
-        jnp.where(total > 0, jnp.log(total) - moment / total, 0.0)[:, :, 0],
+        jnp.where(total == 0, 0.0, jnp.log(total) - moment / total)[:, :, 0],
         draft_log_probs=jnp.where(drafted > -jnp.inf, drafted - drafted_total, -jnp.inf),
     )
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax import LLM, AsyncLLM, DeviceMemoryError, SamplingParams, generate, generate_tree
+from jetspec_jax.decode.proposer import _warn_of_nan
 from jetspec_jax.device import memory
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.tiny import TINY, random_head, random_target, with_windows
@@ -61,6 +63,33 @@ class Depth:
 class Flat(OracleProposer):
     def propose(self, weights, state, target, anchors, slots, depth=None):
         return super().propose(weights, state, target, anchors, slots, depth)[:, 0]
+
+
+class Nothing(OracleProposer):
+    """Drafts one number everywhere."""
+
+    value = math.nan
+
+    def propose(self, weights, state, target, anchors, slots, depth=None):
+        drafts = super().propose(weights, state, target, anchors, slots, depth)
+        return jnp.full_like(drafts, self.value)
+
+
+class Undecided(Nothing):
+    value = -math.inf
+
+
+@pytest.mark.parametrize("algorithm", ["top_nodes", "accum_logp", "auto"])
+@pytest.mark.parametrize(("proposer", "said"), [(Nothing, 1), (Undecided, 0)])
+def test_drafts_that_are_not_numbers_warn_once(target, drafts, proposer, said, algorithm, caplog):
+    given, expected = drafts
+    _warn_of_nan.cache_clear()
+    with LLM(
+        target, budget=16, algorithm=algorithm, **given | {"proposer": proposer(CONFIG.vocab_size)}
+    ) as llm:
+        found = llm.generate([PROMPT] * 2, PARAMS, use_tqdm=False)
+    assert [one.token_ids for one in found] == [expected] * 2
+    assert [one.levelname for one in caplog.records if "NaN" in one.message] == ["WARNING"] * said
 
 
 def test_parameters_may_be_numpy_arrays(target, drafts):
