@@ -219,11 +219,9 @@ class Runner:
         ran = int((records.tree_sizes > 0).any(axis=1).sum())
         records = jax.tree.map(lambda leaf: leaf[:ran], records)
         warn_of_nan(records.nan_drafts)
-        trees, reach = (
-            (records.tokens, records.tree_sizes, records.tree_depths),
-            records.reach or (None, None),
-        )
-        return BatchResult(batch, seconds, *trees, *reach, records.logprobs)
+        expected, accepted = records.reach or (None, None)
+        trees = records.tokens, records.tree_sizes, records.tree_depths
+        return BatchResult(batch, seconds, *trees, expected, accepted, records.logprobs)
 
     def score(self, prompt: np.ndarray) -> Logprobs:
         """Log-probabilities of a prompt's tokens but the first, on the host, in one row of tokens."""
