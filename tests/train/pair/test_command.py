@@ -13,11 +13,12 @@ from tests.train.folders import write_target
 from tests.train.full_disk import files_of_at_most
 from tests.train.pair.tiny import RECIPE
 from train.command import main
+from train.data.documents import Documents
+from train.data.manifest import HELDOUT, TRAIN
 from train.head.recipe_file import toml_of
 from train.loop.stages import Deadline, OutOfTime
 from train.pair import stages
-from train.pair.judge import LEAST_JUDGED
-from train.pair.recipe import plain
+from train.pair.recipe import LEAST_CALIBRATED, LEAST_JUDGED, plain
 from train.pair.stages import Options, make_pair
 
 STAGES = ("check", "prompts", "answers", "head", "selector", "calibrate", "judge", "export")
@@ -40,7 +41,7 @@ def recipe(tmp_path_factory):
     """A recipe whose documents the target continues, beside the prompts that it writes."""
     folder = tmp_path_factory.mktemp("recipe")
     (folder / "texts.jsonl").write_text(
-        "".join(json.dumps({"text": f"# {i}\n{TEXTS.format(i)}"}) + "\n" for i in range(60))
+        "".join(json.dumps({"text": f"# {i}\n{TEXTS.format(i)}"}) + "\n" for i in range(120))
     )
     path = folder / "tiny.toml"
     path.write_text(toml_of({**plain(RECIPE), "documents": [str(folder / "texts.jsonl")]}))
@@ -82,7 +83,17 @@ def test_the_command_makes_a_head_that_decodes(whole, lines, recipe, capsys):
     assert report["prompts"] == LEAST_JUDGED
     # In float32 trees give the tokens of plain decoding.
     assert all(row["equal_outputs"] == LEAST_JUDGED for row in report["rows"])
-    assert all(row["tau"] >= 1 for row in report["rows"])
+    # Training has the answers to its prompts, and to those that choose its weights.
+    split = json.loads((whole / "held.json").read_text())
+    assert [len(split[part]) for part in ("judged", "calibrated")] == [LEAST_JUDGED, LEAST_CALIBRATED]
+    prompts = [json.loads(line) for line in (whole / "prompts.jsonl").read_text().splitlines()]
+    for part, given in ((TRAIN, prompts), (HELDOUT, split["choosing"])):
+        answers = Documents.open(whole / "answers", part)
+        assert len(answers) == len(given) > 0
+        for answer, prompt in zip(answers, given, strict=True):
+            assert answer.tokens[: len(prompt["tokens"])].tolist() == prompt["tokens"]
+    texts = json.loads((whole / "calibrate/texts/0.json").read_text())
+    assert [text["prompt"] for text in texts] == [prompt["tokens"] for prompt in split["calibrated"]]
     target = load_target(DEMO_TARGET)
     for folder, selected in ((whole / "export", 4), (whole / "export" / "without_selector", None)):
         head = load_draft_head(folder, target=target)
@@ -94,7 +105,7 @@ def test_the_command_makes_a_head_that_decodes(whole, lines, recipe, capsys):
     assert set(json.loads((whole / "seconds.json").read_text())) == set(STAGES)
     assert not (whole / "trial").exists()
     counts = json.loads((whole / "prompts.json").read_text())
-    assert counts["kept"]["texts.jsonl"] == 60
+    assert counts["kept"]["texts.jsonl"] == 120
     assert counts["kept"]["free"] >= 4
     # A finished folder is not changed, and another target or recipe is refused.
     before = made(whole)
