@@ -97,7 +97,7 @@ class Written(NamedTuple):
         raise ValueError(
             f"the target does not write prompts: {len(self.prompts)} of {count} are kept, and at least "
             f"{least:.0%} must be ({listed}); bring prompts (--prompts FILE --set writing=[]) or texts "
-            f"(--documents FILE --set writing=[]). It wrote: {'; '.join(self.examples)}"
+            f"(--documents FILE). It wrote: {'; '.join(self.examples)}"
         )
 
 

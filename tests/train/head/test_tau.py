@@ -71,6 +71,12 @@ def test_each_prompt_keeps_its_source(held):
     assert set(chosen.sources) == {"x", "y"}
 
 
+def test_evaluations_spread_over_the_held_out_documents(held):
+    one = HeldOut.of(held, changed(RECIPE, evaluation={"prompts": 1}), 256)
+    every = HeldOut.of(held, changed(RECIPE, evaluation={"prompts": 1000}), 256)
+    assert one.prompts == [every.prompts[len(every.prompts) // 2]]
+
+
 def test_prompts_are_decoded_at_each_temperature_and_budget_with_their_own_seeds(held, monkeypatch):
     calls = []
 
