@@ -62,9 +62,9 @@ def held(tmp_path_factory):
 
 
 def test_each_prompt_keeps_its_source(held):
-    recipe = changed(RECIPE, evaluation={"prompts": 5})
+    recipe = changed(RECIPE, evaluation={"prompts": 6})
     chosen = HeldOut.of(held, recipe, 256)
-    assert len(chosen.prompts) == len(chosen.sources) == 5
+    assert len(chosen.prompts) == len(chosen.sources) == 6
     for prompt, source in zip(chosen.prompts, chosen.sources, strict=True):
         [index] = [i for i in range(len(held)) if held[i].tokens[: len(prompt)].tolist() == prompt]
         assert held.sources[index] == source

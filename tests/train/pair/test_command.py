@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import shutil
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -18,9 +19,12 @@ from tests.train.pair.tiny import RECIPE
 from train.command import main
 from train.data.documents import Documents, Writer
 from train.data.manifest import HELDOUT, TRAIN
+from train.data.prompt_filters import SHORT, UserPrompt
 from train.head.recipe_file import toml_of
 from train.loop.stages import Deadline, OutOfTime
 from train.pair import stages
+from train.pair.cost import Rates
+from train.pair.prompts import Written
 from train.pair.recipe import LEAST_CALIBRATED, LEAST_JUDGED, plain
 from train.pair.stages import Options, make_pair
 
@@ -190,6 +194,18 @@ def test_a_base_model_needs_documents(tmp_path, capsys):
     said = capsys.readouterr().err
     assert said.startswith("train: the target has no chat template, so it cannot write prompts: bring texts")
     assert not (tmp_path / "work" / "pair.json").exists()
+
+
+def test_a_trial_tells_the_share_of_written_prompts_that_are_kept(tmp_path, monkeypatch):
+    written = Written([UserPrompt("free", "", "a")] * 4, Counter({("free", SHORT): 12}), [])
+    monkeypatch.setattr(stages, "trial_texts", lambda *_: ([], 2.0))
+    monkeypatch.setattr(stages, "read_written", lambda *_: written)
+    monkeypatch.setattr(stages, "trial_rates", lambda *_: Rates(2.0, 1.0, 1.0, 1.0))
+    pair = stages._Pair(Options("demo", tmp_path), Deadline())
+    pair.recipe = RECIPE
+    (tmp_path / "trial").mkdir()
+    monkeypatch.setattr(stages, "fresh", lambda folder: folder)
+    assert pair._trial(RECIPE) == Rates(2.0, 1.0, 1.0, 1.0, kept=0.25)
 
 
 def test_another_target_of_the_same_name_is_refused(tmp_path):
