@@ -38,12 +38,14 @@ SEEN, LONG, CHOSE, CALIBRATED = (
     "chose the best weights",
     "calibrated the head",
 )
+#: A prompt: ``root``, ``text``, ``tokens`` and more.
+Row = dict[str, Any]
 #: The speed below which plain decoding is recommended.
 _LEAST_GAIN = 1.05
 
 
 class Split(NamedTuple):
-    """The use of the held-out prompts, each with a row's keys of ``prompts.jsonl``.
+    """The use of the held-out prompts, whose keys are those of ``prompts.jsonl``.
 
     Attributes:
         judged: The prompts of the judgement.
@@ -52,15 +54,13 @@ class Split(NamedTuple):
         dropped: The number of other held-out prompts by reason.
     """
 
-    judged: list[dict[str, Any]]
-    calibrated: list[dict[str, Any]]
-    choosing: list[dict[str, Any]]
+    judged: list[Row]
+    calibrated: list[Row]
+    choosing: list[Row]
     dropped: dict[str, int]
 
 
-def split_prompts(
-    rows: Sequence[dict[str, Any]], recipe: PairRecipe, room: int
-) -> tuple[list[dict[str, Any]], Split]:
+def split_prompts(rows: Sequence[Row], recipe: PairRecipe, room: int) -> tuple[list[Row], Split]:
     """Holds prompts out and divides them. All forms of a question are in one part.
 
     Args:
@@ -77,7 +77,7 @@ def split_prompts(
     held = set(hold_out([same_words(row["root"]) for row in rows], recipe.heldout))
     training = [row for place, row in enumerate(rows) if place not in held]
     seen = {words for row in training for words in _words(row)}
-    questions, dropped = defaultdict[Any, list[dict[str, Any]]](list), Counter[str]()
+    questions, dropped = defaultdict[tuple[str, ...], list[Row]](list), Counter[str]()
     for row in (rows[place] for place in sorted(held)):
         reason = LONG if len(row["tokens"]) > room else ""
         if reason := reason if seen.isdisjoint(_words(row)) else SEEN:
@@ -88,10 +88,9 @@ def split_prompts(
     judged = min(recipe.judgement.prompts, left - least[1] - least[2])
     calibrated = min(recipe.calibration.prompts, left - judged - least[2])
     parts, most = ([], [], []), (judged, calibrated, left)
-    for rows in questions.values():
-        next(part for part, size in zip(parts, most, strict=True) if len(part) + len(rows) <= size).extend(
-            rows
-        )
+    for forms in questions.values():
+        part = next(part for part, size in zip(parts, most, strict=True) if len(part) + len(forms) <= size)
+        part += forms
     if any(len(part) < size for part, size in zip(parts, least, strict=True)):
         why = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         raise ValueError(
@@ -102,7 +101,7 @@ def split_prompts(
     return training, Split(*parts, dict(dropped))
 
 
-def _words(row: Mapping[str, Any]) -> set[tuple[str, ...]]:
+def _words(row: Row) -> set[tuple[str, ...]]:
     return {same_words(row["root"]), same_words(row["text"])}
 
 
