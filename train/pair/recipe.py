@@ -18,7 +18,7 @@ from train.loop.fit import Fit
 from train.loop.stages import dotted
 
 #: The fewest prompts that a judgement and a calibration rest on.
-LEAST_JUDGED, LEAST_CALIBRATED = 32, 16
+LEAST_JUDGED, LEAST_CALIBRATED = 32, 8
 #: Float32 bytes of a chunk of logits, of which a training step holds several at a time.
 CHUNK_BYTES = 2 << 30
 

@@ -48,7 +48,7 @@ def recipe(tmp_path_factory):
     """A recipe whose documents the target continues, beside the prompts that it writes."""
     folder = tmp_path_factory.mktemp("recipe")
     (folder / "texts.jsonl").write_text(
-        "".join(json.dumps({"text": f"# {i}\n{TEXTS.format(i)}"}) + "\n" for i in range(120))
+        "".join(json.dumps({"text": f"# {i}\n{TEXTS.format(i)}"}) + "\n" for i in range(100))
     )
     path = folder / "tiny.toml"
     path.write_text(toml_of({**plain(RECIPE), "documents": [str(folder / "texts.jsonl")]}))
@@ -112,7 +112,7 @@ def test_the_command_makes_a_head_that_decodes(whole, lines, recipe, capsys):
     assert set(json.loads((whole / "seconds.json").read_text())) == set(STAGES)
     assert not (whole / "trial").exists()
     counts = json.loads((whole / "prompts.json").read_text())
-    assert counts["kept"]["texts.jsonl"] == 120
+    assert counts["kept"]["texts.jsonl"] == 100
     assert counts["kept"]["free"] >= 4
     # A finished folder is not changed, and another target or recipe is refused.
     before = made(whole)
@@ -314,4 +314,4 @@ def test_a_full_disk_is_named_and_the_command_resumes(recipe, tmp_path, monkeypa
     assert command(*given) == 0
     assert "left: head, selector, calibrate, judge, export" in capsys.readouterr().out
     assert shard.stat().st_mtime_ns == before
-    assert len(Documents.open(work / "answers")) == 120 - RECIPE.heldout
+    assert len(Documents.open(work / "answers")) == 100 - RECIPE.heldout

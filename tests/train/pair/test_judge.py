@@ -45,14 +45,14 @@ def numbers(found):
 def test_each_prompt_has_one_use():
     training, found = split([*map(prompt, range(200))], judgement=Judgement(prompts=33), heldout=60)
     parts = numbers(found)
-    assert [*map(len, parts)] == [33, 16, 11]
+    assert [*map(len, parts)] == [33, 8, 19]
     assert sorted([*training, *(number for part in parts for number in part)]) == [*range(200)]
     assert not found.dropped
 
 
 def test_the_parts_shrink_to_their_least_together():
     large = {"judgement": Judgement(prompts=64), "calibration": Calibration(prompts=64), "heldout": 60}
-    assert [*map(len, numbers(split([*map(prompt, range(200))], **large)[1]))] == [43, 16, 1]
+    assert [*map(len, numbers(split([*map(prompt, range(200))], **large)[1]))] == [51, 8, 1]
     large["heldout"] = 200
     assert [*map(len, numbers(split([*map(prompt, range(500))], **large)[1]))] == [64, 64, 72]
 
@@ -64,7 +64,7 @@ def test_all_forms_of_a_question_are_in_one_part():
     ]
     training, found = split(rows, judgement=Judgement(prompts=33), heldout=60)
     parts = numbers(found)
-    assert [*map(len, parts)] == [32, 16, 12]
+    assert [*map(len, parts)] == [32, 8, 20]
     for part in (*parts, set(training)):
         assert {number ^ 1 for number in part} == part
 
@@ -89,16 +89,16 @@ def test_what_training_sees_and_what_is_too_long_is_not_used():
 
 def test_too_few_prompts_are_refused():
     rows = [*map(prompt, range(120))]
-    held = sorted(set(range(120)) - set(split(rows, heldout=50)[0]))
+    held = sorted(set(range(120)) - set(split(rows, heldout=42)[0]))
     for number in held[:2]:
         rows[number] = prompt(number, tokens=11)
     message = (
-        "49 held-out prompts must be left: 32 to judge, 16 to calibrate and 1 to choose the best weights; 48 "
-        f"of 50 remain, with 48 questions (2 {LONG}): set heldout higher"
+        "41 held-out prompts must be left: 32 to judge, 8 to calibrate and 1 to choose the best weights; 40 "
+        f"of 42 remain, with 40 questions (2 {LONG}): set heldout higher"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        split(rows, heldout=50)
-    # Conversations of 20 prompts do not divide into 32 and 16.
+        split(rows, heldout=42)
+    # Conversations of 20 prompts do not divide into 32 and 8.
     rows = [prompt(number, root=f"conversation {number // 20}") for number in range(200)]
     with pytest.raises(ValueError, match=r"60 of 60 remain, with 3 questions \(none was dropped\)"):
         split(rows, heldout=60)

@@ -256,15 +256,15 @@ def test_files_options_and_changes_replace_settings_in_this_order(tmp_path):
 
 
 def test_what_is_out_of_range_is_listed_at_once():
-    few = {"heldout": 48, "calibration": Calibration(prompts=3), "judgement": Judgement(prompts=31)}
+    few = {"heldout": 40, "calibration": Calibration(prompts=3), "judgement": Judgement(prompts=31)}
     wrong = changed(slots=0, temperatures=(), **few)
     wrong = dataclasses.replace(wrong, head=dataclasses.replace(wrong.head, window=1))
     with pytest.raises(ValueError, match="slots must be at least 1, not 0") as refused:
         wrong.check()
     for message in (
         "temperatures must name",
-        "heldout must be at least 49, not 48",
-        "calibration.prompts must be at least 16, not 3",
+        "heldout must be at least 41, not 40",
+        "calibration.prompts must be at least 8, not 3",
         "judgement.prompts must be at least 32, not 31",
         "head: window must be at",
     ):
