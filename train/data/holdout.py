@@ -60,9 +60,10 @@ def hold_out(keys: Sequence[Hashable], heldout: int) -> list[int]:
     return np.flatnonzero(~free[group]).tolist()
 
 
-def evenly_spaced(count: int, heldout: int) -> list[int]:
-    """Evenly spaced indices of ``heldout`` of ``count`` documents: 1 and 4 for 2 of 6."""
-    return ((2 * np.arange(heldout) + 1) * count // (2 * max(heldout, 1))).tolist()
+def evenly_spaced(count: int, most: int) -> list[int]:
+    """At most ``most`` evenly spaced indices below ``count``: 1 and 4 for 2 of 6."""
+    chosen = min(count, most)
+    return ((2 * np.arange(chosen) + 1) * count // (2 * max(chosen, 1))).tolist()
 
 
 def check_heldout(count: int, heldout: int) -> None:

@@ -32,25 +32,30 @@ def mix(sources: Sequence[Sequence[T]], weights: Sequence[float] | None) -> list
         ValueError: There are not as many weights as sources, one is not positive, or a source would be left
             without any entry.
     """
+    return [
+        source[index]
+        for source, count in zip(sources, mix_counts([*map(len, sources)], weights), strict=True)
+        for index in evenly_spaced(len(source), count)
+    ]
+
+
+def mix_counts(sizes: Sequence[int], weights: Sequence[float] | None) -> list[int]:
+    """The entries of each source in `mix`, which raises the same errors."""
     if weights is None:
-        return [entry for source in sources for entry in source]
-    if len(weights) != len(sources):
-        raise ValueError(f"{len(weights)} weights for {len(sources)} sources; give one for each")
+        return list(sizes)
+    if len(weights) != len(sizes):
+        raise ValueError(f"{len(weights)} weights for {len(sizes)} sources; give one for each")
     if wrong := [weight for weight in weights if not (math.isfinite(weight) and weight > 0)]:
         raise ValueError(f"a weight must be a positive number, not {wrong[0]}")
-    scale = min(len(source) / weight for source, weight in zip(sources, weights, strict=True))
+    scale = min(size / weight for size, weight in zip(sizes, weights, strict=True))
     # The division may miss a whole number by its rounding.
     counts = [math.floor(weight * scale * (1 + 1e-9)) for weight in weights]
     if 0 in counts:
         raise ValueError(
             f"source {counts.index(0) + 1} would have no entry in the mix: its weight is too small for "
-            f"sources of {', '.join(str(len(source)) for source in sources)} entries"
+            f"sources of {', '.join(map(str, sizes))} entries"
         )
-    return [
-        source[index]
-        for source, count in zip(sources, counts, strict=True)
-        for index in evenly_spaced(len(source), count)
-    ]
+    return counts
 
 
 def distinct_turns(documents: Sequence[Document], by: str) -> list[Document | None]:

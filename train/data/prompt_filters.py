@@ -10,7 +10,7 @@ UNENDED, SHORT, REPEATS, TWICE, OVERLAPS = (
     "does not end",
     "too short",
     "repeats itself",
-    "equals an earlier one",
+    "has the words of an earlier one",
     "shares a run of words with an evaluated prompt",
 )
 #: Words of a run; a training prompt must not share a run with an evaluated prompt.
@@ -64,18 +64,19 @@ class Evaluated:
 def without_overlap(
     prompts: Iterable[UserPrompt], evaluated: Evaluated
 ) -> tuple[list[UserPrompt], Counter[tuple[str, str]]]:
-    """The distinct prompts that share no run of words with an evaluated prompt.
+    """The prompts with distinct words that share no run of words with an evaluated prompt.
 
     The second result is the number of dropped prompts by kind and reason.
     """
     kept, dropped, seen = [], Counter(), set()
     for prompt in prompts:
-        if prompt.text in seen:
+        words = same_words(prompt.text)
+        if words in seen:
             dropped[prompt.kind, TWICE] += 1
         elif evaluated.shares_a_run(prompt.text):
             dropped[prompt.kind, OVERLAPS] += 1
         else:
-            seen.add(prompt.text)
+            seen.add(words)
             kept.append(prompt)
     return kept, dropped
 
@@ -96,8 +97,11 @@ def fault(text: str, *, least_words: int = 4, ngram: int = 4, times: int = 2) ->
 
 
 def same_words(text: str) -> tuple[str, ...]:
-    """The words of a text, which are equal for texts that differ in case, spaces and punctuation alone."""
-    return tuple(_words(text))
+    """The words of a text, which are equal for texts that differ in case, spaces and punctuation alone.
+
+    A text without words is its only word.
+    """
+    return tuple(_words(text)) or (text,)
 
 
 def _words(text: str) -> list[str]:

@@ -19,6 +19,7 @@ from jetspec_jax.generation import generate_tree
 from jetspec_jax.models import Weights
 from jetspec_jax.sampling.params import SamplingParams
 from train.data.documents import Document, Documents
+from train.data.holdout import evenly_spaced
 from train.data.regenerate import document_seed
 from train.data.windows import Windows
 from train.head.recipe import HeadEvaluation, HeadRecipe
@@ -61,7 +62,7 @@ class HeldOut(NamedTuple):
             ValueError: There are no documents, or no prompt is short enough for a completion.
         """
         settings, windows = recipe.evaluation, Windows(documents, recipe.window)
-        chosen = [windows[i] for i in _spread(len(windows), settings.windows)]
+        chosen = [windows[i] for i in evenly_spaced(len(windows), settings.windows)]
         decoded = held_out_prompts(documents, settings, limit - settings.new_tokens, settings.prompts)
         if settings.prompts and not decoded:
             shortest = min(len(prompt_of(each, settings.prompt_tokens)) for each in documents)
@@ -226,7 +227,7 @@ def held_out_prompts(
     """At most ``most`` prompts of at most ``room`` tokens, by the numbers of their documents."""
     prompts = [prompt_of(documents[i], settings.prompt_tokens) for i in range(len(documents))]
     fitting = [i for i, prompt in enumerate(prompts) if 0 < len(prompt) <= room]
-    return {fitting[i]: prompts[fitting[i]] for i in _spread(len(fitting), most)}
+    return {fitting[i]: prompts[fitting[i]] for i in evenly_spaced(len(fitting), most)}
 
 
 def prompt_of(document: Document, prompt_tokens: int) -> list[int]:
@@ -235,9 +236,3 @@ def prompt_of(document: Document, prompt_tokens: int) -> list[int]:
     if first < 2:
         first = min(prompt_tokens, len(document.tokens) - 1)
     return document.tokens[:first].tolist()
-
-
-def _spread(count: int, most: int) -> list[int]:
-    """At most ``most`` indices below ``count``, evenly spaced."""
-    chosen = min(count, most)
-    return [i * count // chosen for i in range(chosen)]

@@ -285,8 +285,7 @@ class _HeadRun:
         # Those of the evaluation measure the finished head.
         measured = {tuple(prompt) for prompt in self.evaluator.held.prompts}
         prompts = [prompt for prompt in every if tuple(prompt) not in measured] or [*every]
-        count = min(settings.prompts, len(prompts))
-        prompts = [prompts[i] for i in evenly_spaced(len(prompts), count)]
+        prompts = [prompts[i] for i in evenly_spaced(len(prompts), settings.prompts)]
         if not prompts:
             raise ValueError(
                 f"no held-out prompt leaves room for calibration.max_tokens {settings.max_tokens}: set less"

@@ -13,6 +13,7 @@ from train.pair.judge import table_of
 WITHOUT_SELECTOR = "without_selector"
 # The front matter of a Hugging Face card, and the licence in it.
 _FRONT = re.compile(r"---\n(.*?)\n---", re.DOTALL)
+_IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 _LICENCE = re.compile(r"^license:[ \t]*['\"]?([\w.+-]+)", re.MULTILINE)
 
 
@@ -51,7 +52,10 @@ def card_of(
     front = []
     if licence is not None:
         named = f"name the licence {licence}"
-        front = ["---", f"license: {json.dumps(licence)}", "library_name: jetspec-jax", "---", ""]
+        # The first line of a licence file is a name, and no identifier of the hub.
+        known = _IDENTIFIER.fullmatch(licence) is not None
+        key = "license: " if known else "license: other\nlicense_name: "
+        front = ["---", key + json.dumps(licence), "library_name: jetspec-jax", "---", ""]
     lines = [
         *front,
         f"# A draft head for {target}",
@@ -74,8 +78,9 @@ def card_of(
         "",
         "## Training",
         "",
-        f"The target answered {sum(kept.values()):,} prompts ({_listed(kept)}). {sum(dropped.values()):,} "
-        f"were dropped, among them all that share {prompts['run']} words in a row with an evaluated text.",
+        f"There were {sum(kept.values()):,} prompts, held-out ones included ({_listed(kept)}). "
+        f"{sum(dropped.values()):,} others were dropped, among them all that share {prompts['run']} words in "
+        "a row with an evaluated text.",
         "",
         "## Licence",
         "",

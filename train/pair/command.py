@@ -44,7 +44,8 @@ def add_command(commands: Any) -> None:
         "--documents",
         action="append",
         metavar="FILE",
-        help="texts, whose beginnings the target continues: for a base model; repeatable",
+        help="texts, whose beginnings the target continues: for a base model, which then writes no prompts "
+        "unless --prompts brings some; repeatable",
     )
     add(
         "--weights",

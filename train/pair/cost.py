@@ -9,6 +9,7 @@ import os
 import shutil
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,13 +18,13 @@ import numpy as np
 
 from jetspec_jax import SamplingParams, Target, generate
 from jetspec_jax.checkpoint.source import Source
-from jetspec_jax.config import ModelConfig, parse_draft_head_config
+from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.device.memory import DeviceMemoryError, num_parameters
 from train.data.documents import Documents, Writer
 from train.data.given import write_given
+from train.data.mixing import mix_counts
 from train.data.records import Document
 from train.data.regenerate import Prompts, regenerate, regeneration_settings
-from train.head.config import head_json
 from train.head.training import train_head
 from train.loop.log import read_log
 from train.loop.stages import Deadline, fresh
@@ -53,12 +54,14 @@ class Rates(NamedTuple):
         alone: Tokens per second of one text.
         step: Seconds of a step of the head's training.
         begun: Seconds to compile and begin, of each of the three.
+        kept: Share of the written prompts that are kept.
     """
 
     tokens: float
     alone: float
     step: float
     begun: float
+    kept: float = 1.0
 
 
 class Cost(NamedTuple):
@@ -79,20 +82,29 @@ def duration(minutes: float) -> str:
     return f"{minutes / 60:.1f} hours" if minutes >= 120 else f"{max(minutes, 0.1):.1f} minutes"
 
 
-def rough_hours(config: ModelConfig, recipe: PairRecipe, given: int) -> float:
-    """Hours on this machine's CPU, from the target's operations alone, with so many given prompts."""
+def rough_hours(config: ModelConfig, recipe: PairRecipe, given: Sequence[int]) -> float:
+    """Hours on this machine's CPU, from the target's operations alone; ``given`` as for `answered`."""
     fit = recipe.head.fit
-    tokens = _answers(recipe, given) + _written(recipe) + 3 * fit.steps * fit.batch * recipe.head.window
+    answers = answered(recipe, given) * recipe.max_tokens * _ANSWER
+    tokens = answers + _written(recipe) + 3 * fit.steps * fit.batch * recipe.head.window
     return 2 * num_parameters(config) * tokens / (_CORE * (os.cpu_count() or 1)) / 3600
 
 
-def _count(recipe: PairRecipe, given: int) -> int:
-    """The most prompts to answer."""
-    return min(recipe.most_prompts, round(recipe.share * given) + sum(part.count for part in recipe.writing))
+def answered(recipe: PairRecipe, given: Sequence[int], kept: float = 1.0) -> int:
+    """The number of prompts to answer.
 
+    Args:
+        recipe: The recipe.
+        given: The prompts of each source.
+        kept: Share of the written prompts that are kept.
 
-def _answers(recipe: PairRecipe, given: int) -> float:
-    return _count(recipe, given) * recipe.max_tokens * _ANSWER
+    Raises:
+        ValueError: The recipe's weights do not suit the sources.
+    """
+    sizes = [max(1, round(recipe.share * size)) for size in given]
+    if recipe.writing:
+        sizes.insert(0, max(1, round(kept * sum(part.count for part in recipe.writing))))
+    return min(recipe.most_prompts, sum(mix_counts(sizes, recipe.weights)))
 
 
 def _written(recipe: PairRecipe) -> float:
@@ -200,15 +212,23 @@ def trial_rates(
     return Rates(tokens, _TRIAL_TOKENS / seconds, step, whole - _STEPS * step)
 
 
-def cost_of(recipe: PairRecipe, rates: Rates, target: Target, given: int) -> Cost:
-    """Estimates by stage, and the bytes that the folder will have, with so many given prompts."""
+def cost_of(recipe: PairRecipe, rates: Rates, head: DraftHeadConfig, given: Sequence[int]) -> Cost:
+    """Estimates by stage, and the bytes that the folder will have.
+
+    Args:
+        recipe: The recipe.
+        rates: The measured speeds.
+        head: The config of the head without its selector.
+        given: The prompts of each source.
+    """
     judge, fit = recipe.judgement, recipe.calibration
     judged = len(judge.temperatures) * judge.prompts * judge.max_tokens * len(judge.budgets)
     calibrated = len(fit.temperatures) * fit.prompts * fit.max_tokens
-    begin = rates.begun / 3
+    count, begin = answered(recipe, given, rates.kept), rates.begun / 3
+    answers = count * recipe.max_tokens * _ANSWER
     seconds = {
         "prompts": _written(recipe) / rates.tokens,
-        "answers": _answers(recipe, given) / rates.tokens + begin,
+        "answers": answers / rates.tokens + begin,
         "head": recipe.head.fit.steps * rates.step + 3 * begin,
         "selector": recipe.selector.fit.steps * rates.step + 2 * begin,
         # Texts, and fifteen passes over them at a fraction of the speed of training.
@@ -216,40 +236,34 @@ def cost_of(recipe: PairRecipe, rates: Rates, target: Target, given: int) -> Cos
         # Plainly, and with trees, which are faster.
         "judge": 1.5 * judged / rates.alone + len(judge.budgets) * begin,
     }
-    parameters = head_parameters(recipe, target)
-    tokens = _answers(recipe, given) + _written(recipe) + _count(recipe, given) * recipe.filters.max_tokens
+    rank = 0 if recipe.selector.selector is None else recipe.selector.selector.rank
+    parameters = num_parameters(head) + rank * (2 * head.layers.vocab_size + head.layers.hidden_size)
+    tokens = answers + _written(recipe) + count * recipe.filters.max_tokens
     disk = round(5 * tokens + parameters * (2 * _STATE + 2 * 4 + 4 * 2) + 2**26)
     return Cost({name: value / 60 for name, value in seconds.items()}, disk)
 
 
-def head_parameters(recipe: PairRecipe, target: Target) -> int:
-    """Parameters of the head and its selector; those of an existing head are taken as the default's."""
-    settings = replace(recipe.head.head, start="random") if recipe.head.head.layers else None
-    chosen = recipe.selector.selector
-    rank = 0 if chosen is None else chosen.rank
-    selector = rank * (2 * target.config.vocab_size + target.config.hidden_size)
-    if settings is None:
-        return selector + num_parameters(target.config) // 5
-    return selector + num_parameters(parse_draft_head_config(head_json(target, settings)))
-
-
-def fitted(recipe: PairRecipe, rates: Rates, target: Target, given: int, minutes: float) -> PairRecipe:
-    """The recipe scaled so that its stages take so many minutes.
+def fitted(
+    recipe: PairRecipe, rates: Rates, head: DraftHeadConfig, given: Sequence[int], minutes: float
+) -> PairRecipe:
+    """The recipe scaled so that its stages take so many minutes; the other arguments are those of `cost_of`.
 
     Raises:
         ValueError: The time is too short even for the smallest recipe.
     """
+
+    def minutes_of(factor: float) -> float:
+        return sum(cost_of(scaled(recipe, factor), rates, head, given).minutes.values())
+
     low, high = 0.0, 8.0
-    least = sum(cost_of(scaled(recipe, low), rates, target, given).minutes.values())
-    if least > minutes:
+    if (least := minutes_of(low)) > minutes:
         raise ValueError(
             f"{minutes:g} minutes are too few: the smallest recipe takes about {math.ceil(least)} on this "
             "device; give --total-minutes that many"
         )
     for _ in range(40):
         middle = (low + high) / 2
-        cost = cost_of(scaled(recipe, middle), rates, target, given)
-        low, high = (middle, high) if sum(cost.minutes.values()) <= minutes else (low, middle)
+        low, high = (middle, high) if minutes_of(middle) <= minutes else (low, middle)
     return scaled(recipe, low)
 
 

@@ -7,8 +7,8 @@ the machine affects both. A budget is measured as a whole, and kept in a file.
 import contextlib
 import statistics
 import time
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,84 +26,83 @@ from jetspec_jax.engine.engines import Engines, complete
 from jetspec_jax.engine.plan import plan_engine
 from jetspec_jax.engine.size import default_capacity
 from jetspec_jax.progress import Progress
-from train.data.holdout import evenly_spaced
+from train.data.holdout import hold_out
 from train.data.prompt_filters import same_words
 from train.data.regenerate import document_seed
-from train.pair.recipe import LEAST_JUDGED, Judgement
+from train.pair.recipe import LEAST_CALIBRATED, LEAST_JUDGED, Judgement, PairRecipe
 
 #: Why a held-out prompt is not judged.
-SEEN, CHOSE, LONG = (
+SEEN, LONG, CHOSE, CALIBRATED = (
     "has the words of a training prompt",
-    "chose the weights of the head",
     "leaves no room for an answer",
+    "chose the best weights",
+    "calibrated the head",
 )
+#: A prompt: ``root``, ``text``, ``tokens`` and more.
+Row = dict[str, Any]
 #: The speed below which plain decoding is recommended.
 _LEAST_GAIN = 1.05
 
 
-class HeldPrompt(NamedTuple):
-    """A held-out prompt: its text, and its tokens."""
-
-    text: str
-    tokens: list[int]
-
-
 class Split(NamedTuple):
-    """The use of the held-out prompts.
+    """The use of the held-out prompts, whose keys are those of ``prompts.jsonl``.
 
     Attributes:
-        judged: Tokens of the prompts of the judgement.
-        calibrated: Tokens of the prompts of the calibration.
-        dropped: The number of other prompts by reason.
+        judged: The prompts of the judgement.
+        calibrated: The prompts of the calibration.
+        choosing: The prompts whose answers choose the best weights of the head and the selector.
+        dropped: The number of other held-out prompts by reason.
     """
 
-    judged: list[list[int]]
-    calibrated: list[list[int]]
+    judged: list[Row]
+    calibrated: list[Row]
+    choosing: list[Row]
     dropped: dict[str, int]
 
 
-def split_held_out(
-    held: Sequence[HeldPrompt],
-    training: Iterable[str],
-    chose: Collection[tuple[int, ...]],
-    *,
-    judged: int,
-    calibrated: int,
-    room: int,
-) -> Split:
-    """Divides held-out prompts, without those that training saw, between judgement and calibration.
+def split_prompts(rows: Sequence[Row], recipe: PairRecipe, room: int) -> tuple[list[Row], Split]:
+    """Holds prompts out and divides them. All forms of a question are in one part.
 
     Args:
-        held: The held-out prompts.
-        training: The texts of the training prompts.
-        chose: Tokens of the prompts that chose the best weights.
-        judged: Most prompts of the judgement.
-        calibrated: Most prompts of the calibration.
-        room: Most tokens of a prompt.
+        rows: All prompts, in a random order.
+        recipe: The recipe, with the size of each part.
+        room: Most tokens of a held-out prompt.
+
+    Returns:
+        The prompts to train on, and the held-out prompts.
 
     Raises:
-        ValueError: Fewer than `LEAST_JUDGED` prompts remain for the judgement.
+        ValueError: Too few prompts remain for a part.
     """
-    seen, dropped = {same_words(text) for text in training}, Counter[str]()
-    rest = []
-    for prompt in held:
-        reason = SEEN if same_words(prompt.text) in seen else CHOSE if tuple(prompt.tokens) in chose else ""
-        if reason := reason or (LONG if len(prompt.tokens) > room else ""):
+    held = set(hold_out([same_words(row["root"]) for row in rows], recipe.heldout))
+    training = [row for place, row in enumerate(rows) if place not in held]
+    seen = {words for row in training for words in _words(row)}
+    questions, dropped = defaultdict[tuple[str, ...], list[Row]](list), Counter[str]()
+    for row in (rows[place] for place in sorted(held)):
+        reason = LONG if len(row["tokens"]) > room else ""
+        if reason := reason if seen.isdisjoint(_words(row)) else SEEN:
             dropped[reason] += 1
         else:
-            rest.append(prompt.tokens)
-    if len(rest) < LEAST_JUDGED:
+            questions[same_words(row["root"])].append(row)
+    least, left = (LEAST_JUDGED, LEAST_CALIBRATED, recipe.choosing), len(held) - dropped.total()
+    judged = min(recipe.judgement.prompts, left - least[1] - least[2])
+    calibrated = min(recipe.calibration.prompts, left - judged - least[2])
+    parts, most = ([], [], []), (judged, calibrated, left)
+    for forms in questions.values():
+        part = next(part for part, size in zip(parts, most, strict=True) if len(part) + len(forms) <= size)
+        part += forms
+    if any(len(part) < size for part, size in zip(parts, least, strict=True)):
         why = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         raise ValueError(
-            f"a judgement needs {LEAST_JUDGED} prompts that training has not seen; {len(rest)} of "
-            f"{len(held)} held-out ones remain ({why or 'none was dropped'}): set heldout higher, or bring "
-            "more prompts"
+            f"{sum(least)} held-out prompts must be left: {least[0]} to judge, {least[1]} to calibrate and "
+            f"{least[2]} to choose the best weights; {left} of {len(held)} remain, with {len(questions)} "
+            f"questions ({why or 'none was dropped'}): set heldout higher, or bring more prompts"
         )
-    count = min(judged, max(LEAST_JUDGED, len(rest) - calibrated))
-    places = set(evenly_spaced(len(rest), count))
-    others = [tokens for place, tokens in enumerate(rest) if place not in places]
-    chosen = [tokens for place, tokens in enumerate(rest) if place in places]
-    return Split(chosen, others[:calibrated], dict(dropped))
+    return training, Split(*parts, dict(dropped))
+
+
+def _words(row: Row) -> set[tuple[str, ...]]:
+    return {same_words(row["root"]), same_words(row["text"])}
 
 
 def measure(
@@ -170,15 +169,15 @@ def _row(
     budget: int, plain: Sequence[tuple[Completion, float]], trees: Sequence[tuple[Completion, float]]
 ) -> dict[str, Any]:
     def speed(runs: Sequence[tuple[Completion, float]]) -> float:
-        return sum(len(own.token_ids) for own, _ in runs) / sum(seconds for _, seconds in runs)
+        return sum(len(answer.token_ids) for answer, _ in runs) / sum(seconds for _, seconds in runs)
 
-    lengths = [length for own, _ in trees for length in own.accept_lengths]
+    lengths = [length for answer, _ in trees for length in answer.accept_lengths]
     equal = sum(one.token_ids == other.token_ids for (one, _), (other, _) in zip(plain, trees, strict=True))
     return {
         "budget": budget,
         "tau": round(sum(lengths) / len(lengths), 4),
         "rounds": len(lengths),
-        "tokens": sum(len(own.token_ids) for own, _ in trees),
+        "tokens": sum(len(answer.token_ids) for answer, _ in trees),
         "equal_outputs": equal,
         "tokens_per_second": round(speed(trees), 2),
         "plain_tokens_per_second": round(speed(plain), 2),
@@ -198,7 +197,11 @@ def judgement_of(rows: Sequence[Mapping[str, Any]], split: Split, target: Target
         "jax": jax.__version__,
         "dtype": str(target.dtype),
         "prompts": len(split.judged),
-        "prompts_not_judged": {**split.dropped, "calibrated the head": len(split.calibrated)},
+        "prompts_not_judged": {
+            **split.dropped,
+            CHOSE: len(split.choosing),
+            CALIBRATED: len(split.calibrated),
+        },
         "recommended_budget": best if gains[best] >= _LEAST_GAIN else 1,
         "rows": [dict(row) for row in rows],
     }

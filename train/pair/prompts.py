@@ -97,7 +97,7 @@ class Written(NamedTuple):
         raise ValueError(
             f"the target does not write prompts: {len(self.prompts)} of {count} are kept, and at least "
             f"{least:.0%} must be ({listed}); bring prompts (--prompts FILE --set writing=[]) or texts "
-            f"(--documents FILE --set writing=[]). It wrote: {'; '.join(self.examples)}"
+            f"(--documents FILE). It wrote: {'; '.join(self.examples)}"
         )
 
 
@@ -227,10 +227,9 @@ def said(entry: Entry, *, opening: bool = False) -> str:
 
 def mixed(recipe: PairRecipe, written: list[UserPrompt], sources: list[list[UserPrompt]]) -> list[UserPrompt]:
     """All prompts by the weights of the recipe, from its share of each source."""
-    counts = [max(1, round(recipe.share * len(source))) for source in sources]
     parts = [
-        [source[i] for i in evenly_spaced(len(source), count)]
-        for source, count in zip(sources, counts, strict=True)
+        [source[i] for i in evenly_spaced(len(source), max(1, round(recipe.share * len(source))))]
+        for source in sources
     ]
     return mix([written, *parts] if recipe.writing else parts, recipe.weights)
 
@@ -253,16 +252,16 @@ def evaluated_runs(evaluated: Sequence[str], show: Callable[[str], None] = print
         if (texts_of := EVALUATED.get(name)) is not None:
             rows = read_rows(Path(path)) if path else set_rows(name)
             try:
-                own = [text for row in rows for text in texts_of(row)]
+                found = [text for row in rows for text in texts_of(row)]
             except (KeyError, TypeError) as error:
                 raise ValueError(f"{given}: a row has no {error}") from error
         elif path:
-            own = [said(entry) for entry in read_entries(path)]
+            found = [said(entry) for entry in read_entries(path)]
         else:
             known = ", ".join(EVALUATED)
             raise ValueError(f"evaluated sets are SET=FILE, or without a file one of {known}, not {given!r}")
-        show(f"  {name}: {len(own):,} evaluated texts")
-        texts += own
+        show(f"  {name}: {len(found):,} evaluated texts")
+        texts += found
     return Evaluated(texts)
 
 

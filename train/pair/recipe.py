@@ -15,9 +15,10 @@ from jetspec_jax.config import default_tap_layers
 from train.head.recipe import Calibration, HeadRecipe
 from train.head.recipe_file import PAIR_RECIPES, change, find_table, record_of
 from train.loop.fit import Fit
+from train.loop.stages import dotted
 
-#: The fewest prompts that a judgement rests on.
-LEAST_JUDGED = 32
+#: The fewest prompts that a judgement and a calibration rest on.
+LEAST_JUDGED, LEAST_CALIBRATED = 32, 8
 #: Float32 bytes of a chunk of logits, of which a training step holds several at a time.
 CHUNK_BYTES = 2 << 30
 
@@ -87,8 +88,8 @@ class PairRecipe:
         template_arguments: JSON object passed to the chat template.
         max_tokens: Most tokens of an answer.
         temperatures: Temperatures of the answers, in equal shares of each kind of prompts.
-        heldout: The approximate number of held-out prompts: for the evaluations of the training, for the
-            calibration, and for the judgement.
+        heldout: The approximate number of held-out prompts: for the judgement, for the calibration, and all
+            others for the evaluations of the training.
         slots: Texts generated at a time.
         shard_documents: Most texts of a shard, after which a run can stop.
         seed: Seed of the sampling and of all choices.
@@ -115,14 +116,22 @@ class PairRecipe:
     judgement: Judgement = field(default_factory=Judgement)
     seed: int = 0
 
+    @property
+    def choosing(self) -> int:
+        """The fewest held-out prompts that the evaluations of the training need."""
+        return max(1, self.head.evaluation.prompts, self.selector.evaluation.prompts)
+
     def check(self) -> None:
         """Raises ValueError that lists all settings that are out of range."""
         counts = ("most_prompts", "beginning_tokens", "max_tokens", "slots", "shard_documents")
-        least = {**dict.fromkeys(counts, 1), "seed": 0}
+        least = {name: (getattr(self, name), 1) for name in counts} | {
+            "seed": (self.seed, 0),
+            "heldout": (self.heldout, LEAST_JUDGED + LEAST_CALIBRATED + self.choosing),
+            "judgement.prompts": (self.judgement.prompts, LEAST_JUDGED),
+            "calibration.prompts": (self.calibration.prompts, LEAST_CALIBRATED),
+        }
         wrong = [
-            f"{name} must be at least {to}, not {getattr(self, name)}"
-            for name, to in least.items()
-            if getattr(self, name) < to
+            f"{name} must be at least {to}, not {value}" for name, (value, to) in least.items() if value < to
         ]
         if not 0 < self.share <= 1:
             wrong.append(f"share must be above 0 and at most 1, not {self.share}")
@@ -138,12 +147,6 @@ class PairRecipe:
             if not values
         ]
         wrong += self.calibration.check()
-        need = self.head.evaluation.prompts + self.calibration.prompts + LEAST_JUDGED
-        if self.heldout < need:
-            wrong.append(
-                f"heldout must be at least {need}: the head's evaluation.prompts, calibration.prompts and "
-                f"{LEAST_JUDGED} to judge, not {self.heldout}"
-            )
         for name, recipe in (("head", self.head), ("selector", self.selector)):
             try:
                 recipe.check()
@@ -162,48 +165,68 @@ class PairRecipe:
 SIZES = {2048: (5, 16, 256), 1024: (4, 16, 128), 0: (3, 12, 64)}
 
 
-def default_table(target: Target, *, devices: int, gpu: bool, given: bool, begun: bool) -> dict[str, Any]:
+def default_table(
+    target: Target, chosen: Mapping[str, Any], *, devices: int, gpu: bool, begun: bool
+) -> dict[str, Any]:
     """The recipe that an expert would choose for a target, as a table.
 
     Args:
         target: The target.
+        chosen: Settings that are chosen already. A window follows from the tokens of a prompt and its answer;
+            batch, micro-batch, anchors and chunk follow from the window.
         devices: The number of devices that share a batch.
         gpu: Whether they are GPUs.
-        given: Whether there are the user's own prompts or documents, which may be long.
         begun: Whether training starts from an existing head.
     """
     table, config = find_table("default-pair")[1], target.config
     width, vocab = config.hidden_size, config.vocab_size
     layers, block, rank = next(size for least, size in SIZES.items() if width >= least)
-    # A batch has 16,384 tokens, and an anchor for each five of them.
-    window = 2048 if given else 512
-    share = -(-max(16_384 // window, devices) // devices)
-    micro = min(share, max(1, 2 ** int(math.log2(32 * 1024 / max(width, 1024) * 512 / window))))
-    parts = -(-share // micro)
-    chunk = min(1024, CHUNK_BYTES // (4 * micro * vocab)) // (block - 1) * (block - 1)
-    common = {
-        "window": window,
-        "remat": width >= 2048,
-        "objective": {"anchors": 96 * window // 512, "chunk": max(chunk, block - 1)},
-        "fit": {"batch": devices * parts * micro, **({"micro_batch": micro} if parts > 1 else {})},
-    }
+    settings, given = dotted(chosen), bool(chosen.get("prompts"))
+
+    def chosen_or(default: int, name: str) -> int:
+        """A chosen number; the default if there is none, or one that `PairRecipe.check` refuses."""
+        value = settings.get(name)
+        return value if isinstance(value, int) and value > 0 else default
+
     taps = default_tap_layers(max(1, min(5, config.num_layers - 3)), config.num_layers)
     head = {"layers": layers, "block_size": block, "taps": taps, "mask_token": unused_token(target)}
     # The rates of the trained heads, 1e-3 at width 576 and 3e-4 at 4,096, and a power between them.
     rate = 1e-3 * min(1.0, (576 / width) ** 0.6) * (0.3 if begun else 1.0)
     # A step of the selector moves scores by the width and the root of the rank.
-    of_selector = {"rank": min(rank, vocab), "candidates": min(16, vocab)}
-    own = {
-        "head": {"head": {"start": "checkpoint"} if begun else head, "fit": {"learning_rate": rate}},
-        "selector": {"selector": of_selector, "fit": {"learning_rate": 1.4 / (width * rank**0.5)}},
+    selector_rate = 1.4 / (width * rank**0.5)
+    of_target = {
+        "head": {"head": {"start": "checkpoint"} if begun else head},
+        "selector": {"selector": {"rank": min(rank, vocab), "candidates": min(16, vocab)}},
         "judgement": {"budgets": [16, 64, 128] if gpu else [8, 16]},
         "slots": (256 if width < 2048 else 128) if gpu else 32,
     }
-    for name in ("head", "selector"):
-        _merge(own[name], common)
-        own[name]["fit"]["learning_rate"] = float(f"{own[name]['fit']['learning_rate']:.2g}")
-    _merge(table, own)
-    return table if has_chat_template(target) else {**table, "writing": []}
+    prompt = chosen_or(Filters.max_tokens, "filters.max_tokens")
+    # 64 tokens are for the template. The user's own prompts and texts may be long.
+    longest = prompt + chosen_or(PairRecipe.max_tokens, "max_tokens") + 64
+    window = max(1 << (longest - 1).bit_length(), 2048 if given or chosen.get("documents") else 512)
+    for name, peak in (("head", rate), ("selector", selector_rate)):
+        window = chosen_or(window, f"{name}.window")  # the selector's is the head's
+        # A batch has 16,384 tokens, and an anchor for each five of them.
+        batch = chosen_or(0, f"{name}.fit.batch")
+        share = -(-(batch or max(2**14 // window, devices)) // devices)
+        # A pass has 32 windows of 512 tokens at width 1,024, or another power of two.
+        micro = 1 << (max(1, 2**24 // (max(width, 1024) * window)).bit_length() - 1)
+        micro = min(share, chosen_or(micro, f"{name}.fit.micro_batch"))
+        if batch:
+            micro = math.gcd(share, micro)
+        parts = -(-share // micro)
+        chunk = min(1024, CHUNK_BYTES // (4 * micro * vocab)) // (block - 1) * (block - 1)
+        fit = {"batch": devices * parts * micro, "learning_rate": float(f"{peak:.2g}")}
+        of_target[name] |= {
+            "window": window,
+            "remat": width >= 2048,
+            "objective": {"anchors": max(1, 96 * window // 512), "chunk": max(chunk, block - 1)},
+            "fit": fit | ({"micro_batch": micro} if parts > 1 else {}),
+        }
+    _merge(table, of_target)
+    if not has_chat_template(target) or (chosen.get("documents") and not given):
+        table["writing"] = []  # a base model may have a template, and writes no prompts
+    return table
 
 
 def with_steps(recipe: PairRecipe, head: int, selector: int) -> PairRecipe:
@@ -238,32 +261,44 @@ def scaled(recipe: PairRecipe, factor: float) -> PairRecipe:
 
 
 def read_recipe(
-    default: Mapping[str, Any], path: str | Path | None, options: Mapping[str, Any], changes: Sequence[str]
+    target: Target,
+    path: str | Path | None,
+    options: Mapping[str, Any],
+    changes: Sequence[str],
+    *,
+    devices: int,
+    gpu: bool,
+    begun: bool,
 ) -> PairRecipe:
     """The default recipe with the settings of a file, of options, and of changes as ``head.fit.steps=100``.
 
     A file with whole recipes of the head and the selector replaces the default recipe.
 
+    The keyword arguments are those of `default_table`.
+
     Raises:
         FileNotFoundError: There is no such file.
         ValueError: The file is not TOML, a key is unknown, or a value has the wrong type.
     """
-    table = copy.deepcopy(dict(default))
     given = {} if path is None else find_table(path, PAIR_RECIPES)[1]
-    for name in ("head", "selector"):
-        # A whole recipe of `python -m train head`, by its name or file.
-        if isinstance(other := given.get(name), str):
-            given[name] = table[name] = find_table(other)[1]
-    if all(given.get(name, {}).get("fit", {}).keys() >= _REQUIRED for name in ("head", "selector")):
-        table = {}  # A recipe of both, such as that of a work folder: its None must not become a default.
+    # Whole recipes of `python -m train head`, by their names or files.
+    named = [name for name in ("head", "selector") if isinstance(given.get(name), str)]
+    given |= {name: find_table(given[name])[1] for name in named}
+    known = dotted(given)
+    whole = all(f"{name}.fit.{key}" in known for name in ("head", "selector") for key in _REQUIRED)
+    given |= {name: value for name, value in options.items() if value}
+    chosen = copy.deepcopy(given)
+    change(chosen, changes)
+    # A recipe of both, such as that of a work folder, is read as it is: its None must not become a default.
+    table = {} if whole else default_table(target, chosen, devices=devices, gpu=gpu, begun=begun)
+    table |= {name: {} for name in named}
     _merge(table, given)
-    table |= {name: value for name, value in options.items() if value}
     change(table, changes)
     return record_of(PairRecipe, table, path or "the recipe")
 
 
 # The settings of a `Fit` without a default.
-_REQUIRED = {"steps", "batch", "learning_rate", "warmup"}
+_REQUIRED = ("steps", "batch", "learning_rate", "warmup")
 
 
 def plain(recipe: PairRecipe) -> dict[str, Any]:

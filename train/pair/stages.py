@@ -20,28 +20,27 @@ from jetspec_jax.checkpoint.hub import resolve
 from jetspec_jax.checkpoint.loading import Head, Target, read_draft_head, read_target
 from jetspec_jax.checkpoint.pairs import draft_head_at
 from jetspec_jax.checkpoint.source import Source, resolve_dtype
-from jetspec_jax.config import check_head_fits, read_json
+from jetspec_jax.config import DraftHeadConfig, check_head_fits, parse_draft_head_config, read_json
 from jetspec_jax.sampling.params import SamplingParams
 from train.data.documents import Documents, Writer
-from train.data.holdout import hold_out
-from train.data.manifest import HELDOUT
 from train.data.prompt_filters import RUN, Evaluated, UserPrompt, without_overlap
 from train.data.prompts import read_rows
 from train.data.regenerate import Prompts, regenerate, regeneration_settings
 from train.data.rendering import Encoder
 from train.head.calibrate import calibrate
-from train.head.config import mask_token_id
+from train.head.config import head_json, mask_token_id
 from train.head.evaluation import evaluation_trees
 from train.head.export import export_head
 from train.head.recipe import HeadRecipe
 from train.head.recipe_file import find_table, record_of, toml_of
-from train.head.training import train_head
+from train.head.training import fingerprint, train_head
 from train.head.verdict import read_verdict
 from train.loop.stages import Deadline, Stage, claim, fresh, run_stages
 from train.pair.card import WITHOUT_SELECTOR, card_of, licence_of
 from train.pair.cost import (
     MOST_HOURS,
     Rates,
+    answered,
     check_disk,
     cost_of,
     duration,
@@ -51,12 +50,11 @@ from train.pair.cost import (
     trial_texts,
 )
 from train.pair.judge import (
-    HeldPrompt,
     Split,
     draw_judgement,
     judgement_of,
     measure,
-    split_held_out,
+    split_prompts,
     table_of,
 )
 from train.pair.prompts import (
@@ -68,7 +66,7 @@ from train.pair.prompts import (
     read_written,
     to_write,
 )
-from train.pair.recipe import PairRecipe, default_table, has_chat_template, plain, read_recipe
+from train.pair.recipe import PairRecipe, has_chat_template, plain, read_recipe
 
 #: Files of the work folder: its options, its recipe, its estimates, and the use of held-out prompts.
 CLAIM, RECIPE, ESTIMATE, HELD = "pair.json", "recipe.toml", "estimate.json", "held.json"
@@ -145,9 +143,9 @@ def make_pair(options: Options, minutes: float | None = None) -> Path:
     """
     if options.total_minutes is not None and not options.total_minutes > 0:
         raise ValueError(f"--total-minutes must be above 0, not {options.total_minutes}")
-    if (options.work / CLAIM).exists():
-        claim(options.work, options.claimed(), CLAIM)
     made = _Pair(options, Deadline(minutes))
+    if (options.work / CLAIM).exists():
+        made.claim()
     stages = {
         "check": made.check_stage,
         "prompts": made.prompts_stage,
@@ -188,10 +186,11 @@ class _Pair:
 
     @functools.cached_property
     def target(self) -> Target:
-        """The target, on one device."""
-        recipe = self.__dict__.get("recipe")
+        """The target, on one device, in the dtype of the recipe if there is one."""
         source = self.options.source
-        return read_target(source if recipe is None else replace(source, dtype=recipe.head.dtype))
+        if "recipe" in self.__dict__ or (self.work / CLAIM).exists():
+            source = replace(source, dtype=self.recipe.head.dtype)
+        return read_target(source)
 
     @functools.cached_property
     def encoder(self) -> Encoder:
@@ -232,43 +231,61 @@ class _Pair:
             export_head(name, folder, "jetspec", without_selector=True, ignore_config_keys=ignored)
         return replace(given, path_or_id=folder)
 
+    @functools.cached_property
+    def head_config(self) -> DraftHeadConfig:
+        """The config of the head that is trained."""
+        if self.beginning is not None:
+            return self.beginning.head_config
+        return parse_draft_head_config(head_json(self.target, self.recipe.head.head))
+
+    def claim(self) -> None:
+        """Claims the work folder for the options and the target's weights.
+
+        Raises:
+            ValueError: The folder has another target or other options.
+        """
+        kept = {**self.options.claimed(), "target_weights": fingerprint(self.target.weights)}
+        claim(self.work, kept, CLAIM)
+
     def check_stage(self) -> None:
         """Chooses the recipe, tries each kind of work for some seconds, and says what all will cost."""
         begun, options = time.monotonic(), self.options
         fresh(self.work / BEGINNING)  # it may be of other options, which were refused
-        default = default_table(
+        recipe = read_recipe(
             self.target,
+            options.recipe,
+            options.settings,
+            options.changes,
             devices=jax.device_count(),
             gpu=jax.default_backend() == "gpu",
-            given=bool(options.settings.get("prompts") or options.settings.get("documents")),
             begun=options.draft_head is not None,
         )
-        recipe = read_recipe(default, options.recipe, options.settings, options.changes)
         check_recipe(recipe, self.target)
         self.recipe = recipe
         if resolve_dtype(recipe.head.dtype) != self.target.dtype:
             del self.target  # to be loaded in the recipe's dtype
-        if self.beginning is not None:
-            check_head_fits(self.beginning.head_config, self.target.config)
+        check_head_fits(self.head_config, self.target.config)
         # All sets are read, so that a missing set is an error before anything is made.
-        given = sum(map(len, self.sources))
-        print(f"  {given:,} prompts are given; {self.runs.count:,} evaluated runs of words", flush=True)
+        given = [*map(len, self.sources)]
+        print(f"  {sum(given):,} prompts are given; {self.runs.count:,} evaluated runs of words", flush=True)
+        answered(recipe, given)  # weights that do not suit the sources are an error too
         if jax.default_backend() == "cpu" and options.total_minutes is None and not options.yes:
             ask_for_hours(rough_hours(self.target.config, recipe, given))
         rates = self._trial(recipe)
         if options.total_minutes is not None:
             left = options.total_minutes - (time.monotonic() - begun) / 60
-            recipe = self.recipe = fitted(recipe, rates, self.target, given, left)
-        cost = cost_of(recipe, rates, self.target, given)
+            recipe = self.recipe = fitted(recipe, rates, self.head_config, given, left)
+        cost = cost_of(recipe, rates, self.head_config, given)
         print("\n".join(cost.lines()), flush=True)
         check_disk(self.work, cost.disk)
         write_text(self.work / RECIPE, toml_of(plain(recipe)))
         write_json(self.work / ESTIMATE, {name: round(value, 2) for name, value in cost.minutes.items()})
-        claim(self.work, options.claimed(), CLAIM)
+        self.claim()
 
     def _trial(self, recipe: PairRecipe) -> Rates:
         folder = fresh(self.work / "trial")
         count, sampling = 2 * recipe.slots, SamplingParams(temperature=1.0, max_tokens=recipe.max_tokens)
+        kept = 1.0
         if recipe.writing:
             begun, given = beginnings(recipe), to_write(self.encoder, recipe)
             places = [i * len(begun) // count for i in range(count)]
@@ -283,15 +300,14 @@ class _Pair:
         if recipe.writing:
             written = read_written(texts, [begun[i] for i in places], self.encoder, recipe.filters)
             written.check(recipe.filters.least_kept)
-            print(
-                f"  {len(written.prompts) / count:.0%} of {count} prompts that it wrote are kept", flush=True
-            )
-        rates = trial_rates(folder, self.target, texts, speed, recipe, self.beginning)
+            kept = len(written.prompts) / count
+            print(f"  {kept:.0%} of {count} prompts that it wrote are kept", flush=True)
+        rates = trial_rates(folder, self.target, texts, speed, recipe, self.beginning)._replace(kept=kept)
         shutil.rmtree(folder)
         return rates
 
     def prompts_stage(self) -> None:
-        """Lets the target write prompts, and keeps all prompts that can be learnt from, in a random order."""
+        """Lets the target write prompts, keeps all that can be learnt from, and holds some of them out."""
         recipe, rng = self.recipe, np.random.default_rng([self.recipe.seed, 1])
         written, sources = [], self.sources
         if recipe.writing:
@@ -322,8 +338,12 @@ class _Pair:
             }
             for place, prompt in enumerate(prompts)
         ]
-        lines = [json.dumps(rows[i], ensure_ascii=False) + "\n" for i in rng.permutation(len(rows))]
+        rows = [rows[i] for i in rng.permutation(len(rows))]
+        new = max(recipe.judgement.max_tokens, recipe.calibration.max_tokens) + self.head_config.depth
+        training, split = split_prompts(rows, recipe, self.target.config.max_position_embeddings - new)
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in training]
         write_text(self.work / "prompts.jsonl", "".join(lines))
+        write_json(self.work / HELD, split._asdict())
         counts = {
             "kept": Counter(f"{prompt.kind} {prompt.form}".strip() for prompt in prompts),
             "left_out": len(kept) - len(prompts),
@@ -335,12 +355,12 @@ class _Pair:
 
     def answers_stage(self) -> None:
         """The target's answers, some greedy and some sampled."""
-        recipe, rows = self.recipe, read_rows(self.work / "prompts.jsonl")
+        recipe, training = self.recipe, read_rows(self.work / "prompts.jsonl")
+        rows = [*training, *self._split().choosing]  # training gets no other held-out prompts
+        held = range(len(training), len(rows))
         params = [
             SamplingParams(temperature=row["temperature"], max_tokens=recipe.max_tokens) for row in rows
         ]
-        # All forms of a question are in one split.
-        held = hold_out([row["root"] for row in rows], recipe.heldout)
         prompts = Prompts([row["tokens"] for row in rows], params)
         self._regenerate("answers", prompts, (recipe.seed, 2), held, [row["kind"] for row in rows])
         documents = Documents.open(self.work / "answers")
@@ -356,28 +376,24 @@ class _Pair:
         self._train("selector", self.recipe.selector, head)
 
     def calibrate_stage(self) -> None:
-        """Divides the held-out prompts, and fits the draft scales."""
-        split, fit = self._split(), self.recipe.calibration
-        work, head = self.work / "calibrate", self.work / "selector" / "draft_head"
-        scales = None
-        if split.calibrated:
-            scales = calibrate(
-                work,
-                self.target,
-                self._read_head(head),
-                split.calibrated,
-                sorted(set(fit.temperatures)),
-                max_tokens=fit.max_tokens,
-                batch=self.recipe.slots,
-                deadline=self.deadline,
-            )
+        """Fits the draft scales."""
+        fit, head, work = (
+            self.recipe.calibration,
+            self.work / "selector" / "draft_head",
+            self.work / "calibrate",
+        )
+        prompts = [prompt["tokens"] for prompt in self._split().calibrated]
+        given = work, self.target, self._read_head(head), prompts, sorted(set(fit.temperatures))
+        limits = {"max_tokens": fit.max_tokens, "batch": self.recipe.slots, "deadline": self.deadline}
+        scales = calibrate(*given, **limits)
         out, ignored = fresh(work / "draft_head"), self.options.ignore_config_keys
         export_head(head, out, "jetspec", draft_scales=scales, ignore_config_keys=ignored)
-        print(f"  draft_scales: {scales or 'none, as no held-out prompts are left'}", flush=True)
+        print(f"  draft_scales: {scales}", flush=True)
 
     def judge_stage(self) -> None:
         """Tokens per round and speed on held-out prompts, a budget at a time."""
-        recipe, split = self.recipe, Split(**read_json(self.work / HELD))
+        recipe, split = self.recipe, self._split()
+        prompts = [prompt["tokens"] for prompt in split.judged]
         head, rows = self._read_head(self.work / "calibrate" / "draft_head"), []
         device = jax.devices()[0].device_kind
         for budget in sorted(set(recipe.judgement.budgets)):
@@ -386,7 +402,7 @@ class _Pair:
             if not path.exists() or read_json(path).get("device") != device:
                 self.deadline.check(f"before {budget} nodes")
                 trees = evaluation_trees(head.config, recipe.head.evaluation, budget)
-                given = self.target, head, split.judged, recipe.judgement, trees, recipe.seed
+                given = self.target, head, prompts, recipe.judgement, trees, recipe.seed
                 write_json(path, {"device": device, "rows": measure(*given)})
             rows += read_json(path)["rows"]
         report = judgement_of(rows, split, self.target)
@@ -424,23 +440,7 @@ class _Pair:
         print(f"  {read_verdict(work).message}", flush=True)
 
     def _split(self) -> Split:
-        """The division of the held-out prompts, which is kept for the judgement."""
-        recipe, rows = self.recipe, read_rows(self.work / "prompts.jsonl")
-        documents = Documents.open(self.work / "answers", HELDOUT)
-        numbers = set(documents.numbers.tolist())
-        chose = read_json(self.work / "head" / "evaluation.json")["prompts"]
-        new = max(recipe.judgement.max_tokens, recipe.calibration.max_tokens)
-        depth = self._head_source(self.work / "head" / "draft_head").head_config.depth
-        split = split_held_out(
-            [HeldPrompt(rows[number]["root"], rows[number]["tokens"]) for number in sorted(numbers)],
-            [row["root"] for number, row in enumerate(rows) if number not in numbers],
-            {tuple(prompt["token_ids"]) for prompt in chose},
-            judged=recipe.judgement.prompts,
-            calibrated=recipe.calibration.prompts,
-            room=self.target.config.max_position_embeddings - new - depth,
-        )
-        write_json(self.work / HELD, split._asdict())
-        return split
+        return Split(**read_json(self.work / HELD))
 
     def _regenerate(
         self,

@@ -60,10 +60,11 @@ def test_short_and_repetitive_prompts_are_dropped(text, reason):
 def test_evaluated_words_and_repeated_prompts_are_dropped():
     text = "one two three four five six seven eight nine ten"
     prompts = [
-        UserPrompt("own", "", f"{text} eleven"),
+        UserPrompt("free", "", f"{text} eleven"),
         *[UserPrompt("code", "", "another prompt")] * 2,
-        UserPrompt("chat", "", "b"),
+        UserPrompt("code", "", "Another  PROMPT?"),
+        *[UserPrompt("chat", "", text) for text in ("b", "+", "-", "+")],
     ]
     kept, dropped = without_overlap(prompts, Evaluated([text]))
-    assert kept == [UserPrompt("code", "", "another prompt"), UserPrompt("chat", "", "b")]
-    assert dropped == {("own", OVERLAPS): 1, ("code", TWICE): 1}
+    assert [prompt.text for prompt in kept] == ["another prompt", "b", "+", "-"]
+    assert dropped == {("free", OVERLAPS): 1, ("code", TWICE): 2, ("chat", TWICE): 1}

@@ -9,6 +9,7 @@ import train.head.evaluation as evaluation
 from tests.train.head.tiny import RECIPE, changed, target, write_documents
 from train.data.documents import Documents, Writer
 from train.data.manifest import HELDOUT
+from train.data.windows import Windows
 from train.head.evaluation import HeadEvaluator, HeldOut
 from train.head.recipe import HeadEvaluation
 from train.head.tau import by_budget, mean_tau, tau_record
@@ -62,13 +63,20 @@ def held(tmp_path_factory):
 
 
 def test_each_prompt_keeps_its_source(held):
-    recipe = changed(RECIPE, evaluation={"prompts": 5})
+    recipe = changed(RECIPE, evaluation={"prompts": 6})
     chosen = HeldOut.of(held, recipe, 256)
-    assert len(chosen.prompts) == len(chosen.sources) == 5
+    assert len(chosen.prompts) == len(chosen.sources) == 6
     for prompt, source in zip(chosen.prompts, chosen.sources, strict=True):
         [index] = [i for i in range(len(held)) if held[i].tokens[: len(prompt)].tolist() == prompt]
         assert held.sources[index] == source
     assert set(chosen.sources) == {"x", "y"}
+
+
+def test_evaluations_spread_over_the_held_out_documents(held):
+    one = HeldOut.of(held, changed(RECIPE, evaluation={"prompts": 1}), 256)
+    every = HeldOut.of(held, changed(RECIPE, evaluation={"prompts": 1000, "windows": 1000}), 256)
+    assert one.prompts == [every.prompts[len(every.prompts) // 2]]
+    assert len(every.tokens) == len(Windows(held, RECIPE.window))
 
 
 def test_prompts_are_decoded_at_each_temperature_and_budget_with_their_own_seeds(held, monkeypatch):

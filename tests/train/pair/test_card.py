@@ -61,11 +61,16 @@ def test_a_card_has_figures_commands_and_the_licence():
         "| 0 | 64 | 4.50 | 2500 | 1000 | 2.50 |",
         "40 held-out prompts, one at a time; bfloat16, NVIDIA H100, JAX 0.11.2.",
         "not judged: 4 calibrated the head.",
-        "answered 1,230 prompts (1,200 free, 30 gsm8k plain). 7 were dropped",
+        "1,230 prompts, held-out ones included (1,200 free, 30 gsm8k plain). 7 others were dropped",
         "whose files name the licence apache-2.0.",
     ):
         assert part in text
     assert "plain decoding was as fast" not in text
+
+
+def test_a_licence_without_an_identifier_of_the_hub_is_named():
+    front = card_of("owner/name", "MIT License", 11, REPORT, PROMPTS).split("---\n")[1]
+    assert front.splitlines()[:2] == ["license: other", 'license_name: "MIT License"']
 
 
 def test_a_card_says_what_is_not_known_and_what_is_not_worth_it():

@@ -1,10 +1,14 @@
 """The whole command on the demo's target, stopped and killed in each stage, and what it refuses."""
 
+import contextlib
 import json
+import re
 import shutil
+from collections import Counter
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jetspec_jax import load_draft_head, load_target
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer
@@ -13,11 +17,15 @@ from tests.train.folders import write_target
 from tests.train.full_disk import files_of_at_most
 from tests.train.pair.tiny import RECIPE
 from train.command import main
+from train.data.documents import Documents, Writer
+from train.data.manifest import HELDOUT, TRAIN
+from train.data.prompt_filters import SHORT, UserPrompt
 from train.head.recipe_file import toml_of
 from train.loop.stages import Deadline, OutOfTime
 from train.pair import stages
-from train.pair.judge import LEAST_JUDGED
-from train.pair.recipe import plain
+from train.pair.cost import Rates
+from train.pair.prompts import Written
+from train.pair.recipe import LEAST_CALIBRATED, LEAST_JUDGED, plain
 from train.pair.stages import Options, make_pair
 
 STAGES = ("check", "prompts", "answers", "head", "selector", "calibrate", "judge", "export")
@@ -40,7 +48,7 @@ def recipe(tmp_path_factory):
     """A recipe whose documents the target continues, beside the prompts that it writes."""
     folder = tmp_path_factory.mktemp("recipe")
     (folder / "texts.jsonl").write_text(
-        "".join(json.dumps({"text": f"# {i}\n{TEXTS.format(i)}"}) + "\n" for i in range(60))
+        "".join(json.dumps({"text": f"# {i}\n{TEXTS.format(i)}"}) + "\n" for i in range(100))
     )
     path = folder / "tiny.toml"
     path.write_text(toml_of({**plain(RECIPE), "documents": [str(folder / "texts.jsonl")]}))
@@ -82,7 +90,17 @@ def test_the_command_makes_a_head_that_decodes(whole, lines, recipe, capsys):
     assert report["prompts"] == LEAST_JUDGED
     # In float32 trees give the tokens of plain decoding.
     assert all(row["equal_outputs"] == LEAST_JUDGED for row in report["rows"])
-    assert all(row["tau"] >= 1 for row in report["rows"])
+    # Training has the answers to its prompts, and to those that choose its weights.
+    split = json.loads((whole / "held.json").read_text())
+    assert [len(split[part]) for part in ("judged", "calibrated")] == [LEAST_JUDGED, LEAST_CALIBRATED]
+    prompts = [json.loads(line) for line in (whole / "prompts.jsonl").read_text().splitlines()]
+    for part, given in ((TRAIN, prompts), (HELDOUT, split["choosing"])):
+        answers = Documents.open(whole / "answers", part)
+        assert len(answers) == len(given) > 0
+        for answer, prompt in zip(answers, given, strict=True):
+            assert answer.tokens[: len(prompt["tokens"])].tolist() == prompt["tokens"]
+    texts = json.loads((whole / "calibrate/texts/0.json").read_text())
+    assert [text["prompt"] for text in texts] == [prompt["tokens"] for prompt in split["calibrated"]]
     target = load_target(DEMO_TARGET)
     for folder, selected in ((whole / "export", 4), (whole / "export" / "without_selector", None)):
         head = load_draft_head(folder, target=target)
@@ -94,7 +112,7 @@ def test_the_command_makes_a_head_that_decodes(whole, lines, recipe, capsys):
     assert set(json.loads((whole / "seconds.json").read_text())) == set(STAGES)
     assert not (whole / "trial").exists()
     counts = json.loads((whole / "prompts.json").read_text())
-    assert counts["kept"]["texts.jsonl"] == 60
+    assert counts["kept"]["texts.jsonl"] == 100
     assert counts["kept"]["free"] >= 4
     # A finished folder is not changed, and another target or recipe is refused.
     before = made(whole)
@@ -178,6 +196,39 @@ def test_a_base_model_needs_documents(tmp_path, capsys):
     assert not (tmp_path / "work" / "pair.json").exists()
 
 
+def test_a_trial_tells_the_share_of_written_prompts_that_are_kept(tmp_path, monkeypatch):
+    written = Written([UserPrompt("free", "", "a")] * 4, Counter({("free", SHORT): 12}), [])
+    monkeypatch.setattr(stages, "trial_texts", lambda *_: ([], 2.0))
+    monkeypatch.setattr(stages, "read_written", lambda *_: written)
+    monkeypatch.setattr(stages, "trial_rates", lambda *_: Rates(2.0, 1.0, 1.0, 1.0))
+    pair = stages._Pair(Options("demo", tmp_path), Deadline())
+    pair.recipe = RECIPE
+    (tmp_path / "trial").mkdir()
+    monkeypatch.setattr(stages, "fresh", lambda folder: folder)
+    assert pair._trial(RECIPE) == Rates(2.0, 1.0, 1.0, 1.0, kept=0.25)
+
+
+def test_another_target_of_the_same_name_is_refused(tmp_path):
+    """Also in a finished folder, as of a fine-tune that has the name of its base."""
+    one, work = write_target(tmp_path / "one" / "target"), tmp_path / "work"
+    weights = load_file(one / "model.safetensors")
+    (work / "done").mkdir(parents=True)
+    for name in STAGES:
+        (work / "done" / name).touch()
+    (work / "recipe.toml").write_text(toml_of(plain(RECIPE)))
+    stages._Pair(Options(str(one), work), Deadline()).claim()
+    assert make_pair(Options(str(one), work)) == work / "export"
+    other = tmp_path / "other" / "target"
+    shutil.copytree(one, other)
+    make_pair(Options(str(other), work))
+    name = max(weights)
+    save_file({**weights, name: weights[name] * 1.01}, other / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"was made with another recipe \(target_weights: \w+ there, \w+ here\)"
+    ):
+        make_pair(Options(str(other), work))
+
+
 def test_a_target_that_is_not_there_is_named(tmp_path, capsys):
     assert main(["pair", "--target", "nothing", "--work", str(tmp_path / "work")]) == 2
     assert "train: nothing is neither a folder nor a hub id" in capsys.readouterr().err
@@ -199,6 +250,7 @@ def test_hours_on_a_cpu_are_not_spent_without_a_question(tmp_path, monkeypatch, 
         (["--template-arguments", "[}"], "template_arguments is no JSON object"),
         (["--draft-head", "nothing"], "nothing is neither a folder nor a hub id"),
         (["--prompts", "none.jsonl"], "no file none.jsonl"),
+        (["--weights", "1,2"], "2 weights for 1 sources; give one for each"),
     ],
 )
 def test_bad_input_is_one_error_and_no_folder(tmp_path, monkeypatch, capsys, options, message):
@@ -241,11 +293,25 @@ def test_training_starts_from_a_given_head_without_its_selector(lines, recipe, t
 
 
 @pytest.mark.wide
-def test_a_full_disk_is_named_and_the_command_resumes(recipe, tmp_path, capsys):
-    work = tmp_path / "work"
-    with files_of_at_most(20_000):
-        assert command("demo", recipe, work, "--set", "writing=[]") == 2
-    assert "train: " in capsys.readouterr().err
-    assert not (work / "done" / "head").exists()
-    with pytest.raises(OutOfTime, match="left: "):
-        make_pair(Options("demo", work, recipe=recipe, changes=("writing=[]",), yes=True), 0.0)
+def test_a_full_disk_is_named_and_the_command_resumes(recipe, tmp_path, monkeypatch, capsys):
+    """The disk is full after the first shard of answers, which the next run keeps."""
+    work, write = tmp_path / "work", Writer.write
+
+    def write_to_a_full_disk(self, *given):
+        full = self.folder.name == "answers" and len(self.missing) < len(self.planned)
+        with files_of_at_most(100) if full else contextlib.nullcontext():
+            write(self, *given)
+
+    given = "demo", recipe, work, "--set", "writing=[]"
+    monkeypatch.setattr(Writer, "write", write_to_a_full_disk)
+    assert command(*given) == 2
+    assert re.search(r"train: .*answers/.*array_record cannot be written", capsys.readouterr().err)
+    assert {path.name for path in (work / "done").iterdir()} == {"check", "prompts"}
+    [shard] = (work / "answers").glob("*.array_record")
+    before = shard.stat().st_mtime_ns
+    monkeypatch.setattr(Writer, "write", write)
+    monkeypatch.setattr(stages._Pair, "head_stage", lambda _: Deadline().stop("before the head"))
+    assert command(*given) == 0
+    assert "left: head, selector, calibrate, judge, export" in capsys.readouterr().out
+    assert shard.stat().st_mtime_ns == before
+    assert len(Documents.open(work / "answers")) == 100 - RECIPE.heldout

@@ -1,5 +1,6 @@
 """Estimates of a pair's cost, recipes that fit a time, and consent to hours of a CPU."""
 
+import dataclasses
 import io
 import shutil
 from types import SimpleNamespace
@@ -8,12 +9,23 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams
+from jetspec_jax.config import parse_draft_head_config
 from jetspec_jax.device.memory import DeviceMemoryError
 from tests.train.pair.test_recipe import default, target
 from train.data.records import Document
 from train.data.regenerate import Prompts
+from train.head.config import head_json
 from train.pair import cost, stages
-from train.pair.cost import Rates, check_disk, cost_of, fitted, rough_hours, trial_rates, trial_texts
+from train.pair.cost import (
+    Rates,
+    answered,
+    check_disk,
+    cost_of,
+    fitted,
+    rough_hours,
+    trial_rates,
+    trial_texts,
+)
 from train.pair.recipe import scaled
 from train.pair.stages import ask_for_hours
 
@@ -30,36 +42,55 @@ def recipe(one):
     return default(one)
 
 
-def test_estimates_follow_the_sizes(one, recipe):
-    found = cost_of(recipe, RATES, one, 0)
+@pytest.fixture(scope="module")
+def head(one, recipe):
+    return parse_draft_head_config(head_json(one, recipe.head.head))
+
+
+def test_estimates_follow_the_sizes(head, recipe):
+    found = cost_of(recipe, RATES, head, [])
     assert list(found.minutes) == ["prompts", "answers", "head", "selector", "calibrate", "judge"]
     assert found.minutes["head"] == pytest.approx((12_000 * 0.05 + 60) / 60)
     assert found.minutes["prompts"] == pytest.approx(32_000 * 192 * 0.5 / 20_000 / 60)
     assert found.lines()[-1].startswith("  in all about ")
-    more = cost_of(recipe, RATES, one, 1_000)
-    assert more.minutes["answers"] > found.minutes["answers"]
-    assert cost_of(recipe, RATES, one, 10**6).minutes["answers"] == pytest.approx(
+    assert cost_of(recipe, RATES, head, [10**6]).minutes["answers"] == pytest.approx(
         (40_000 * 256 * 0.75 / 20_000 + 20) / 60
     )
-    half = cost_of(scaled(recipe, 0.5), RATES, one, 0)
+    half = cost_of(scaled(recipe, 0.5), RATES, head, [])
     for name in ("prompts", "answers", "head"):
         assert half.minutes[name] < found.minutes[name]
     assert half.disk < found.disk
+    wide = dataclasses.replace(head, layers=dataclasses.replace(head.layers, hidden_size=2 * 576))
+    assert cost_of(recipe, RATES, wide, []).disk > found.disk
+
+
+def test_answers_are_those_of_the_prompts_that_are_kept_and_mixed(head, recipe):
+    assert answered(recipe, [1_000, 3]) == 33_003
+    assert answered(recipe, [1_000, 3], kept=0.25) == 9_003
+    mixed = dataclasses.replace(recipe, weights=(1.0, 3.0), share=0.5)
+    assert answered(mixed, [1_000], kept=0.25) == 166 + 500
+    assert answered(dataclasses.replace(mixed, writing=(), weights=None), [1_000, 3]) == 500 + 2
+    whole, quarter = (
+        cost_of(recipe, RATES._replace(kept=kept), head, []).minutes["answers"] for kept in (1.0, 0.25)
+    )
+    assert whole - quarter == pytest.approx(24_000 * 256 * 0.75 / 20_000 / 60)
+    with pytest.raises(ValueError, match="1 weights for 2 sources"):
+        answered(dataclasses.replace(recipe, weights=(1.0,)), [1_000])
 
 
 @pytest.mark.parametrize("minutes", [12.0, 20.0, 60.0])
-def test_a_recipe_fits_its_time(one, recipe, minutes):
-    found = fitted(recipe, RATES, one, 0, minutes)
-    assert sum(cost_of(found, RATES, one, 0).minutes.values()) == pytest.approx(minutes, rel=0.02)
+def test_a_recipe_fits_its_time(head, recipe, minutes):
+    found = fitted(recipe, RATES, head, [], minutes)
+    assert sum(cost_of(found, RATES, head, []).minutes.values()) == pytest.approx(minutes, rel=0.02)
     found.check()
 
 
-def test_a_time_that_is_too_short_names_the_least(one, recipe):
-    least = sum(cost_of(scaled(recipe, 0.0), RATES, one, 0).minutes.values())
+def test_a_time_that_is_too_short_names_the_least(head, recipe):
+    least = sum(cost_of(scaled(recipe, 0.0), RATES, head, []).minutes.values())
     with pytest.raises(
         ValueError, match=r"1 minutes are too few: the smallest recipe takes about (\d+)"
     ) as short:
-        fitted(recipe, RATES, one, 0, 1.0)
+        fitted(recipe, RATES, head, [], 1.0)
     assert f"about {-(-least // 1):.0f} on this device" in str(short.value)
 
 
@@ -98,9 +129,9 @@ def test_too_many_slots_and_too_large_steps_name_their_settings(tmp_path, monkey
 
 
 def test_hours_of_a_cpu_need_consent(monkeypatch, one, recipe):
-    hours = rough_hours(one.config, recipe, 0)
-    assert hours > rough_hours(one.config, scaled(recipe, 0.1), 0) > 0
-    assert rough_hours(one.config, recipe, 1_000) > hours
+    hours = rough_hours(one.config, recipe, [])
+    assert hours > rough_hours(one.config, scaled(recipe, 0.1), []) > 0
+    assert rough_hours(one.config, recipe, [1_000]) > hours
     ask_for_hours(2.0)
     with pytest.raises(
         ValueError, match="this CPU would take about 1,234 hours; use a GPU, give --total-min"

@@ -7,49 +7,101 @@ from xml.etree import ElementTree
 import jax.numpy as jnp
 import pytest
 
+from tests.train.pair.tiny import changed
 from train.pair.judge import (
+    CALIBRATED,
     CHOSE,
     LONG,
     SEEN,
-    HeldPrompt,
     Split,
     draw_judgement,
     judgement_of,
-    split_held_out,
+    split_prompts,
     table_of,
 )
+from train.pair.recipe import Calibration, Judgement
 
-HELD = [HeldPrompt(f"question {i}", [i, i]) for i in range(60)]
-
-
-def split(held=HELD, training=(), chose=(), judged=64, calibrated=8, room=10):
-    return split_held_out(held, training, set(chose), judged=judged, calibrated=calibrated, room=room)
+PARTS = ("judged", "calibrated", "choosing")
 
 
-def test_what_training_saw_is_neither_judged_nor_calibrated():
-    held = [*HELD, HeldPrompt("a long one", [7] * 11)]
-    found = split(held, ["Question 3?", "QUESTION\n5", "question", "other"], [(7, 7), (9, 9)])
-    assert found.dropped == {SEEN: 2, CHOSE: 2, LONG: 1}
-    used = [*found.judged, *found.calibrated]
-    assert len(found.calibrated) == 8
-    assert sorted(ids[0] for ids in used) == [i for i in range(60) if i not in (3, 5, 7, 9)]
+def prompt(number, text="", root="", tokens=1):
+    return {
+        "root": root or f"question {number}",
+        "text": text or f"question {number}",
+        "tokens": [number] * tokens,
+    }
 
 
-def test_the_judgement_comes_before_the_calibration():
-    assert [len(part) for part in split(HELD[:35])[:2]] == [32, 3]
-    assert [len(part) for part in split(judged=40)[:2]] == [40, 8]
-    assert [len(part) for part in split(HELD[:32])[:2]] == [32, 0]
+def split(rows, room=10, **changes):
+    """The numbers of the training prompts, and the division."""
+    training, found = split_prompts(rows, changed(**changes), room)
+    return [row["tokens"][0] for row in training], found
 
 
-def test_fewer_than_32_prompts_are_not_judged():
+def numbers(found):
+    return [{row["tokens"][0] for row in getattr(found, part)} for part in PARTS]
+
+
+def test_each_prompt_has_one_use():
+    training, found = split([*map(prompt, range(200))], judgement=Judgement(prompts=33), heldout=60)
+    parts = numbers(found)
+    assert [*map(len, parts)] == [33, 8, 19]
+    assert sorted([*training, *(number for part in parts for number in part)]) == [*range(200)]
+    assert not found.dropped
+
+
+def test_the_parts_shrink_to_their_least_together():
+    large = {"judgement": Judgement(prompts=64), "calibration": Calibration(prompts=64), "heldout": 60}
+    assert [*map(len, numbers(split([*map(prompt, range(200))], **large)[1]))] == [51, 8, 1]
+    large["heldout"] = 200
+    assert [*map(len, numbers(split([*map(prompt, range(500))], **large)[1]))] == [64, 64, 72]
+
+
+def test_all_forms_of_a_question_are_in_one_part():
+    rows = [
+        prompt(number, text=f"{form} {number // 2}", root=f"Question {number // 2}{form}")
+        for number, form in enumerate("?!" * 100)
+    ]
+    training, found = split(rows, judgement=Judgement(prompts=33), heldout=60)
+    parts = numbers(found)
+    assert [*map(len, parts)] == [32, 8, 20]
+    for part in (*parts, set(training)):
+        assert {number ^ 1 for number in part} == part
+
+
+def test_what_training_sees_and_what_is_too_long_is_not_used():
+    """Held-out texts that are a training prompt's question, or whose question is a training prompt's text."""
+    rows = [*map(prompt, range(200))]
+    training, found = split(rows, heldout=60)
+    one, other, third, fourth = sorted(set(range(200)) - set(training))[:4]
+    rows[one]["text"] = f"QUESTION\n{training[0]}..."
+    rows[other]["root"] = "Who?"
+    rows[training[1]]["text"] = "WHO"
+    rows[third] = prompt(third, tokens=11)
+    rows[fourth]["text"] = f"question {fourth} {training[0]}"
+    training, found = split(rows, heldout=60)
+    assert found.dropped == {SEEN: 2, LONG: 1}
+    used = set().union(*numbers(found))
+    assert used.isdisjoint({one, other, third, *training})
+    assert len(used) == 57
+    assert fourth in used
+
+
+def test_too_few_prompts_are_refused():
+    rows = [*map(prompt, range(120))]
+    held = sorted(set(range(120)) - set(split(rows, heldout=42)[0]))
+    for number in held[:2]:
+        rows[number] = prompt(number, tokens=11)
     message = (
-        "a judgement needs 32 prompts that training has not seen; 31 of 33 held-out ones remain "
-        f"(1 {SEEN}, 1 {CHOSE}): set heldout higher"
+        "41 held-out prompts must be left: 32 to judge, 8 to calibrate and 1 to choose the best weights; 40 "
+        f"of 42 remain, with 40 questions (2 {LONG}): set heldout higher"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        split(HELD[:33], ["question 0"], [(1, 1)])
-    with pytest.raises(ValueError, match=r"31 of 31 held-out ones remain \(none was dropped\)"):
-        split(HELD[:31])
+        split(rows, heldout=42)
+    # Conversations of 20 prompts do not divide into 32 and 8.
+    rows = [prompt(number, root=f"conversation {number // 20}") for number in range(200)]
+    with pytest.raises(ValueError, match=r"60 of 60 remain, with 3 questions \(none was dropped\)"):
+        split(rows, heldout=60)
 
 
 def row(temperature, budget, gain):
@@ -72,9 +124,10 @@ def test_the_recommended_budget(gains, best, tmp_path):
         for temperature, gain in zip((0.0, 1.0), pair, strict=True)
     ]
     target = SimpleNamespace(mesh=None, dtype=jnp.dtype("float32"))
-    report = judgement_of(rows, Split([[1]] * 40, [[2]] * 4, {SEEN: 3}), target)
+    report = judgement_of(rows, Split([{}] * 40, [{}] * 4, [{}] * 5, {SEEN: 3}), target)
     assert report["recommended_budget"] == best
-    assert (report["prompts"], report["prompts_not_judged"][SEEN]) == (40, 3)
+    assert report["prompts"] == 40
+    assert report["prompts_not_judged"] == {SEEN: 3, CHOSE: 5, CALIBRATED: 4}
     table = table_of(report)
     assert len(table) == 2 + len(rows)
     assert table[2].startswith("| 0 | 16 | 2.50 | ")

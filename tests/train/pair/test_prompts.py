@@ -9,7 +9,7 @@ import pytest
 
 from jetspec_jax import load_target
 from jetspec_jax.demo import DEMO_TARGET
-from tests.train.pair.tiny import RECIPE, changed
+from tests.train.pair.tiny import changed
 from train.data.prompt_filters import REPEATS, SHORT, UNENDED
 from train.data.records import Document
 from train.data.rendering import Encoder
@@ -84,7 +84,9 @@ def test_the_target_goes_on_behind_the_mark_of_a_user(encoder):
         *["<|im_start|>user\n"] * 2,
         "<|im_start|>user\nWrite a",
     ]
-    assert {(own.temperature, own.max_tokens) for own in prompts.params} == {(1.0, recipe.filters.max_tokens)}
+    assert {(params.temperature, params.max_tokens) for params in prompts.params} == {
+        (1.0, recipe.filters.max_tokens)
+    }
 
 
 def test_a_template_that_changes_what_the_user_says_is_refused():
@@ -192,12 +194,12 @@ def test_weights_begin_with_what_the_target_writes():
 
 
 def test_evaluated_sets_by_name_and_by_file(tmp_path, capsys):
-    known, own = tmp_path / "gsm8k.jsonl", tmp_path / "own.jsonl"
+    known, mine = tmp_path / "gsm8k.jsonl", tmp_path / "mine.jsonl"
     known.write_text(
         json.dumps({"question": "one two three four five six seven eight nine ten eleven"}) + "\n"
     )
-    own.write_text(json.dumps({"messages": [{"role": "user", "content": "red green blue"}]}) + "\n")
-    runs = evaluated_runs([f"gsm8k={known}", f"mine={own}"])
+    mine.write_text(json.dumps({"messages": [{"role": "user", "content": "red green blue"}]}) + "\n")
+    runs = evaluated_runs([f"gsm8k={known}", f"mine={mine}"])
     assert runs.shares_a_run("Two, three four five six seven eight nine ten ELEVEN twelve")
     assert runs.shares_a_run("is it red, green, blue?")
     assert not runs.shares_a_run("one two three")
@@ -211,7 +213,3 @@ def test_evaluated_sets_by_name_and_by_file(tmp_path, capsys):
         evaluated_runs([f"humaneval={known}"])
     with pytest.raises(FileNotFoundError):
         evaluated_runs([f"gsm8k={tmp_path / 'none.jsonl'}"])
-
-
-def test_the_recipe_of_these_tests_writes():
-    assert RECIPE.writing

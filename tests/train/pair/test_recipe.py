@@ -13,11 +13,10 @@ from tests.decode.tiny import TINY
 from tests.train.pair.tiny import RECIPE, changed
 from train.head.recipe_file import CONFIGS, PAIR_RECIPES, find_table, read_head_recipe, record_of, toml_of
 from train.pair.recipe import (
-    LEAST_JUDGED,
     Calibration,
+    Judgement,
     PairRecipe,
     Writing,
-    default_table,
     plain,
     read_recipe,
     scaled,
@@ -55,9 +54,14 @@ def target(width=256, layers=8, vocab=8, tokenizer=None, ends=(0,)):
     return SimpleNamespace(config=config, tokenizer=tokenizer, eos_token_ids=ends)
 
 
-def default(one, **changes):
-    table = default_table(one, **{"devices": 1, "gpu": True, "given": False, "begun": False, **changes})
-    return record_of(PairRecipe, table, "the default")
+def read(one, path=None, options=None, changes=(), **devices):
+    devices = {"devices": 1, "gpu": True, "begun": False, **devices}
+    return read_recipe(one, path, options or {}, changes, **devices)
+
+
+def default(one, *changes, **devices):
+    """The default recipe with other settings."""
+    return read(one, changes=changes, **devices)
 
 
 @pytest.mark.parametrize(
@@ -84,13 +88,60 @@ def test_targets_of_few_layers_have_fewer_taps(layers, taps):
     assert default(target(layers=layers)).head.head.taps == taps
 
 
+GIVEN = 'prompts=["mine.jsonl"]'
+
+
 @pytest.mark.parametrize("width", [256, 1024, 4096])
 @pytest.mark.parametrize("devices", [1, 2, 8, 12])
-@pytest.mark.parametrize("given", [False, True])
-def test_a_batch_divides_over_devices(width, devices, given):
-    for recipe in (default(target(width), devices=devices, given=given).head,):
-        assert recipe.fit.parts(devices) >= 1
-        assert recipe.window == (2048 if given else 512)
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [((), 512), ((GIVEN,), 2048), (("max_tokens=1024",), 2048), (("head.window=1024",), 1024)],
+)
+def test_the_sizes_of_a_batch_follow_its_window_and_divide_over_devices(width, devices, changes, window):
+    recipe = default(target(width), *changes, devices=devices)
+    recipe.check()
+    for part in (recipe.head, recipe.selector):
+        assert part.fit.parts(devices) >= 1
+        assert part.window == window
+        assert part.objective.anchors == 96 * window // 512
+        at_once = part.fit.micro_batch or part.fit.batch // devices
+        assert at_once * window * max(width, 1024) <= 2**24
+        tokens = part.fit.batch * window
+        assert tokens == max(16_384, devices * window) or (devices == 12 and 16_384 < tokens <= 2 * 16_384)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        # Windows, batch, micro-batch, anchors, rows of a chunk.
+        (("selector.window=1024",), [(512, 32, 8, 96, 1005), (1024, 16, 4, 192, 1020)]),
+        (("head.fit.batch=12",), [(512, 12, 4, 96, 1020), (512, 32, 8, 96, 1005)]),
+        (("head.fit.micro_batch=3",), [(512, 33, 3, 96, 1020), (512, 32, 8, 96, 1005)]),
+        (("max_tokens=256", "filters.max_tokens=193"), [(1024, 16, 4, 192, 1020)] * 2),
+        (("head.window=4096", "head.objective.anchors=5"), [(4096, 4, 1, 5, 1020), (4096, 4, 1, 768, 1020)]),
+    ],
+)
+def test_chosen_sizes_stay_and_others_follow(changes, sizes):
+    recipe = default(target(4096, vocab=66_000), *changes)
+    recipe.check()
+    assert [
+        (part.window, part.fit.batch, part.fit.micro_batch, part.objective.anchors, part.objective.chunk)
+        for part in (recipe.head, recipe.selector)
+    ] == sizes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("head.window=0", "head: window must be at least 2, not 0"),
+        ("head.fit.batch=-1", "fit.batch must be at least 1, not -1"),
+        ("max_tokens=long", "max_tokens must be an integer, not 'long'"),
+        ("head=3", "head must be a table, not 3"),
+    ],
+)
+def test_sizes_that_others_would_follow_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        default(target(), change).check()
 
 
 def test_logits_of_large_vocabularies_come_in_smaller_chunks():
@@ -98,9 +149,24 @@ def test_logits_of_large_vocabularies_come_in_smaller_chunks():
     assert default(target(576, vocab=49_152)).head.objective.chunk == 341
 
 
-def test_a_target_without_a_template_writes_no_prompts():
-    assert default(target(tokenizer=Vocabulary(["a"], template=None))).writing == ()
-    assert {part.kind for part in default(target()).writing} == {"free", "code", "chat"}
+def test_which_targets_write_prompts():
+    kinds = {"free", "code", "chat"}
+    base, documents, written = (
+        target(tokenizer=Vocabulary(["a"], template=None)),
+        'documents=["a"]',
+        "{kind='a', count=1}",
+    )
+    for one, changes, found in (
+        (target(), (), kinds),
+        (base, (), set()),
+        # A base model may have a template: documents alone are continued.
+        (target(), (documents,), set()),
+        (target(), (documents, GIVEN), kinds),
+        (target(), (GIVEN,), kinds),
+        (target(), (documents, f"writing=[{written}]"), {"a"}),
+    ):
+        assert {part.kind for part in default(one, *changes).writing} == found
+    assert read(target(), options={"documents": ["a"]}).writing == ()
 
 
 def test_a_head_that_continues_keeps_its_settings():
@@ -118,7 +184,7 @@ def test_the_mask_token():
     none = target(vocab=4, tokenizer=Vocabulary(tokens, special=tokens[:2]))
     assert unused_token(none) is None
     with pytest.raises(ValueError, match=r"set head\.mask_token to the id"):
-        check_recipe(default(none, given=True), none)
+        check_recipe(default(none), none)
 
 
 def test_the_demo_s_mask_token_is_its_tokenizer_s():
@@ -134,25 +200,25 @@ def test_a_recipe_is_written_and_read_back():
 
 
 def test_the_recipe_of_a_work_folder_is_read_as_it_is(tmp_path):
-    path, one = tmp_path / "recipe.toml", default(target(576, layers=30, vocab=2048))
-    other = default(target(4096, layers=36, vocab=9000), gpu=False)
+    path, small, large = tmp_path / "recipe.toml", target(576, layers=30, vocab=2048), target(4096, layers=36)
+    one, other = default(small), default(large)
     assert (one.head.fit.micro_batch, other.head.fit.micro_batch) == (None, 8)
     path.write_text(toml_of(plain(one)))
-    assert read_recipe(plain(other), path, {}, ()) == one
+    assert read(large, path) == one
     path.write_text("[head.fit]\nsteps = 7\n")
-    assert read_recipe(plain(other), path, {}, ()).head.fit == dataclasses.replace(other.head.fit, steps=7)
+    assert read(large, path).head.fit == dataclasses.replace(other.head.fit, steps=7)
 
 
 @pytest.mark.parametrize("name", PAIR_RECIPES)
 def test_every_recipe_that_comes_along_is_read_and_can_be_trained(name):
-    base = plain(default(target(576, layers=30, vocab=512)))
-    recipe = read_recipe(base, name, {}, ())
+    one = target(576, layers=30, vocab=512)
+    recipe = read(one, name)
     recipe.check()
-    assert recipe == read_recipe(base, CONFIGS / f"{name}.toml", {}, ())
+    assert recipe == read(one, CONFIGS / f"{name}.toml")
 
 
 def test_the_recipe_of_smollm2_is_that_of_its_head():
-    recipe = read_recipe(plain(RECIPE), "smollm2-pair", {}, ())
+    recipe = read(target(), "smollm2-pair")
     assert recipe.head == read_head_recipe("smollm2")
     assert recipe.selector == read_head_recipe("smollm2-selector")
     assert recipe.prompts == ("gsm8k",)
@@ -160,35 +226,51 @@ def test_the_recipe_of_smollm2_is_that_of_its_head():
     assert sum(part.count for part in recipe.writing) == 32_000
 
 
+def test_the_selector_follows_a_head_s_whole_recipe(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text('head = "smollm2"\n')
+    recipe = read(target(4096), path)
+    assert recipe.head == read_head_recipe("smollm2")
+    assert recipe.selector.window == recipe.head.window
+    assert recipe.selector.fit.steps == default(target(4096)).selector.fit.steps
+
+
 def test_files_options_and_changes_replace_settings_in_this_order(tmp_path):
-    path = tmp_path / "own.toml"
+    path, one = tmp_path / "mine.toml", target()
     path.write_text('max_tokens = 20\nslots = 3\nprompts = ["a"]\n[head.fit]\nsteps = 9\n')
-    recipe = read_recipe(
-        plain(RECIPE), path, {"prompts": ["b"]}, ["slots=5", "writing=[]", "head.fit.batch=2"]
-    )
+    recipe = read(one, path, {"prompts": ["b"]}, ["slots=5", "writing=[]", "head.fit.batch=2"])
     assert (recipe.max_tokens, recipe.slots, recipe.prompts, recipe.writing) == (20, 5, ("b",), ())
-    assert recipe.head.fit == dataclasses.replace(RECIPE.head.fit, steps=9, batch=2)
+    assert recipe.head.fit == dataclasses.replace(default(one).head.fit, steps=9, batch=2)
     for wrong, message in (
         ("[head]\nsteps = 1\n", "unknown key head.steps"),
         ("[[writing]]\nkind = 'a'\n", r"missing key writing\[0\].count"),
         ("writing = 3\n", "writing must be a list of tables, not 3"),
         ("head = 'nothing'\n", "no recipe nothing"),
+        ("head = 3\n", "head must be a table, not 3"),
     ):
         path.write_text(wrong)
         with pytest.raises((ValueError, FileNotFoundError), match=message):
-            read_recipe(plain(RECIPE), path, {}, ())
+            read(one, path)
     with pytest.raises(FileNotFoundError, match=re.escape("one of " + ", ".join(PAIR_RECIPES))):
         find_table("nothing", PAIR_RECIPES)
 
 
 def test_what_is_out_of_range_is_listed_at_once():
-    wrong = changed(slots=0, temperatures=(), heldout=5, calibration=Calibration(prompts=3))
+    few = {"heldout": 40, "calibration": Calibration(prompts=3), "judgement": Judgement(prompts=31)}
+    wrong = changed(slots=0, temperatures=(), **few)
     wrong = dataclasses.replace(wrong, head=dataclasses.replace(wrong.head, window=1))
     with pytest.raises(ValueError, match="slots must be at least 1, not 0") as refused:
         wrong.check()
-    least = RECIPE.head.evaluation.prompts + 3 + LEAST_JUDGED
-    for message in ("temperatures must name", f"heldout must be at least {least}", "head: window must be at"):
+    for message in (
+        "temperatures must name",
+        "heldout must be at least 41, not 40",
+        "calibration.prompts must be at least 8, not 3",
+        "judgement.prompts must be at least 32, not 31",
+        "head: window must be at",
+    ):
         assert message in str(refused.value)
+    assert RECIPE.choosing == 1
+    assert default(target()).choosing == 32
     twice = dataclasses.replace(RECIPE.selector, calibration=Calibration())
     with pytest.raises(ValueError, match=r"selector\.calibration must be left out: set calibration"):
         changed(selector=twice).check()

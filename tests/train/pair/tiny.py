@@ -27,10 +27,10 @@ RECIPE = PairRecipe(
     filters=Filters(max_tokens=16, least_words=1, least_kept=0.0),
     beginning_tokens=8,
     max_tokens=12,
-    heldout=34,
+    heldout=44,
     slots=8,
     shard_documents=32,
-    calibration=Calibration(prompts=2, max_tokens=4, temperatures=(0.0,)),
+    calibration=Calibration(prompts=8, max_tokens=4, temperatures=(0.0,)),
     judgement=Judgement(prompts=32, max_tokens=3, temperatures=(1.0,), budgets=(4,)),
 )
 
