@@ -146,8 +146,10 @@ class TestWithoutATreeThatIsNamed:
         settings = {"budget": 16}, {"width": 3}, {"depth": 4}, {"candidates": 9}, {"algorithm": "accum_logp"}
         for given in (*settings, {"budget": 128}):
             assert LLM(llm.target, plain_head, **given).settings == TreeSettings(**given)
-            # The selector's candidates are the default: of the width too, up to the algorithm's.
-            chosen = {"candidates": 16, "width": 7 if "algorithm" in given else 16, **given}
+            # The width is the algorithm's, and there are at least the selector's 16 candidates.
+            chosen = {"candidates": 32, "width": 32, **given}
+            if "algorithm" in given:
+                chosen |= {"candidates": 16, "width": 7}
             if "candidates" in given:
                 del chosen["width"]
             assert LLM(llm.target, llm.draft_head, **given).settings == TreeSettings(**chosen)
@@ -161,7 +163,7 @@ class TestWithoutATreeThatIsNamed:
     def test_another_device_gets_the_default_tree(self, llm, plain_head, monkeypatch):
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         assert LLM(llm.target, plain_head).settings == TreeSettings()
-        assert LLM(llm.target, llm.draft_head).settings == TreeSettings(width=16, candidates=16)
+        assert LLM(llm.target, llm.draft_head).settings == TreeSettings(width=32, candidates=32)
 
 
 def test_the_pair_is_small():
