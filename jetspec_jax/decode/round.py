@@ -34,6 +34,7 @@ from jetspec_jax.sampling.drafting import DraftScoring
 from jetspec_jax.tree import (
     BUCKETS,
     DEFAULT_ALGORITHM,
+    ROOT_INDEX,
     Algorithm,
     Breadth,
     Candidates,
@@ -149,13 +150,9 @@ class Round(Models):
 
     def round(self, weights: DecodeWeights, state: DecodeState) -> tuple[DecodeState, RoundRecord]:
         """One round of speculation for all slots; slots that do not decode keep their state."""
-        tree, candidates, noise = self.propose(weights, state)
+        tree, _, noise = self.propose(weights, state)
         settled = self.settle(weights, state, tree, self.verify(weights, state, tree), noise=noise)
-        record = settled.record
-        if candidates is not None:
-            nan = jnp.isnan(candidates.entropies).any(axis=1) & (record.tree_sizes > 0)
-            record = record._replace(nan_drafts=nan)
-        return settled.state, record
+        return settled.state, settled.record
 
     def propose(self, weights: DecodeWeights, state: DecodeState) -> Proposal:
         """Drafts, and builds the round's trees below the anchors."""
@@ -186,6 +183,9 @@ class Round(Models):
                 width=width,
                 one_by_one=algorithm.one_by_one,
             )
+            # The other parts of the round get the tree alone, so its root says whether a row is NaN.
+            nan = jnp.where(jnp.isnan(candidates.entropies).any(axis=1), jnp.nan, 0.0)
+            tree = replace(tree, scores=tree.scores.at[:, ROOT_INDEX].set(nan))
             return Proposal(tree, candidates, noise)
 
     def _noise(self, state: DecodeState) -> Float32[Array, "B D1 V"]:
@@ -312,4 +312,5 @@ class Round(Models):
             reach = jax.tree.map(lambda values: jnp.where(decodes[:, None], values, 0.0), reach)
         sizes = jnp.where(decodes, tree.num_nodes, 0)
         depths = jnp.where(decodes, jnp.max(tree.depths, axis=1), 0)
-        return RoundRecord(accepted.tokens, sizes, depths, reach, logprobs)
+        nan = jnp.isnan(tree.scores[:, ROOT_INDEX]) & decodes if self.bucket > 1 else None
+        return RoundRecord(accepted.tokens, sizes, depths, reach, logprobs, nan)

@@ -26,7 +26,8 @@ class TokenTree:
         tokens: the token of each node; the root's is the anchor, the last committed token.
         parents: index of each node's parent.
         depths: distance from the root.
-        scores: cumulative draft log-probability from the root, whose score is 0.
+        scores: cumulative draft log-probability from the root, whose score is 0; in a round it is NaN if a
+            draft row is.
         num_nodes: valid nodes of each sequence, root included.
     """
 
