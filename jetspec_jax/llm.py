@@ -137,7 +137,8 @@ class LLM:
             algorithm: Tree algorithm: a name, or an algorithm with options from
                 `jetspec_jax.tree.get_algorithm`; None is `jetspec_jax.tree.DEFAULT_ALGORITHM`.
             candidates: Number of candidate tokens per draft row; None is the width, or without one the
-                algorithm's default. A head's selector makes it at least the number of its training.
+                algorithm's default. With a selector it is at least that default, and the number of the
+                selector's training.
             dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on a GPU, float32 on a CPU. Loaded
                 models keep theirs.
             capacity: Tokens of prompt and output per slot; None is 1024, or more if a request needs more.

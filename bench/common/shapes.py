@@ -262,7 +262,7 @@ def stored_as(shape: PairShape, stored: str) -> PairShape:
 
 
 def with_selector(shape: PairShape, rank: int) -> PairShape:
-    """The pair with a selector of this rank in its head, over the usual 16 candidates and the tail."""
+    """The pair with a selector of this rank in its head, as if trained with 16 candidates and the tail."""
     return shape._replace(head=replace(shape.head, selector=SelectorConfig(rank, 16, tail=True)))
 
 

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     formats = ", ".join(STORED)
     add("--weights", default="plain", help=f"format of the random target: {formats} (default: plain)")
-    add("--selector-rank", type=int, help="a selector of this rank over 16 candidates in the random head")
+    add("--selector-rank", type=int, help="a selector of this rank in the random head")
     add_target_option(parser, "folder or hub id, or a pair's name, instead of --shape")
     add("--draft-head", help="folder or hub id, with --model (default: the demo's)")
     add_ignore_option(parser)

@@ -18,6 +18,7 @@ from bench.common.shapes import EXPERTS, FEATURES, parameters, quantized
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.device.mesh import size_of
 from jetspec_jax.device.partition import is_split, spread
+from jetspec_jax.tree import DEFAULT_ALGORITHM, breadth_of
 
 
 def round_work(
@@ -85,8 +86,9 @@ def round_work(
         2 * rows * drafts + rows * _scores(local.layers, context),
     )
     if selector is not None:
-        looked_up = batch * depth * selector.candidates * selector.rank
-        pairs = _part(head_parts, itemsize * 2 * looked_up, 2 * looked_up * selector.candidates)
+        candidates = breadth_of(DEFAULT_ALGORITHM, None, None, selector.candidates).candidates
+        looked_up = batch * depth * candidates * selector.rank
+        pairs = _part(head_parts, itemsize * 2 * looked_up, 2 * looked_up * candidates)
         layers = _sum(layers, pairs)
     commit = _part(head_parts, itemsize * (features + batch * _token(local.layers)), 2 * batch * features)
     work["propose"] = _sum(tables, layers)

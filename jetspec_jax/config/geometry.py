@@ -229,7 +229,7 @@ class SelectorConfig:
 
     Attributes:
         rank: Width of the codebooks.
-        candidates: Number of best tokens of a draft row that the selector scores.
+        candidates: Number of best tokens of a draft row in the selector's training.
         tail: Whether the probability of a row's other tokens counts when scores become probabilities.
     """
 
@@ -281,5 +281,5 @@ class DraftHeadConfig:
 
     @property
     def selected(self) -> int | None:
-        """The number of candidates that the selector scores; None without a selector."""
+        """The number of candidates that the selector was trained with; None without one."""
         return None if self.selector is None else self.selector.candidates

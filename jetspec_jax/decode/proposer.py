@@ -95,7 +95,10 @@ class SelectingProposer(Proposer, Protocol):
 
     @property
     def selected(self) -> int | None:
-        """K, the number of candidates that the selector scores; None without a selector."""
+        """The number of candidates that the selector was trained with; None without one.
+
+        It is the least default of `select`'s ``count``, which may be up to 128.
+        """
         ...
 
     def select(
@@ -251,8 +254,8 @@ def warn_of_nan(drafts: Bool[np.ndarray, "*rounds B"] | None) -> None:
 @functools.cache
 def _warn_of_nan() -> None:
     logging.getLogger("jetspec_jax").warning(
-        "the draft's logits are not numbers (NaN), so nothing that it drafts is accepted; the text is the "
-        "target's all the same. Check the draft head's weights, or try dtype='float32'"
+        "some logits of the draft are not numbers (NaN), and drafts of such rows are not accepted; the text "
+        "is the target's all the same. Check the draft head's weights, or try dtype='float32'"
     )
 
 
@@ -295,7 +298,7 @@ class DraftHeadProposer:
 
     @property
     def selected(self) -> int | None:
-        """The candidates of the head's selector."""
+        """The number of candidates that the head's selector was trained with; None without one."""
         return self.config.selected
 
     @property

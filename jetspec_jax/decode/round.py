@@ -34,7 +34,6 @@ from jetspec_jax.sampling.drafting import DraftScoring
 from jetspec_jax.tree import (
     BUCKETS,
     DEFAULT_ALGORITHM,
-    ROOT_INDEX,
     Algorithm,
     Breadth,
     Candidates,
@@ -102,8 +101,7 @@ class Round(Models):
         bucket: Static number of nodes of a tree, root included; 1 is plain decoding.
         width: Most children of a node; None means the number of candidates.
         algorithm: The tree algorithm: a name, or an algorithm with its options.
-        candidates: Candidates per draft row; None means those of the proposer's selector, else the width, or
-            without a width the algorithm's default.
+        candidates: Candidates per draft row; None is as for `breadth_of`.
         observes: Tree sizes for which records have the acceptance that they would have had; sizes above the
             bucket are ignored.
         adjusts: Whether the logits of slots may be adjusted, for which the state has arrays.
@@ -183,10 +181,7 @@ class Round(Models):
                 width=width,
                 one_by_one=algorithm.one_by_one,
             )
-            # The other parts of the round get the tree alone, so its root says whether a row is NaN.
-            nan = jnp.where(jnp.isnan(candidates.entropies).any(axis=1), jnp.nan, 0.0)
-            tree = replace(tree, scores=tree.scores.at[:, ROOT_INDEX].set(nan))
-            return Proposal(tree, candidates, noise)
+            return Proposal(replace(tree, nan_drafts=candidates.nan), candidates, noise)
 
     def _noise(self, state: DecodeState) -> Float32[Array, "B D1 V"]:
         """The noise of the token that a node of each depth emits."""
@@ -312,5 +307,5 @@ class Round(Models):
             reach = jax.tree.map(lambda values: jnp.where(decodes[:, None], values, 0.0), reach)
         sizes = jnp.where(decodes, tree.num_nodes, 0)
         depths = jnp.where(decodes, jnp.max(tree.depths, axis=1), 0)
-        nan = jnp.isnan(tree.scores[:, ROOT_INDEX]) & decodes if self.bucket > 1 else None
+        nan = None if tree.nan_drafts is None else tree.nan_drafts & decodes
         return RoundRecord(accepted.tokens, sizes, depths, reach, logprobs, nan)

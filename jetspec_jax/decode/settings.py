@@ -36,7 +36,7 @@ class TreeSettings:
         depth: Largest depth; None means the proposer's depth.
         algorithm: The tree algorithm: a name, or an algorithm with its options.
         candidates: Candidates per draft row; None means the width, or without a width the algorithm's
-            default. A head's selector makes it at least the number of its training.
+            default. With a selector it is at least that default, and the number of the selector's training.
     """
 
     budget: int = DEFAULT_BUDGET

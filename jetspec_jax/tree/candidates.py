@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from pallas_kernels import shards
 
@@ -20,12 +20,13 @@ class Candidates:
     Attributes:
         tokens: token ids, best first, the lower id first among equals.
         log_probs: the log-probability that each is the target's choice, over the full vocabulary.
-        entropies: entropies of the whole rows, in nats; NaN for a row with NaN, which has no candidates.
+        entropies: entropies of the whole rows, in nats.
         pairs: log-probabilities given the parent, from a head with a selector: ``[b, d, u, t]`` is candidate
             t of row d below candidate u of the row above. In the first row all parents are the anchor. None
             if all nodes of a depth share a row.
         draft_log_probs: as ``log_probs``, under the draft alone, without the noise of a sample and scales.
         draft_pairs: as ``pairs``, likewise.
+        nan: whether a sequence has a row with a NaN, whose log-probabilities are -inf; None if not known.
     """
 
     tokens: Int32[Array, "B D K"]
@@ -34,12 +35,13 @@ class Candidates:
     pairs: Float32[Array, "B D K K"] | None = None
     draft_log_probs: Float32[Array, "B D K"] | None = None
     draft_pairs: Float32[Array, "B D K K"] | None = None
+    nan: Bool[Array, "B"] | None = None
 
     def best(self, count: int) -> "Candidates":
         """The best ``count`` of every row, without pairs, as the input of a plan."""
         drafted = None if self.draft_log_probs is None else self.draft_log_probs[:, :, :count]
         tokens, log_probs = self.tokens[:, :, :count], self.log_probs[:, :, :count]
-        return Candidates(tokens, log_probs, self.entropies, draft_log_probs=drafted)
+        return Candidates(tokens, log_probs, self.entropies, draft_log_probs=drafted, nan=self.nan)
 
 
 def top_candidates(
@@ -91,9 +93,10 @@ def top_candidates(
         total, moment, drafted_total = jnp.split(sums, 3, axis=2)
     return Candidates(
         tokens.astype(jnp.int32),
-        jnp.where(top > -jnp.inf, top - best - jnp.log(total), -jnp.inf),
-        jnp.where(total == 0, 0.0, jnp.log(total) - moment / total)[:, :, 0],
+        jnp.where((top > -jnp.inf) & ~jnp.isnan(total), top - best - jnp.log(total), -jnp.inf),
+        jnp.where(total > 0, jnp.log(total) - moment / total, 0.0)[:, :, 0],
         draft_log_probs=jnp.where(drafted > -jnp.inf, drafted - drafted_total, -jnp.inf),
+        nan=jnp.isnan(total).any(axis=(1, 2)),
     )
 
 

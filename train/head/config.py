@@ -56,7 +56,7 @@ def trained_with(target: Target, raw: Mapping[str, Any]) -> dict[str, Any]:
 def with_selector(raw: Mapping[str, Any], selector: SelectorConfig | None) -> dict[str, Any]:
     """A head's ``config.json`` in the published layout with another selector, or without one.
 
-    Scales of the head's errors, which were fitted with the selector that it had, are left out.
+    Scales of the head's errors are left out.
     """
     names = ("selector_rank", "selector_top_k", "selector_tail", "draft_scales")
     dflash = {key: value for key, value in raw["dflash_config"].items() if key not in names}

@@ -18,6 +18,7 @@ from jetspec_jax.device.sharding import on_one_device
 from jetspec_jax.generation import generate_tree
 from jetspec_jax.models import Weights
 from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.tree import breadth_of
 from train.data.documents import Document, Documents
 from train.data.holdout import evenly_spaced
 from train.data.regenerate import document_seed
@@ -209,10 +210,11 @@ class HeadEvaluator:
 
 
 def evaluation_trees(config: DraftHeadConfig, settings: HeadEvaluation, budget: int) -> TreeSettings:
-    """The tree settings of a budget; with a selector the width is its number of candidates."""
+    """The tree settings of a budget; with a selector those that decoding has by default."""
     if config.selected is None:
         return TreeSettings(budget, settings.width, None, ALGORITHM)
-    return TreeSettings(budget, config.selected, None, SELECTOR_ALGORITHM, config.selected)
+    width, candidates = breadth_of(SELECTOR_ALGORITHM, None, None, config.selected)
+    return TreeSettings(budget, width, None, SELECTOR_ALGORITHM, candidates)
 
 
 def without_selector(head: Head) -> Head:

@@ -70,19 +70,22 @@ def begin_head(
         check_head_fits(config, target.config)
         # On one device, also for a sharded target: training places the head itself.
         head = read_draft_head(replace(checkpoint, dtype="float32"))
-        weights = head.weights
-        if selector is None or selector.existing != "continue":
+        weights, raw = head.weights, checkpoint.raw_config
+        continues = selector is not None and selector.existing == "continue"
+        if not continues:
             weights = {name: part for name, part in weights.items() if name != "selector"}
-        raw = checkpoint.raw_config
         if dialect_of(raw) == SPECULATORS:  # the run writes the published layout
             raw = published_json(raw, replace(config, num_target_layers=target.config.num_layers))
         added = None
         if selector is not None:
             added = SelectorConfig(selector.rank, selector.candidates, selector.tail)
+        # Scales of the head's errors suit the selector with which they were fitted.
+        scales = config.draft_scales if continues or added is config.selector is None else None
+        kept = {"draft_scales": raw["dflash_config"]["draft_scales"]} if scales else {}
         raw = with_selector(trained_with(target, raw), added)
-        trained = replace(
-            head.config, target_format=raw["dflash_config"].get("target_format", ""), selector=added
-        )
+        raw["dflash_config"] |= kept
+        target_format = raw["dflash_config"].get("target_format", "")
+        trained = replace(head.config, target_format=target_format, selector=added, draft_scales=scales)
         frozen = selector is not None and not selector.joint
         return Beginning(raw, trained, weights, _stored(checkpoint) if frozen else "bfloat16")
     raw = head_json(target, settings)

@@ -14,12 +14,13 @@ from convert.folders import locate
 from jetspec_jax import load_draft_head
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.writing import save_checkpoint
-from jetspec_jax.config import SelectorConfig
+from jetspec_jax.config import SelectorConfig, parse_draft_head_config
 from tests.decode.tiny import TINY, random_target, word_tokenizer
 from tests.train.head.tiny import MASK, RECIPE, changed, records, write_documents
 from train.command import main
 from train.head.config import with_selector
 from train.head.evaluation import HeadEvaluator
+from train.head.export import export_head
 from train.head.recipe import HeadSettings, SelectorSettings
 from train.head.selector import assembled, first_selector
 from train.head.start import begin_head
@@ -101,6 +102,24 @@ class TestBeginning:
         np.testing.assert_array_equal(head["selector"]["successors"], 0)
         # Rows of the parents' codebook have entries of unit variance, whatever the embedding's scale is.
         assert float(jnp.std(head["selector"]["predecessors"])) == pytest.approx(1, rel=0.2)
+
+    @pytest.mark.parametrize(
+        ("folder", "selector", "kept"),
+        [
+            ("selecting", dataclasses.replace(SETTINGS, existing="continue"), True),
+            ("selecting", dataclasses.replace(SETTINGS, existing="replace"), False),
+            ("float32", SETTINGS, False),
+            ("float32", None, True),
+        ],
+    )
+    def test_scales_stay_with_the_selector_they_were_fitted_with(
+        self, target, folders, tmp_path, folder, selector, kept
+    ):
+        scales = [0.5, 2.0, 1.5]
+        export_head(folders / folder, tmp_path / "scaled", "jetspec", draft_scales=tuple(scales))
+        beginning = begun(target, tmp_path / "scaled", selector)
+        assert beginning.raw["dflash_config"].get("draft_scales") == (scales if kept else None)
+        assert parse_draft_head_config(beginning.raw).draft_scales == beginning.config.draft_scales
 
     def test_codebooks_are_projections_and_a_table_on_top_of_what_was_there(self, target, folders):
         settings = dataclasses.replace(SETTINGS, existing="continue")
