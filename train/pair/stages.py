@@ -244,8 +244,10 @@ class _Pair:
         Raises:
             ValueError: The folder has another target or other options.
         """
-        kept = {**self.options.claimed(), "target_weights": fingerprint(self.target.weights)}
-        claim(self.work, kept, CLAIM)
+        claimed, weights = self.options.claimed(), "target_weights"
+        if (self.work / CLAIM).exists():  # the options first, because another target may be too large
+            claim(self.work, {**claimed, weights: read_json(self.work / CLAIM).get(weights)}, CLAIM)
+        claim(self.work, {**claimed, weights: fingerprint(self.target.weights)}, CLAIM)
 
     def check_stage(self) -> None:
         """Chooses the recipe, tries each kind of work for some seconds, and says what all will cost."""
