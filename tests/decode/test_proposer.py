@@ -104,8 +104,8 @@ def test_drafts_that_are_not_numbers_warn_once(
         found = llm.generate([PROMPT] * 2, PARAMS, use_tqdm=False)
     assert [one.token_ids for one in found] == [expected] * 2
     assert [one.levelname for one in caplog.records if "NaN" in one.message] == ["WARNING"] * said
-    # A row with a NaN has no candidates, and the rows above have theirs. The other algorithms fill their trees
-    # with impossible tokens, which may be right by chance.
+    # A row with a NaN has no candidates, and the rows above have theirs. The other algorithms fill their
+    # trees with impossible tokens, which may be right by chance.
     if algorithm in ("top_nodes", "auto"):
         assert all(least <= one.mean_acceptance_length <= most for one in found)
 
