@@ -148,9 +148,12 @@ class Round(Models):
 
     def round(self, weights: DecodeWeights, state: DecodeState) -> tuple[DecodeState, RoundRecord]:
         """One round of speculation for all slots; slots that do not decode keep their state."""
-        tree, _, noise = self.propose(weights, state)
+        tree, candidates, noise = self.propose(weights, state)
         settled = self.settle(weights, state, tree, self.verify(weights, state, tree), noise=noise)
-        return settled.state, settled.record
+        record = settled.record
+        if candidates is not None and candidates.nan is not None:
+            record = record._replace(nan_drafts=candidates.nan & (record.tree_sizes > 0))
+        return settled.state, record
 
     def propose(self, weights: DecodeWeights, state: DecodeState) -> Proposal:
         """Drafts, and builds the round's trees below the anchors."""
@@ -181,7 +184,7 @@ class Round(Models):
                 width=width,
                 one_by_one=algorithm.one_by_one,
             )
-            return Proposal(replace(tree, nan_drafts=candidates.nan), candidates, noise)
+            return Proposal(tree, candidates, noise)
 
     def _noise(self, state: DecodeState) -> Float32[Array, "B D1 V"]:
         """The noise of the token that a node of each depth emits."""
@@ -307,5 +310,4 @@ class Round(Models):
             reach = jax.tree.map(lambda values: jnp.where(decodes[:, None], values, 0.0), reach)
         sizes = jnp.where(decodes, tree.num_nodes, 0)
         depths = jnp.where(decodes, jnp.max(tree.depths, axis=1), 0)
-        nan = None if tree.nan_drafts is None else tree.nan_drafts & decodes
-        return RoundRecord(accepted.tokens, sizes, depths, reach, logprobs, nan)
+        return RoundRecord(accepted.tokens, sizes, depths, reach, logprobs)

@@ -128,7 +128,8 @@ class RoundRecord(NamedTuple):
         reach: The acceptance that trees of smaller sizes would have had, 0 for a slot that did not decode;
             None if the decoder does not observe it.
         logprobs: Log-probabilities of the committed tokens; None if the decoder does not compute them.
-        nan_drafts: Whether a slot that decoded has draft rows that are not numbers; None without a tree.
+        nan_drafts: Whether a slot that decoded has draft rows that are not numbers; None if not known, as
+            without a tree, and in rounds in three programs, whose last part does not get the drafts.
     """
 
     tokens: Int32[Array, "*rounds B D1"]

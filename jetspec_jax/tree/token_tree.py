@@ -28,7 +28,6 @@ class TokenTree:
         depths: distance from the root.
         scores: cumulative draft log-probability from the root, whose score is 0.
         num_nodes: valid nodes of each sequence, root included.
-        nan_drafts: whether a draft row has a NaN, in a round; None if not known.
     """
 
     tokens: Int32[Array, "B N"]
@@ -36,7 +35,6 @@ class TokenTree:
     depths: Int32[Array, "B N"]
     scores: Float32[Array, "B N"]
     num_nodes: Int32[Array, " B"]
-    nan_drafts: Bool[Array, " B"] | None = None
 
     @property
     def valid(self) -> Bool[Array, "B N"]:

@@ -96,7 +96,7 @@ def test_a_round_launched_apart(target, sequences, kind):
         tree = propose(weights, apart).tree
         settled = settle(weights, apart, tree, verify(weights, apart, tree))
         apart = settled.state
-        assert_equal(settled.record, record)
+        assert_equal(settled.record, record._replace(nan_drafts=None))
         assert_equal(apart, together)
         assert_equal(record.counts, settled.accepted.counts)
         deepest = max(deepest, record.counts.max())
