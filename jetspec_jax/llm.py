@@ -132,7 +132,7 @@ class LLM:
                 if the target is a pair, and plain decoding for any other target.
             model: vLLM's name for the target.
             budget: Most nodes of a tree, root included; 1 is plain decoding, None is 128.
-            width: Most children of a node; None is all candidates.
+            width: Most children of a node; None is the candidates, or without them the algorithm's default.
             depth: Largest depth of a tree; None is all that the head drafts.
             algorithm: Tree algorithm: a name, or an algorithm with options from
                 `jetspec_jax.tree.get_algorithm`; None is `jetspec_jax.tree.DEFAULT_ALGORITHM`.

@@ -44,7 +44,7 @@ def log_once(level: int, text: str) -> None:
 
 
 def next_of(news: queue.SimpleQueue[T], compiling: Callable[[], Iterable[str]]) -> T:
-    """The next of a queue. Warnings name what is compiled if this takes long."""
+    """The next item of a queue. A wait that takes long logs the kinds of programs that compile."""
     while True:
         try:
             return news.get(timeout=SILENCE)

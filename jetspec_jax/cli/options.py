@@ -252,8 +252,13 @@ MODELS = Group(
             int,
             unset=f"{DEFAULT_BUDGET}; plain decoding on a CPU, unless an option of a tree is given",
         ),
-        Option("width", "most children of a node", int, unset="the algorithm's"),
-        Option("candidates", "candidates per draft row", int, unset="the width, or more for a selector"),
+        Option("width", "most children of a node", int, unset="the candidates, else the algorithm's"),
+        Option(
+            "candidates",
+            "candidates per draft row",
+            int,
+            unset="the width, else the algorithm's; more with a selector",
+        ),
         Option("depth", "largest depth of a tree", int, unset="the head's draft depth"),
         Option(
             "algorithm",

@@ -4,7 +4,6 @@ A proposer computes draft logits for the depths below the anchor, from a state t
 are committed. The draft head is a proposer; the decoder uses it only through this interface.
 """
 
-import functools
 import logging
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -26,10 +25,17 @@ from jetspec_jax.device.mesh import WHOLE
 from jetspec_jax.device.partition import is_split, parameter_specs, spread
 from jetspec_jax.models import DraftHead, Transformer, Weights, bind
 from jetspec_jax.models.selector import parents_of
+from jetspec_jax.progress import log_once
 from jetspec_jax.sampling.drafting import DraftScoring
 from jetspec_jax.tree import Breadth, Candidates, pair_log_probs, top_candidates
 from pallas_kernels import shards
 from pallas_kernels.quantized import Quantized
+
+#: What the log says of drafts with NaN.
+NAN_DRAFTS = (
+    "some logits of the draft are not numbers (NaN), and drafts of such rows are not accepted; the text is "
+    "the target's all the same. Check the draft head's weights, or try dtype='float32'"
+)
 
 
 @runtime_checkable
@@ -248,15 +254,7 @@ def candidates_of(
 def warn_of_nan(drafts: Bool[np.ndarray, "*rounds B"] | None) -> None:
     """Logs a warning, once in a process, if drafts were not numbers: see `RoundRecord.nan_drafts`."""
     if drafts is not None and drafts.any():
-        _warn_of_nan()
-
-
-@functools.cache
-def _warn_of_nan() -> None:
-    logging.getLogger("jetspec_jax").warning(
-        "some logits of the draft are not numbers (NaN), and drafts of such rows are not accepted; the text "
-        "is the target's all the same. Check the draft head's weights, or try dtype='float32'"
-    )
+        log_once(logging.WARNING, NAN_DRAFTS)
 
 
 def taps_of(proposer: Proposer | None) -> tuple[int, ...]:

@@ -99,7 +99,7 @@ class Round(Models):
 
     Attributes:
         bucket: Static number of nodes of a tree, root included; 1 is plain decoding.
-        width: Most children of a node; None means the number of candidates.
+        width: Most children of a node; None is as for `breadth_of`.
         algorithm: The tree algorithm: a name, or an algorithm with its options.
         candidates: Candidates per draft row; None is as for `breadth_of`.
         observes: Tree sizes for which records have the acceptance that they would have had; sizes above the

@@ -32,7 +32,7 @@ class TreeSettings:
 
     Attributes:
         budget: Most nodes, root included; 1 is plain decoding.
-        width: Most children of a node; None means the number of candidates.
+        width: Most children of a node; None means the candidates, or without them the algorithm's default.
         depth: Largest depth; None means the proposer's depth.
         algorithm: The tree algorithm: a name, or an algorithm with its options.
         candidates: Candidates per draft row; None means the width, or without a width the algorithm's

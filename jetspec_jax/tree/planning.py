@@ -35,6 +35,7 @@ def breadth_of(
     """Resolves the defaults of width and candidates.
 
     If only one is given, the other equals it. If neither is, both are the algorithm's ``usual_candidates``.
+    With a selector, candidates that are not given are more, see ``selected``.
 
     Args:
         algorithm: The algorithm.

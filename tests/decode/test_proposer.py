@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jetspec_jax import LLM, AsyncLLM, DeviceMemoryError, SamplingParams, generate, generate_tree
-from jetspec_jax.decode.proposer import _warn_of_nan
 from jetspec_jax.device import memory
+from jetspec_jax.progress import log_once
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.tiny import TINY, random_head, random_target, with_windows
 from tests.meshes import mesh_of
@@ -97,7 +97,7 @@ def test_drafts_that_are_not_numbers_warn_once(
     target, drafts, proposer, said, least, most, algorithm, caplog
 ):
     given, expected = drafts
-    _warn_of_nan.cache_clear()
+    log_once.cache_clear()
     with LLM(
         target, budget=16, algorithm=algorithm, **given | {"proposer": proposer(CONFIG.vocab_size)}
     ) as llm:

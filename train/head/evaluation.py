@@ -210,7 +210,7 @@ class HeadEvaluator:
 
 
 def evaluation_trees(config: DraftHeadConfig, settings: HeadEvaluation, budget: int) -> TreeSettings:
-    """The tree settings of a budget; with a selector those that decoding has by default."""
+    """The tree settings of a budget; with a selector, candidates and width are decoding's defaults."""
     if config.selected is None:
         return TreeSettings(budget, settings.width, None, ALGORITHM)
     width, candidates = breadth_of(SELECTOR_ALGORITHM, None, None, config.selected)

@@ -184,7 +184,7 @@ def default_table(
     settings, given = dotted(chosen), bool(chosen.get("prompts"))
 
     def chosen_or(default: int, name: str) -> int:
-        """A chosen number; the default if there is none, or one that `PairRecipe.check` refuses."""
+        """The chosen number of a setting, or the default; a number that is refused later counts as none."""
         value = settings.get(name)
         return value if isinstance(value, int) and value > 0 else default
 
@@ -201,7 +201,7 @@ def default_table(
         "slots": (256 if width < 2048 else 128) if gpu else 32,
     }
     prompt = chosen_or(Filters.max_tokens, "filters.max_tokens")
-    # 64 tokens are for the template. The user's own prompts and texts may be long.
+    # The template takes up to 64 tokens. Given prompts and documents may be long.
     longest = prompt + chosen_or(PairRecipe.max_tokens, "max_tokens") + 64
     window = max(1 << (longest - 1).bit_length(), 2048 if given or chosen.get("documents") else 512)
     for name, peak in (("head", rate), ("selector", selector_rate)):

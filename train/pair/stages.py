@@ -244,10 +244,11 @@ class _Pair:
         Raises:
             ValueError: The folder has another target or other options.
         """
-        claimed, weights = self.options.claimed(), "target_weights"
-        if (self.work / CLAIM).exists():  # the options first, because another target may be too large
-            claim(self.work, {**claimed, weights: read_json(self.work / CLAIM).get(weights)}, CLAIM)
-        claim(self.work, {**claimed, weights: fingerprint(self.target.weights)}, CLAIM)
+        options = self.options.claimed()
+        if (self.work / CLAIM).exists():  # options come first, because another target may be too large
+            weights = read_json(self.work / CLAIM).get("target_weights")
+            claim(self.work, {**options, "target_weights": weights}, CLAIM)
+        claim(self.work, {**options, "target_weights": fingerprint(self.target.weights)}, CLAIM)
 
     def check_stage(self) -> None:
         """Chooses the recipe, tries each kind of work for some seconds, and says what all will cost."""

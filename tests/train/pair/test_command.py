@@ -90,7 +90,7 @@ def test_the_command_makes_a_head_that_decodes(whole, lines, recipe, capsys):
     assert report["prompts"] == LEAST_JUDGED
     # In float32 trees give the tokens of plain decoding.
     assert all(row["equal_outputs"] == LEAST_JUDGED for row in report["rows"])
-    # Training has the answers to its prompts, and to those that choose its weights.
+    # The training documents answer training prompts, and the prompts that choose the best weights.
     split = json.loads((whole / "held.json").read_text())
     assert [len(split[part]) for part in ("judged", "calibrated")] == [LEAST_JUDGED, LEAST_CALIBRATED]
     prompts = [json.loads(line) for line in (whole / "prompts.jsonl").read_text().splitlines()]
