@@ -1,7 +1,8 @@
 """Rewrites the tables of a page of the documentation from kept reports.
 
-A table starts with a line ``<!-- decode smollm2/gsm8k-gpu -->``, which names its kind and its report in
-bench/results, and ends with a line ``<!-- end -->``. The rest of the page does not change.
+A table starts with a line ``<!-- decode smollm2/gsm8k-gpu smollm2/humaneval-gpu -->``, which names its kind
+and its reports in bench/results, one per prompt set, and ends with a line ``<!-- end -->``. The rest of the
+page does not change.
 """
 
 import argparse
@@ -13,12 +14,10 @@ from typing import Any
 from bench.plots import DOCS, RESULTS, read_report
 from jetspec_jax.checkpoint.files import write_text
 
-#: The page of the pair "smollm2".
+#: The page of the real models.
 REAL_MODEL = DOCS / "real-model.md"
-#: The depths in the table of acceptance.
-DEPTHS = (1, 2, 3, 4, 6, 8, 11)
-
-_TABLE = re.compile(r"(?m)^(<!-- ([a-z]+) ([\w./-]+) -->\n)(?:.*\n)*?(<!-- end -->)$")
+_Reports = Sequence[Mapping[str, Any]]
+_TABLE = re.compile(r"(?m)^(<!-- ([a-z]+) ([\w./ -]+) -->\n)(?:.*\n)*?(<!-- end -->)$")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,16 +49,17 @@ def with_tables(page: str, name: str) -> str:
     """
 
     def table(match: re.Match[str]) -> str:
-        begin, kind, report, end = match.groups()
+        begin, kind, names, end = match.groups()
         if kind not in KINDS:
             raise ValueError(f"{name} asks for a table of {kind!r}; there are {', '.join(KINDS)}")
         benchmark, make = KINDS[kind]
-        found = read_report(RESULTS / f"{report}.json")
-        if found["benchmark"] != benchmark:
-            raise ValueError(
-                f"{name}: {report} is a report of {found['benchmark']!r}; {kind} needs one of {benchmark!r}"
-            )
-        return "\n".join([begin, *make(found), "", end])
+        reports = [read_report(RESULTS / f"{report}.json") for report in names.split()]
+        for report, found in zip(names.split(), reports, strict=True):
+            if (other := found["benchmark"]) != benchmark:
+                raise ValueError(
+                    f"{name}: {report} is a report of {other!r}; {kind} needs one of {benchmark!r}"
+                )
+        return "\n".join([begin, *make(reports), "", *_captions(reports), "", end])
 
     made, count = _TABLE.subn(table, page)
     if not count:
@@ -67,45 +67,25 @@ def with_tables(page: str, name: str) -> str:
     return made
 
 
-def _decode(report: Mapping[str, Any]) -> Iterator[str]:
-    """τ and speed of all methods, by temperature."""
-    rows = [
-        [
-            f"{row['temperature']:g}",
-            row["method"],
-            _with_interval(row, "tau", 2),
-            _with_interval(row, "tokens/s", 0 if row["tokens/s"] > 100 else 1),
-            _with_interval(row, "speed-up", 2),
-            f"{row['exact match']:.0%}",
-            f"{row['first token ms']:.1f}",
-        ]
-        for row in report["rows"]
-    ]
-    yield from _table(["T", "method", "τ", "tokens/s", "times plain", "equal", "first token, ms"], rows)
-    yield ""
-    yield _caption(report)
+def _decode(reports: _Reports) -> Iterator[str]:
+    """τ and speed relative to plain decoding, by temperature and method: a column per report."""
+    rows = {(f"{row['temperature']:g}", row["method"]): [] for report in reports for row in report["rows"]}
+    for report in reports:
+        found = {(f"{row['temperature']:g}", row["method"]): row for row in report["rows"]}
+        for key, cells in rows.items():
+            row = found.get(key)
+            cells.append(f"{row['tau']:.2f} / {row['speed-up']:.2f}" if row else "–")
+            if row and row["method"] == "plain":
+                cells[-1] = f"{row['tokens/s']:,.{0 if row['tokens/s'] > 100 else 1}f} tokens/s"
+    names = ["T", "method", *map(_set_of, reports)]
+    yield from _table(names, [[*key, *cells] for key, cells in rows.items()])
 
 
-def _acceptance(report: Mapping[str, Any]) -> Iterator[str]:
-    """Shares of rounds that accept at least a number of drafted tokens."""
-    deepest = len(report["rows"][0]["acceptance"])  # all methods of a head have the same depth
-    depths = [depth for depth in DEPTHS if depth <= deepest]
-    rows = [
-        [
-            f"{row['temperature']:g}",
-            row["method"],
-            *(f"{row['acceptance'][depth - 1]:.0%}" for depth in depths),
-        ]
-        for row in report["rows"]
-        if row["method"] != "plain"
-    ]
-    yield from _table(["T", "method", *map(str, depths)], rows)
-
-
-def _exactness(report: Mapping[str, Any]) -> Iterator[str]:
+def _exactness(reports: _Reports) -> Iterator[str]:
     """Compared tokens, and differences."""
     rows = [
         [
+            _set_of(report),
             row["dtype"],
             f"{row['T']:g}",
             row["method"],
@@ -115,16 +95,16 @@ def _exactness(report: Mapping[str, Any]) -> Iterator[str]:
             _or_dash(row["mistakes"]),
             _or_dash(row["largest_gap"], ".1e"),
         ]
+        for report in reports
         for row in report["rows"]
     ]
-    names = ["type", "T", "method", "tokens", "outputs that part", "ties", "mistakes", "largest gap"]
+    names = ["set", "type", "T", "method", "tokens", "outputs that part", "ties", "mistakes", "largest gap"]
     yield from _table(names, rows)
-    yield ""
-    yield _caption(report)
 
 
-def _phases(report: Mapping[str, Any]) -> Iterator[str]:
+def _phases(reports: _Reports) -> Iterator[str]:
     """Times of a round and its phases, with the floor."""
+    [report] = reports
     phases = list(report["rows"][0]["phases_ms"])
     rows = [
         [
@@ -137,14 +117,11 @@ def _phases(report: Mapping[str, Any]) -> Iterator[str]:
         for row in report["rows"]
     ]
     yield from _table(["nodes", "round, ms", *phases, "floor, ms", "times the floor"], rows)
-    yield ""
-    yield _caption(report)
 
 
 #: The benchmark and the table's function of each kind.
-KINDS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Iterator[str]]]] = {
+KINDS: dict[str, tuple[str, Callable[[_Reports], Iterator[str]]]] = {
     "decode": ("decode", _decode),
-    "acceptance": ("decode", _acceptance),
     "exactness": ("exactness", _exactness),
     "phases": ("round", _phases),
 }
@@ -157,18 +134,20 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
     yield from (f"| {' | '.join(row)} |" for row in rows)
 
 
-def _with_interval(row: Mapping[str, Any], figure: str, digits: int) -> str:
-    value = f"{row[figure]:.{digits}f}"
-    if row["method"] == "plain" and figure != "tokens/s":
-        return value
-    low, high = row[f"{figure} interval"]
-    return f"{value} ({low:.{digits}f} to {high:.{digits}f})"
-
-
 def _or_dash(figure: float | None, form: str = "") -> str:
     return "–" if figure is None else format(figure, form)
 
 
-def _caption(report: Mapping[str, Any]) -> str:
-    """The device and the command of a report."""
-    return f"{report['device']}, JAX {report['jax']}: `{report['command']}`"
+def _set_of(report: Mapping[str, Any]) -> str:
+    """The prompt set of a report, as the page writes it."""
+    name = str(report["arguments"]["prompts"]).partition("=")[0]
+    return {"gsm8k": "GSM8K", "humaneval": "HumanEval", "mt-bench": "MT-Bench"}.get(name, name)
+
+
+def _captions(reports: _Reports) -> Iterator[str]:
+    """The devices and the command of reports, which differ by their prompts."""
+    devices = dict.fromkeys(f"{report['device']}, JAX {report['jax']}" for report in reports)
+    command = reports[0]["command"]
+    if len(reports) > 1:
+        command = re.sub(r"--prompts \S+", "--prompts SET=FILE", command)
+    yield f"{'; '.join(devices)}: `{command}`"

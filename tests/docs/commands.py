@@ -36,7 +36,7 @@ NOT_RUN = {
     r"bench kernel\b": "a GPU: its kernels",
     r"bench round --target": "a GPU: a record of what was measured",
     r"\b(?:Qwen|JetSpec)/": "a hub: a checkpoint of 8 billion parameters",
-    r"\w=\w+\.jsonl\b": "a hub: a published set of prompts",
+    r"\bSET=FILE\b": "a hub: a published set of prompts",
     r"train pair\b|\bWORK/": "minutes to hours of a GPU; tests/train/pair has a tiny one",
     r"--coordinator|--distributed": "a second host",
     r"//host:": "a server on another host",

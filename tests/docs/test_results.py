@@ -24,7 +24,7 @@ MOST_FILES, MOST_BYTES = 80, 3_500_000
 # A path in a link, or in code; the latter may be a glob. A command's reports are elsewhere.
 _LINK = re.compile(r"\]\(([^)#\s]+\.(?:json|svg|png))\)")
 _CODE = re.compile(r"(?<![\w/])(bench/results/[\w./*-]+\.(?:json|svg|png))")
-_TABLE = re.compile(r"^<!-- [a-z]+ ([\w./-]+) -->$", re.M)
+_TABLE = re.compile(r"^<!-- [a-z]+ ([\w./ -]+) -->$", re.M)
 
 
 def cited(page):
@@ -34,8 +34,8 @@ def cited(page):
         if not re.match(r"[a-z]+:", link):
             yield (page.parent / link).resolve().relative_to(ROOT).as_posix()
     yield from _CODE.findall(text)
-    for report in _TABLE.findall(text) if page == REAL_MODEL else ():
-        yield f"bench/results/{report}.json"
+    for reports in _TABLE.findall(text) if page == REAL_MODEL else ():
+        yield from (f"bench/results/{report}.json" for report in reports.split())
 
 
 def _name(page):
@@ -69,7 +69,7 @@ DERIVED = {
 def figures(page):
     """The numbers of each paragraph that names reports, and of a table below it; and the reports' values."""
     text = re.sub(
-        r"(?ms)^<!-- [a-z]+ [\w./-]+ -->$.*?^<!-- end -->$|^```.*?^```$", "", page.read_text("utf-8")
+        r"(?ms)^<!-- [a-z]+ [\w./ -]+ -->$.*?^<!-- end -->$|^```.*?^```$", "", page.read_text("utf-8")
     )
     for block in re.split(r"\n\n+(?!\|)", text):  # a table belongs to the paragraph above
         linked = [page.parent / path for path in _LINK.findall(block) if not re.match(r"[a-z]+:", path)]

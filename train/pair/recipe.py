@@ -1,6 +1,6 @@
 """The recipe of a pair: every choice of ``python -m train pair``, and the rules that choose for a target.
 
-`default_recipe` follows the table of docs/your-model.md. A recipe file replaces settings of it.
+`default_table` follows the table of docs/your-model.md. A recipe file replaces settings of it.
 """
 
 import copy
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_jax.checkpoint.loading import Target
-from jetspec_jax.config import default_tap_layers
+from jetspec_jax.config import ModelConfig, default_tap_layers
+from jetspec_jax.device.memory import num_parameters
 from train.head.recipe import Calibration, HeadRecipe
 from train.head.recipe_file import PAIR_RECIPES, change, find_table, record_of
 from train.loop.fit import Fit
@@ -220,13 +221,48 @@ def default_table(
         of_target[name] |= {
             "window": window,
             "remat": width >= 2048,
-            "objective": {"anchors": max(1, 96 * window // 512), "chunk": max(chunk, block - 1)},
+            "objective": {
+                "anchors": max(1, anchors_for(config, block) * window // 512),
+                "chunk": max(chunk, block - 1),
+            },
             "fit": fit | ({"micro_batch": micro} if parts > 1 else {}),
         }
     _merge(table, of_target)
     if not has_chat_template(target) or (chosen.get("documents") and not given):
         table["writing"] = []  # a base model may have a template, and writes no prompts
     return table
+
+
+def anchors_for(target: ModelConfig, block: int) -> int:
+    """Anchors of 512 tokens: 96, or fewer where a large vocabulary's logits would take most of a step.
+
+    The logits of an anchor's rows, of the target and of the head with its gradient, take four passes over the
+    output matrix; they get at most twice the operations of the target's other matrices on all tokens.
+    """
+    matrix = target.hidden_size * target.vocab_size
+    body = num_parameters(target) - matrix * (1 if target.tie_word_embeddings else 2)
+    return max(32, min(96, 2 * 512 * body // (4 * (block - 1) * matrix)))
+
+
+def default_writing() -> tuple[Writing, ...]:
+    """The prompts that a target writes by default."""
+    table = find_table("default-pair")[1]["writing"]
+    return tuple(Writing(part["kind"], part["count"], tuple(part.get("phrases", ()))) for part in table)
+
+
+def with_all_kept(recipe: PairRecipe, kept: float) -> PairRecipe:
+    """The recipe with as many more prompts to write as are dropped, if their numbers are the default ones.
+
+    Training sees each window about twenty times; with fewer prompts the head would learn them by heart.
+
+    Args:
+        recipe: The recipe.
+        kept: Share of the written prompts that are kept.
+    """
+    if recipe.writing != default_writing():
+        return recipe
+    more = tuple(replace(part, count=round(part.count / kept)) for part in recipe.writing)
+    return replace(recipe, writing=more)
 
 
 def with_steps(recipe: PairRecipe, head: int, selector: int) -> PairRecipe:

@@ -66,7 +66,7 @@ from train.pair.prompts import (
     read_written,
     to_write,
 )
-from train.pair.recipe import PairRecipe, has_chat_template, plain, read_recipe
+from train.pair.recipe import PairRecipe, has_chat_template, plain, read_recipe, with_all_kept
 
 #: Files of the work folder: its options, its recipe, its estimates, and the use of held-out prompts.
 CLAIM, RECIPE, ESTIMATE, HELD = "pair.json", "recipe.toml", "estimate.json", "held.json"
@@ -275,6 +275,7 @@ class _Pair:
         if jax.default_backend() == "cpu" and options.total_minutes is None and not options.yes:
             ask_for_hours(rough_hours(self.target.config, recipe, given))
         rates = self._trial(recipe)
+        recipe = self.recipe = with_all_kept(recipe, rates.kept)
         if options.total_minutes is not None:
             left = options.total_minutes - (time.monotonic() - begun) / 60
             recipe = self.recipe = fitted(recipe, rates, self.head_config, given, left)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from bench.common.shapes import find_pair_shape
 from jetspec_jax import load_target
 from jetspec_jax.demo import DEMO_TARGET
 from tests.decode.tiny import TINY
@@ -17,10 +18,13 @@ from train.pair.recipe import (
     Judgement,
     PairRecipe,
     Writing,
+    anchors_for,
+    default_writing,
     plain,
     read_recipe,
     scaled,
     unused_token,
+    with_all_kept,
 )
 from train.pair.stages import check_recipe
 
@@ -103,7 +107,7 @@ def test_the_sizes_of_a_batch_follow_its_window_and_divide_over_devices(width, d
     for part in (recipe.head, recipe.selector):
         assert part.fit.parts(devices) >= 1
         assert part.window == window
-        assert part.objective.anchors == 96 * window // 512
+        assert part.objective.anchors == anchors_for(target(width).config, 12) * window // 512
         at_once = part.fit.micro_batch or part.fit.batch // devices
         assert at_once * window * max(width, 1024) <= 2**24
         tokens = part.fit.batch * window
@@ -114,11 +118,11 @@ def test_the_sizes_of_a_batch_follow_its_window_and_divide_over_devices(width, d
     ("changes", "sizes"),
     [
         # Windows, batch, micro-batch, anchors, rows of a chunk.
-        (("selector.window=1024",), [(512, 32, 8, 96, 1005), (1024, 16, 4, 192, 1020)]),
-        (("head.fit.batch=12",), [(512, 12, 4, 96, 1020), (512, 32, 8, 96, 1005)]),
-        (("head.fit.micro_batch=3",), [(512, 33, 3, 96, 1020), (512, 32, 8, 96, 1005)]),
-        (("max_tokens=256", "filters.max_tokens=193"), [(1024, 16, 4, 192, 1020)] * 2),
-        (("head.window=4096", "head.objective.anchors=5"), [(4096, 4, 1, 5, 1020), (4096, 4, 1, 768, 1020)]),
+        (("selector.window=1024",), [(512, 32, 8, 32, 1005), (1024, 16, 4, 64, 1020)]),
+        (("head.fit.batch=12",), [(512, 12, 4, 32, 1020), (512, 32, 8, 32, 1005)]),
+        (("head.fit.micro_batch=3",), [(512, 33, 3, 32, 1020), (512, 32, 8, 32, 1005)]),
+        (("max_tokens=256", "filters.max_tokens=193"), [(1024, 16, 4, 64, 1020)] * 2),
+        (("head.window=4096", "head.objective.anchors=5"), [(4096, 4, 1, 5, 1020), (4096, 4, 1, 256, 1020)]),
     ],
 )
 def test_chosen_sizes_stay_and_others_follow(changes, sizes):
@@ -288,3 +292,25 @@ def test_a_scaled_recipe_has_fewer_of_everything_and_enough_to_judge():
     assert sum(part.count for part in least.writing) >= 3 * whole.heldout
     for recipe in (half, least, scaled(whole, 3.0)):
         recipe.check()
+
+
+def test_a_small_target_of_a_large_vocabulary_has_fewer_anchors():
+    assert anchors_for(find_pair_shape("qwen3-8b").target, 16) == 96
+    # 24 layers of 14.9 million parameters: 256 * 357.9e6 / (11 * 136.1e6).
+    sizes = {"num_heads": 14, "num_kv_heads": 2, "head_dim": 64, "mlp_size": 4864}
+    wide = dataclasses.replace(TINY.layers[0], **sizes)
+    coder = dataclasses.replace(
+        TINY, hidden_size=896, vocab_size=151_936, layers=(wide,) * 24, tie_word_embeddings=False
+    )
+    assert anchors_for(coder, 12) == 61
+    assert anchors_for(target(vocab=151_936).config, 12) == 32
+
+
+def test_default_prompts_make_up_for_those_that_are_dropped():
+    recipe = default(target())
+    assert recipe.writing == default_writing()
+    more = with_all_kept(recipe, 0.5)
+    assert [part.count for part in more.writing] == [2 * part.count for part in recipe.writing]
+    assert [part.phrases for part in more.writing] == [part.phrases for part in recipe.writing]
+    own = dataclasses.replace(recipe, writing=(Writing("free", 100),))
+    assert with_all_kept(own, 0.5) == own
