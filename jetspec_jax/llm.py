@@ -110,6 +110,7 @@ class LLM:
         tokenizer: str | Path | None = None,
         chat_template: str | Path | None = None,
         mxfp4: str = AUTO,
+        fp8_activations: bool | None = None,
         compilation_cache: str | Path = "auto",
         proposer: Proposer | None = None,
         proposer_weights: Any = None,
@@ -157,6 +158,8 @@ class LLM:
                 tokenizer's chat template; a value with braces or several lines is a text.
             mxfp4: Whether experts in MXFP4 stay "packed" on the devices or are "widened" on loading; "auto"
                 is the faster form if it fits, else the smaller one. Loaded targets keep theirs.
+            fp8_activations: Whether activations are quantised in FP8 where the weights of target or head are;
+                None is no. Loaded models keep theirs.
             compilation_cache: Folder of compiled programs for later processes, for this whole process:
                 "auto", a folder, or "off". See `jetspec_jax.enable_compilation_cache`.
             proposer: A source of drafts in place of a draft head, see `jetspec_jax.Proposer`.
@@ -187,7 +190,9 @@ class LLM:
         proposer_weights = jax.tree.map(jnp.asarray, proposer_weights)
         resolved = resolve_dtype(dtype)
         # What is read: the target and the head, unless they are loaded.
-        reading = Source("", dtype, ignore_config_keys, allow_nonfinite, mxfp4=mxfp4)
+        reading = Source(
+            "", dtype, ignore_config_keys, allow_nonfinite, mxfp4=mxfp4, fp8_activations=fp8_activations
+        )
         target = _target_of(target, model)
         ours = _source_of_target(target, reading, tokenizer, chat_template)
         if draft_head is None and proposer is None:

@@ -5,14 +5,17 @@ the last block of an axis may be partial. Examples with blocks of 128 x 128, and
 
     values [300, 512]   block (128, 128)   scales [3, 4]
     values [300, 512]   block (300, 1)     scales [1, 512]
+
+The rows that weights multiply may be quantised too, see `quantize_rows`.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float8e4m3fn, Float32
 
 #: The type of the values: a sign, four bits of exponent and three of mantissa; finite but for two NaNs.
 FP8 = jnp.dtype("float8_e4m3fn")
@@ -25,7 +28,11 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ..
     return tuple(-(-size // unit) for size, unit in zip(shape, block, strict=True))
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("values", "scales"), meta_fields=("block",))
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("values", "scales"),
+    meta_fields=("block", "row_group"),
+)
 @dataclass(frozen=True, slots=True)
 class Quantized:
     """Weights in FP8; a weight is its value times its block's scale.
@@ -34,11 +41,14 @@ class Quantized:
         values: [*shape], of type `FP8`.
         scales: A float32 scale per block; see `scale_shape`.
         block: The block's size along each axis.
+        row_group: Terms that share a scale in the rows that the weights multiply, which products quantise; 0
+            is all terms. None: rows are not quantised.
     """
 
     values: Array
     scales: Array
     block: tuple[int, ...]
+    row_group: int | None = None
 
     @classmethod
     def of(cls, weights: Float[Array, "*shape"], block: tuple[int, ...]) -> "Quantized":
@@ -68,7 +78,8 @@ class Quantized:
     def __getitem__(self, index: Array | int) -> "Quantized":
         """An entry of the first axis, along which blocks must have size 1."""
         assert self.block[0] == 1, f"entries of blocks of {self.block[0]}"
-        return Quantized(_of_bits(_bits(self.values)[index]), self.scales[index], self.block[1:])
+        values = of_bits(bits_of(self.values)[index])
+        return replace(self, values=values, scales=self.scales[index], block=self.block[1:])
 
     def cut(self, axis: int, start: Array | int, count: int) -> "Quantized":
         """The weights of ``count`` blocks of an axis from ``start`` on; the last block may be partial."""
@@ -76,9 +87,9 @@ class Quantized:
         size = (
             count * unit if isinstance(start, Array) else min(count * unit, self.shape[axis] - start * unit)
         )
-        values = jax.lax.dynamic_slice_in_dim(_bits(self.values), start * unit, size, axis)
+        values = jax.lax.dynamic_slice_in_dim(bits_of(self.values), start * unit, size, axis)
         scales = jax.lax.dynamic_slice_in_dim(self.scales, start, count, axis)
-        return Quantized(_of_bits(values), scales, self.block)
+        return replace(self, values=of_bits(values), scales=scales)
 
     def widened(self, dtype: jnp.dtype) -> Float[Array, "*shape"]:
         """The weights in another type: value times scale in float32, rounded once."""
@@ -86,12 +97,45 @@ class Quantized:
         return (self.values.astype(jnp.float32) * scales).astype(dtype)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def quantize_rows(
+    x: Float[Array, "R K"], group: int
+) -> tuple[Float8e4m3fn[Array, "R K"], Float32[Array, "R groups"]]:
+    """Rows in FP8, and a scale for each ``group`` neighbouring terms of a row; 0 is all terms.
+
+    A group's largest magnitude becomes `LARGEST`, the others are rounded to the nearest value. The scale of
+    zeros is 1. A row's values and scales depend on no other row. There are no derivatives.
+    """
+    rows, terms = x.shape
+    group = min(group or terms, terms)
+    wide, info = x.astype(jnp.float32), jnp.finfo(x.dtype)
+    if info.bits == 16:
+        # Within a program XLA may leave out that x was rounded; then a row's bits would depend on what
+        # computes it.
+        wide = jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=info.nmant)
+    groups = jnp.pad(wide, ((0, 0), (0, -terms % group))).reshape(rows, -1, group)
+    # XLA replaces a division by a constant in some programs, but not a product.
+    scales = jnp.max(jnp.abs(groups), axis=2) * jnp.float32(1 / LARGEST)
+    # A group with a smaller scale is rounded to zeros, for which any scale will do.
+    scales = jnp.where(scales < jnp.finfo(scales.dtype).tiny, 1, scales)
+    # In some programs XLA makes this product of a division, and rounds otherwise.
+    values = (groups * (1 / scales)[:, :, None]).astype(FP8)
+    return of_bits(bits_of(values).reshape(rows, -1)[:, :terms]), scales
+
+
+@quantize_rows.defjvp
+def _no_derivatives(*_: object) -> NoReturn:
+    raise NotImplementedError("rows quantised in FP8 have no derivatives: load with fp8_activations=False")
+
+
 # XLA:CPU cannot move FP8: to slice values it would first widen all of them to float16.
-def _bits(values: Array) -> Array:
+def bits_of(values: Array) -> Array:
+    """The bits of FP8 values, as integers."""
     return jax.lax.bitcast_convert_type(values, jnp.uint8)
 
 
-def _of_bits(bits: Array) -> Array:
+def of_bits(bits: Array) -> Array:
+    """The FP8 values of bits."""
     return jax.lax.bitcast_convert_type(bits, FP8)
 
 

@@ -7,11 +7,13 @@ a word are put side by side in one tile.
 
 Scales of FP8 multiply the products of the terms that they hold for, in float32; scales of MXFP4 multiply the
 weights, exactly. Scales of a step are loaded a step ahead, as the compiler does not prefetch so few bytes.
+Where rows are in FP8 too ("fp8_rows"), tensor cores multiply both as they are, and both scales follow.
 
 Tiles are made to be the second operand of a product, which tensor cores read from shared memory. A first one
 would stay in registers, where compilers before CUDA 13.3 can overwrite it while a product still reads.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,7 +26,7 @@ from jaxtyping import Array, Float32
 
 from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.mxfp4 import BLOCK, Mxfp4
-from pallas_kernels.quantized import Quantized
+from pallas_kernels.quantized import Quantized, quantize_rows
 from pallas_kernels.weight_words import (
     COLUMNS,
     TERMS,
@@ -62,23 +64,28 @@ class Steps:
     """The terms of a product's sums, in steps.
 
     Attributes:
-        stored: How the weights are stored: "plain", "fp8" or "mxfp4".
+        stored: How the weights are stored, see `stored_of`.
         terms: How many terms there are.
         depth: Terms of a step.
         rows: Rows of a block.
+        row_group: Terms of a row in FP8 that share a scale; 0 is all.
     """
 
     stored: str
     terms: int
     depth: int
     rows: int
+    row_group: int = 0
 
     @classmethod
-    def of(cls, stored: str, terms: int, depth: int, rows: int, run: int = 0) -> "Steps":
-        """Steps of about `depth` terms. `run` terms have the same scales; 0 is all."""
+    def of(
+        cls, stored: str, terms: int, depth: int, rows: int, run: int = 0, row_group: int | None = None
+    ) -> "Steps":
+        """Steps of about `depth` terms. `run` terms of the weights have the same scales; 0 is all."""
         if stored == "mxfp4":  # with terms enough for each tile: two blocks
             return cls(stored, terms, max(depth, LEAST_DEPTH * TERMS // 2), rows)
-        return cls(stored, terms, min(depth, (run & -run) or depth), rows)
+        run = math.gcd(run, row_group or 0)
+        return cls(stored, terms, min(depth, (run & -run) or depth), rows, row_group or 0)
 
     @property
     def count(self) -> int:
@@ -88,10 +95,14 @@ class Steps:
     @property
     def apart(self) -> bool:
         """Whether each part of a word is a tile of its own."""
-        return self.stored != "plain" and self.rows < _SHARED_ROWS
+        return self.stored in ("fp8", "mxfp4") and self.rows < _SHARED_ROWS
 
     def rows_of(self, ref: Any, row: Lanes, i: Any) -> list[Array]:
-        """The terms of step i of some rows, one matrix for each tile of other terms; see `Tiles.add`."""
+        """The terms of step i of some rows, one matrix for each tile of other terms; see `Tiles.add`.
+
+        Of rows in FP8 the values, and the scales as a column.
+        """
+        ref, scales_ref = ref if isinstance(ref, tuple) else (ref, None)
         count = TERMS // 2 if self.apart and self.stored == "mxfp4" else 1
         own = jnp.arange(self.depth // count, dtype=jnp.int32)
         if count > 1:  # two terms of each word
@@ -101,6 +112,9 @@ class Steps:
             term = i * self.depth + own + 2 * part
             terms = Lanes(term, None if self.terms % self.depth == 0 else term < self.terms)
             found.append(load(ref, (row.lane[:, None], term[None, :]), both(row, terms)))
+        if scales_ref is not None:
+            group = i * self.depth // self.row_group if self.row_group else 0
+            found.append(load(scales_ref, (row.lane, group), row.inside)[:, None])
         return found
 
 
@@ -172,11 +186,13 @@ class Tiles:
             for x, tile in zip(rows, self._mxfp4(i, powers, rows[0].dtype), strict=True):
                 out += plgpu.dot(x, tile, precision=precision)
             return (out,)
-        (x,) = rows
+        x, *row_scales = rows
         each = (plgpu.dot(x, tile, precision=precision) for tile in self._columns(i, x.dtype))
         if scales:
             spread = scales * (self.parts // len(scales))
             each = (product * scale for product, scale in zip(each, spread, strict=True))
+        for scale in row_scales:
+            each = (product * scale for product in each)
         return tuple(own + product for own, product in zip(sums, each, strict=True))
 
     def _columns(self, i: Any, dtype: jnp.dtype) -> Sequence[Array]:
@@ -209,6 +225,7 @@ def multiply(
 ) -> list[Float32[Array, "rows columns"]]:
     """The products of some rows [R, K] with one tile of each matrix; all are stored in the same way.
 
+    `ref` is that of the rows, or those of what `rows_for` gives.
     Steps `first` to `last`, of which there is at least one, make the sums; the last one is not included.
     """
     steps = tiles[0].steps
@@ -226,14 +243,27 @@ def multiply(
 
 
 def stored_of(w: Array | Narrow) -> str:
-    """How weights are stored: "plain", "fp8" or "mxfp4"."""
-    return "fp8" if isinstance(w, Quantized) else "mxfp4" if isinstance(w, Mxfp4) else "plain"
+    """How weights are stored: "plain", "fp8" or "mxfp4"; "fp8_rows" is FP8 whose rows are quantised too."""
+    if isinstance(w, Quantized):
+        return "fp8" if w.row_group is None else "fp8_rows"
+    return "mxfp4" if isinstance(w, Mxfp4) else "plain"
+
+
+def rows_for(w: Array | Narrow, x: Array) -> Array | tuple[Array, Array]:
+    """Rows [R, K] as a kernel is given them: where they are quantised, values and scales."""
+    row_group = row_group_of(w)
+    return x if row_group is None else quantize_rows(x, row_group)
+
+
+def row_group_of(w: Array | Narrow) -> int | None:
+    """The `Quantized.row_group` of any weights."""
+    return w.row_group if isinstance(w, Quantized) else None
 
 
 def parts_of(w: Array | Narrow) -> tuple[Array, ...]:
     """Weights as a kernel is given them, and as they become `Tiles.refs`."""
     if isinstance(w, Quantized):
-        return words_of(w.values), w.scales
+        return w.values if stored_of(w) == "fp8_rows" else words_of(w.values), w.scales
     if isinstance(w, Mxfp4):
         return words_of(w.values).reshape(*w.scales.shape[:-1], -1), w.scales
     return (w,)
@@ -249,8 +279,11 @@ def unsupported(w: Array | Narrow, term_block: int, terms: int, columns: int) ->
     capability = compute_capability()
     if capability is not None and capability < _FP8_CAPABILITY:
         return f"the GPU has no FP8: compute capability {'.'.join(map(str, capability))} is below 8.9"
-    if term_block < terms and term_block % LEAST_DEPTH:
-        return f"scales change after {term_block} terms, no multiple of {LEAST_DEPTH}"
+    # Products of two operands in FP8 have twice as many terms.
+    least = LEAST_DEPTH if w.row_group is None else 2 * LEAST_DEPTH
+    run = math.gcd(term_block % terms, w.row_group or 0) or terms
+    if run < terms and run % least:
+        return f"scales change after {run} terms, no multiple of {least}"
     return f"{columns} columns, no multiple of {COLUMNS}" if columns % COLUMNS else None
 
 

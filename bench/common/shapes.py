@@ -245,7 +245,12 @@ SHAPES = {
 
 
 #: The formats of a target's weights.
-STORED = {"plain": None, "fp8": Quantization(FP8, 128, 128), "mxfp4": PACKED}
+STORED = {
+    "plain": None,
+    "fp8": Quantization(FP8, 128, 128),
+    "fp8-activations": Quantization(FP8, 128, 128, fp8_activations=True),
+    "mxfp4": PACKED,
+}
 
 
 def stored_as(shape: PairShape, stored: str) -> PairShape:

@@ -159,6 +159,7 @@ def load_target(
     tokenizer: str | Path | None = None,
     chat_template: str | Path | None = None,
     mxfp4: str = AUTO,
+    fp8_activations: bool | None = None,
 ) -> Target:
     """Loads a target from a local folder, a GGUF file, the Hugging Face hub, or a named pair.
 
@@ -174,6 +175,8 @@ def load_target(
             tokenizer's template.
         mxfp4: Whether experts in MXFP4 stay "packed" on the devices or are "widened" when they are read.
             "auto" chooses the faster, or "packed" if memory is short.
+        fp8_activations: Whether activations are quantised in FP8 where weights are; None is no. Configs that
+            leave activations out stay so.
 
     Raises:
         FileNotFoundError: The folder or file does not exist, or the hub cannot be reached.
@@ -184,7 +187,9 @@ def load_target(
         DeviceMemoryError: A device cannot hold its shard of the weights.
     """
     template = None if chat_template is None else read_chat_template(chat_template)
-    source = Source(path_or_id, dtype, ignore_config_keys, allow_nonfinite, tokenizer, template, mxfp4)
+    source = Source(
+        path_or_id, dtype, ignore_config_keys, allow_nonfinite, tokenizer, template, mxfp4, fp8_activations
+    )
     return read_target(source, None if mesh is None else as_mesh(mesh))
 
 
@@ -197,6 +202,7 @@ def load_draft_head(
     mesh: Mesh | None = None,
     ignore_config_keys: Collection[str] = (),
     allow_nonfinite: bool = False,
+    fp8_activations: bool | None = None,
 ) -> Head:
     """Loads a draft head from a local folder or from the Hugging Face hub.
 
@@ -209,6 +215,7 @@ def load_draft_head(
         mesh: As for `load_target`; a head that cannot be sharded is replicated on every device.
         ignore_config_keys: As in `Source`.
         allow_nonfinite: As in `Source`.
+        fp8_activations: As for `load_target`.
 
     Raises:
         FileNotFoundError: The folder does not exist, or the hub cannot be reached.
@@ -218,7 +225,8 @@ def load_draft_head(
     """
     if target is not None and not isinstance(target, Target):
         raise TypeError(f"expected a Target, as load_target returns it, not {type(target).__name__}")
-    source = Source(draft_head_at(path_or_id), dtype, ignore_config_keys, allow_nonfinite)
+    place = draft_head_at(path_or_id)
+    source = Source(place, dtype, ignore_config_keys, allow_nonfinite, fp8_activations=fp8_activations)
     return read_draft_head(source, target, None if mesh is None else as_mesh(mesh))
 
 

@@ -37,9 +37,7 @@ ParameterPath = tuple[str | int, ...]
 
 # Tensors besides the parameters that the files of any family may have.
 ROTARY = Skip(r".*rotary_emb\.inv_freq", "buffers of older exporters, which follow from the config")
-INPUT_SCALES = Skip(
-    r".*\.(input_scale|activation_scale)", "scales of activations, which are not quantised here"
-)
+INPUT_SCALES = Skip(r".*\.(input_scale|activation_scale)", "scales of activations, which are not read")
 TIED = Skip(r"(.*\.)?lm_head\.weight", "second copy of the tied embedding")
 
 # Scales of quantised KV caches, as named in checkpoints of vLLM and llm-compressor.

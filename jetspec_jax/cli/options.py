@@ -35,6 +35,7 @@ from pallas_kernels.tree_attention import implementations
 DOCS = "https://github.com/jetspec/jetspec_jax/blob/main/docs"
 #: How to make a draft head for a target without one.
 HEAD_GUIDE = f"{DOCS}/your-model.md"
+YES_OR_NO = ("yes", "no")
 
 
 def comma_separated(text: str) -> list[int]:
@@ -79,6 +80,13 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"expected a JSON object, not {text!r}")
     return value
+
+
+def yes_or_no(text: str) -> bool:
+    """Parses one of `YES_OR_NO`; raises argparse.ArgumentTypeError for anything else."""
+    if text not in YES_OR_NO:
+        raise argparse.ArgumentTypeError(f"expected yes or no, not {text!r}")
+    return text == "yes"
 
 
 class OneOfSeveralNames(argparse.Action):
@@ -322,6 +330,14 @@ MODELS = Group(
             f"experts in MXFP4 stay so on the device or are widened: {', '.join(MXFP4_WORDS)}",
             metavar="WORD",
             words=MXFP4_WORDS,
+        ),
+        Option(
+            "fp8_activations",
+            "quantise activations in FP8 where weights are: yes or no",
+            yes_or_no,
+            metavar="WORD",
+            words=YES_OR_NO,
+            unset="no",
         ),
         Option(
             "tokenizer",

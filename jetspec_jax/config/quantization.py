@@ -1,8 +1,9 @@
 """Quantised weights: FP8 from a ``quantization_config``, and packed MXFP4.
 
 Two dialects of FP8 are read: ``quant_method`` "fp8", as Qwen publishes it, and "compressed-tensors", as
-llm-compressor writes it, with a scale per block or per row. Activations are never quantised: settings for
-them are read and have no effect. The config of GPT-OSS only says that its experts are MXFP4.
+llm-compressor writes it, with a scale per block or per row. Whether activations are quantised too is the
+caller's choice, but where the config leaves them out. The config of GPT-OSS only says that its experts are
+MXFP4.
 """
 
 import re
@@ -48,7 +49,8 @@ class Quantization:
         columns: Inputs that share a scale, likewise; None means all.
         skipped: Modules that are not quantised: names, parts of names between dots, or after ``re:`` a
             regular expression that matches the beginning of a name.
-        activations: The config's setting for activations, which has no effect: "dynamic", "static", "none".
+        activations: The config's setting for activations: "dynamic", "static", "none".
+        fp8_activations: Whether products quantise activations in FP8, with scales that they compute.
     """
 
     method: str
@@ -56,6 +58,12 @@ class Quantization:
     columns: int | None
     skipped: tuple[str, ...] = ()
     activations: str = "dynamic"
+    fp8_activations: bool = False
+
+    @property
+    def row_group(self) -> int | None:
+        """Activations of a token that share a scale; 0 is all. None: activations are not quantised."""
+        return (self.columns or 0) if self.fp8_activations else None
 
     @property
     def is_mxfp4(self) -> bool:
@@ -172,7 +180,6 @@ def _read_compressed(settings: Fields) -> Quantization:
     if (targets := group.get("targets")) != ["Linear"]:
         raise group.error("targets", "['Linear']", targets)
     group.only("format", None, "float-quantized", "naive-quantized", feature="packed weights")
-    # Activations are not quantised here.
     group.inert("output_activations")
     inputs = group.object("input_activations")
     activations = "none" if inputs is None else "dynamic" if inputs.raw.get("dynamic") else "static"

@@ -144,7 +144,8 @@ def _undivided_of_head(config: DraftHeadConfig, mesh: Mesh | AbstractMesh) -> li
 def cut_blocks(config: ModelConfig | DraftHeadConfig, mesh: Mesh | AbstractMesh) -> list[str]:
     """The quantised parameters whose shards would begin or end inside a block.
 
-    An FP8 block that is as long as its axis may be cut, because every device has its scale.
+    An FP8 block that is as long as its axis may be cut, because every device has its scale. Activations in
+    FP8 may not, because a device would find another largest magnitude.
     """
     layers = config if isinstance(config, ModelConfig) else config.layers
     found: dict[str, list[int]] = {}
@@ -152,11 +153,14 @@ def cut_blocks(config: ModelConfig | DraftHeadConfig, mesh: Mesh | AbstractMesh)
     blocks, quantization = quantized_blocks(config), quantization_of(config)
     for key_path, parameter in nnx.to_flat_state(plain):
         path: Any = tuple(key_path)
-        for name, size, block in zip(
-            parameter.get_metadata()["axes"], parameter.shape, blocks.get(path, ()), strict=False
-        ):
+        _, layer, *rest = path if len(path) > 1 else ("", -1, *path)
+        names, terms, shared = parameter.get_metadata()["axes"], 1, 1
+        for name, size, block in zip(names, parameter.shape, blocks.get(path, ()), strict=False):
             axes = SPLIT.get(name, ())
             parts = math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
+            # Products whose result is not split have their sums split.
+            if names[-1] == "embed" and name not in ("expert", "embed"):
+                terms, shared = terms * size // parts, shared * parts
             pieces = [size]
             if name == "channels":
                 recurrence = layers.layers[path[1]].recurrence
@@ -167,10 +171,13 @@ def cut_blocks(config: ModelConfig | DraftHeadConfig, mesh: Mesh | AbstractMesh)
             cuts = any(piece // parts % block for piece in pieces)
             packed = quantization is not None and quantization.is_mxfp4
             if parts > 1 and block > 1 and (block < size or packed) and cuts:
-                _, layer, *rest = path if len(path) > 1 else ("", -1, *path)
                 assert quantization is not None
                 text = f"parts of {size // parts} values cut {quantization.type} blocks of {block}"
                 found.setdefault(f"{'.'.join(rest)}: {text}", []).append(layer)
+        group = None if quantization is None else quantization.row_group
+        if shared > 1 and group is not None and terms % (group or terms * shared):
+            text = f"parts of {terms} activations cut groups of {group or terms * shared} in FP8"
+            found.setdefault(f"{'.'.join(rest)}: {text}", []).append(layer)
     return [f"{what} (layers {ranges(numbers)})" for what, numbers in found.items()]
 
 

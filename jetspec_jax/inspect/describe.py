@@ -147,7 +147,7 @@ def _quantization(config: ModelConfig) -> dict[str, Any]:
     if quantization is None:
         return {}
     text = {"none": "not quantised"}.get(
-        quantization.activations, f"not quantised here; the config has {quantization.activations}"
+        quantization.activations, f"quantised with fp8_activations; the config has {quantization.activations}"
     )
     return {"quantization": quantization.format, "activations": text}
 

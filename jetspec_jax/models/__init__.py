@@ -8,7 +8,7 @@ milliseconds per call.
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,8 @@ FAMILIES: dict[str, type[Transformer]] = {
     "qwen3_5_moe_text": Qwen3_5,
     "qwen3_next": Qwen3Next,
 }
+
+Config = TypeVar("Config", bound=ModelConfig | DraftHeadConfig)
 
 _BUILT_IN = frozenset((*FAMILIES, *WRAPPERS))
 
@@ -139,9 +141,14 @@ def kept_packed(config: ModelConfig) -> ModelConfig:
 
 def without_quantization(config: ModelConfig | DraftHeadConfig) -> ModelConfig | DraftHeadConfig:
     """The config of the same model without quantisation."""
+    return with_quantization(config, None)
+
+
+def with_quantization(config: Config, quantization: Quantization | None) -> Config:
+    """The config of the same model with another quantisation."""
     if isinstance(config, DraftHeadConfig):
-        return replace(config, layers=replace(config.layers, quantization=None))
-    return replace(config, quantization=None)
+        return replace(config, layers=replace(config.layers, quantization=quantization))
+    return replace(config, quantization=quantization)
 
 
 def _build(

@@ -8,6 +8,7 @@ Source: the JetSpec paper (arXiv 2606.18394) and the layout of its published che
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import jax
@@ -64,9 +65,8 @@ class DraftHead(nnx.Module):
             return side_by_side(fused)
         embed, *block = fused[0].block
         values = side_by_side([projection.values for projection in fused])
-        return Quantized(
-            values, side_by_side([projection.scales for projection in fused]), (embed, 1, *block)
-        )
+        scales = side_by_side([projection.scales for projection in fused])
+        return replace(fused[0], values=values, scales=scales, block=(embed, 1, *block))
 
     def context(
         self,

@@ -39,8 +39,18 @@ _PACKED_AXIS = 1
 class QuantizedParam(nnx.Module):
     """A quantised parameter: values and scales as two parameters."""
 
-    def __init__(self, values: Any, scales: Any, block: tuple[int, ...], axes: tuple[str, ...]):
-        """Takes arrays, or their shapes and types; ``block`` and ``axes`` are those of the weights."""
+    def __init__(
+        self,
+        values: Any,
+        scales: Any,
+        block: tuple[int, ...],
+        axes: tuple[str, ...],
+        row_group: int | None = None,
+    ):
+        """Takes arrays, or their shapes and types; ``block`` and ``axes`` are those of the weights.
+
+        ``row_group`` is that of `Quantized`.
+        """
         if values.dtype == FP8:
             value_axes, scale_axes = axes, _axes_of_blocks(axes, scales.shape, block)
         else:
@@ -49,12 +59,12 @@ class QuantizedParam(nnx.Module):
             scale_axes = (*others, f"{packed}{BLOCKS}")
             value_axes = (*scale_axes, "block_bytes")
         self.values, self.scales = nnx.Param(values, axes=value_axes), nnx.Param(scales, axes=scale_axes)
-        self.block = block
+        self.block, self.row_group = block, row_group
 
     def __getitem__(self, index: Any) -> Narrow:
         """The record of values and scales that products accept; the index must be ``...``."""
         assert index is ..., "a part of a quantised parameter"
-        return _record(self.values[...], self.scales[...], self.block)
+        return _record(self.values[...], self.scales[...], self.block, self.row_group)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -130,7 +140,8 @@ def quantize(module: Any, blocks: Mapping[Path, tuple[int, ...]], quantization: 
         else:
             values = jax.ShapeDtypeStruct(weights.shape, FP8)
             scales = jax.ShapeDtypeStruct(scale_shape(weights.shape, block), jnp.float32)
-        setattr(place, name, QuantizedParam(values, scales, block, axes))
+        row_group = None if quantization is None else quantization.row_group
+        setattr(place, name, QuantizedParam(values, scales, block, axes, row_group))
 
 
 def packed_cells(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -153,10 +164,12 @@ def widened(weights: dict[str, Any], blocks: Mapping[Path, tuple[int, ...]]) -> 
     return nnx.traversals.unflatten_mapping(flat)
 
 
-def _record(values: jax.Array, scales: jax.Array, block: tuple[int, ...]) -> Narrow:
+def _record(
+    values: jax.Array, scales: jax.Array, block: tuple[int, ...], row_group: int | None = None
+) -> Narrow:
     """The record that products accept; the type of the values tells the format."""
     if values.dtype == FP8:
-        return Quantized(values, scales, block)
+        return Quantized(values, scales, block, row_group)
     return Mxfp4(values, scales, _PACKED_AXIS)
 
 

@@ -45,7 +45,8 @@ def expert_mlp(
     names does not count, not even NaN. No token may name an expert twice.
 
     Products are of x's dtype, of float32 at full precision, and are summed in float32; so are activation,
-    weights and the sum over k. `hidden` is rounded to x's dtype, and so is the result.
+    weights and the sum over k. `hidden` is rounded to x's dtype, and so is the result. Weights in FP8 with a
+    `Quantized.row_group` have x or `hidden` quantised, as `matmul` does it.
 
     Args:
         x: of float32, bfloat16 or float16.

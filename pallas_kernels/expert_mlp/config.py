@@ -71,8 +71,8 @@ def config_for(
 
     fp8 = stored == "fp8" and itemsize == 2
     block_features, block_model = columns(features, 128 if fp8 else 64), columns(size, 128)
-    depth = 128 if stored == "mxfp4" else 128 // itemsize
-    weight = {"plain": itemsize, "fp8": 1, "mxfp4": 0.5}[stored]
+    depth = 128 if stored in ("fp8_rows", "mxfp4") else 128 // itemsize
+    weight = {"plain": itemsize, "fp8": 1, "fp8_rows": 1, "mxfp4": 0.5}[stored]
     stage = depth * (rows * itemsize + max(2 * block_features, block_model) * weight)
     warps = min(4, min(block_features, block_model) // 32) if fp8 else 4
     # With six, programs of so few rows took 3 to 5 % longer on an H100.

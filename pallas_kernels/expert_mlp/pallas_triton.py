@@ -10,7 +10,8 @@ are none. Its rows are gathered and multiplied a block at a time, and every bloc
 of the weights again. As a rule an expert's rows are one block, so that every weight is read once; `config`
 says how large blocks are, and that of many tokens an expert has several.
 
-The first launch makes `hidden`, the second the weighted outputs of every row. Neither writes rows without an
+The first launch makes `hidden`, the second the weighted outputs of every row; where rows are quantised, XLA
+does it before each. Neither writes rows without an
 expert, and the sum over a token's experts skips them.
 
 Shapes: T tokens, K experts of each, R = T * K rows, E experts, M model, I features of an expert.
@@ -39,6 +40,8 @@ from pallas_kernels.weight_tiles import (
     load,
     multiply,
     parts_of,
+    row_group_of,
+    rows_for,
     stored_of,
     unsupported,
 )
@@ -113,10 +116,10 @@ def expert_mlp(
         config.block_features,
         x.dtype,
     )
-    hidden = hide(experts, x, gate_up_bias, *parts_of(gate_up))
+    hidden = hide(experts, rows_for(gate_up, x), gate_up_bias, *parts_of(gate_up))
     give = functools.partial(_output, down_stored)
     output = launch("expert_mlp_output", give, size, config.block_model, jnp.dtype(jnp.float32))
-    rows = output(experts, hidden, down_bias, weights.reshape(-1), *parts_of(down))
+    rows = output(experts, rows_for(down, hidden), down_bias, weights.reshape(-1), *parts_of(down))
     rows = rows.reshape(tokens, top_k, size)
     known = (experts >= 0) & (experts < num_experts)
     return jnp.sum(jnp.where(known[:, :, None], rows, 0), axis=1).astype(x.dtype)
@@ -130,16 +133,17 @@ class _Stored:
     terms: int
     columns: int
     blocks: tuple[int, int]  # of FP8: terms and columns that share a scale
+    row_group: int | None  # see `Quantized`
 
     @classmethod
     def of(cls, w: Array | Narrow) -> "_Stored":
         blocks = (w.block[1], w.block[-1]) if isinstance(w, Quantized) else (1, 1)
-        return cls(stored_of(w), w.shape[1], w.shape[-1], blocks)
+        return cls(stored_of(w), w.shape[1], w.shape[-1], blocks, row_group_of(w))
 
     def steps(self, depth: int, rows: int) -> Steps:
         """The steps of a product of so many rows."""
-        run = self.blocks[0] if self.format == "fp8" and self.blocks[0] < self.terms else 0
-        return Steps.of(self.format, self.terms, depth, rows, run)
+        run = self.blocks[0] if self.format.startswith("fp8") and self.blocks[0] < self.terms else 0
+        return Steps.of(self.format, self.terms, depth, rows, run, self.row_group)
 
     def tiles(
         self, refs: tuple[Any, ...], steps: Steps, block: int, place: Array, e: Array, *half: int

@@ -52,11 +52,15 @@ def matmul(
     wide: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "*out"]:
-    """The product of rows and weights, which may be quantised; rows never are.
+    """The product of rows and weights, which may be quantised.
 
     With W the weights, as `widened` gives them in x's dtype if they are quantised, it is
     ``einsum(spec, x, W)``. So in float32 quantised weights are value times scale in float32, and any product
     has full precision; in bfloat16 each of them is rounded once. Quantised weights have no derivatives.
+
+    Weights in FP8 with a `Quantized.row_group` have the rows quantised too, see `quantize_rows`. Then values
+    are multiplied; their products are summed in float32 as far as both scales hold, times both scales, and
+    such sums are summed in float32. Quantised rows have no derivatives either.
 
     Args:
         spec: as of `jnp.einsum`, such as ``bnm,mgre->bngre``; x ends with the axes that are summed over, and
@@ -69,7 +73,8 @@ def matmul(
     Raises:
         ValueError: an argument is misshapen or of the wrong dtype (all of them are listed), or there is no
             such implementation.
-        NotImplementedError: the named implementation does not support the case or the device.
+        NotImplementedError: the named implementation does not support the case or the device; or a derivative
+            is taken through quantised rows.
     """
     refuse("matmul", wrong_arrays(("x", x, x.shape, FLOATS), *expected_weights("w", w, w.shape, x.dtype)))
     if implementation is None:
@@ -88,6 +93,8 @@ def _fastest(spec: str, x: Array, w: Array | Narrow) -> str:
     measured = fastest(device_kind(), problem.stored, *problem.sizes)
     if measured is not None and OPERATION.table[measured].unsupported(x, w, spec) is None:
         return measured
+    if problem.stored == "fp8_rows":
+        return "pallas_triton"
     few = problem.rows <= _MOST_QUANTISED_ROWS
     if problem.stored == "plain" or not few or compute_capability() != pallas_mosaic.HOPPER:
         return "xla"

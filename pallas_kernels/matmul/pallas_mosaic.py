@@ -58,6 +58,8 @@ def unsupported(x: Array, w: Array | Narrow, spec: str) -> str | None:
     problem = problem_of(spec, x, w)
     if isinstance(problem, str):
         return problem
+    if problem.stored == "fp8_rows":
+        return "it does not quantise rows"
     if problem.stored != "fp8" or x.dtype != jnp.bfloat16:
         return f"it is for bfloat16 and weights in FP8, not for {x.dtype} and {problem.stored} weights"
     _, depth, columns = problem.sizes

@@ -5,7 +5,7 @@ A program has some columns of some rows, and a share of the sums' terms:
     program (r, c, s)  =  rows r of columns c, terms s
 
 Programs of the same columns follow each other, so that those after the first find the weights in the cache.
-`weight_tiles` reads the weights.
+`weight_tiles` reads the weights. Rows that are to be quantised are so before.
 
 Shapes: M rows, K terms, N columns.
 """
@@ -25,7 +25,7 @@ from pallas_kernels.matmul.config import Config, config_for, default_config
 from pallas_kernels.matmul.problem import Problem, problem_of
 from pallas_kernels.mxfp4 import Mxfp4
 from pallas_kernels.quantized import Quantized
-from pallas_kernels.weight_tiles import Lanes, Steps, Tiles, both, cell_of, multiply
+from pallas_kernels.weight_tiles import Lanes, Steps, Tiles, both, cell_of, multiply, row_group_of, rows_for
 from pallas_kernels.weight_words import words_of
 from pallas_kernels.weights import Narrow
 
@@ -46,7 +46,8 @@ def matmul(
     rows, depth, columns = problem.sizes
     sizes = problem.stored, rows, depth, columns
     chosen: Config = config or config_for("pallas_triton", device_kind(), *sizes) or default_config(*sizes)
-    steps = Steps.of(problem.stored, depth, chosen.block_depth, chosen.block_rows, problem.depth_run)
+    run, row_group = problem.depth_run, row_group_of(w)
+    steps = Steps.of(problem.stored, depth, chosen.block_depth, chosen.block_rows, run, row_group)
     # Tensor cores would round float32 to TF32.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     call = _Call(problem, chosen, steps, precision)
@@ -65,15 +66,17 @@ def matmul(
     return out.reshape(*x.shape[: x.ndim - len(problem.depth)], *problem.columns)
 
 
-def _matrices(problem: Problem, x: Array, w: Array | Narrow) -> tuple[Array, ...]:
+def _matrices(problem: Problem, x: Array, w: Array | Narrow) -> tuple[Any, ...]:
     """Rows, weights as they are read, and their scales, if they have any."""
     rows, depth, columns = problem.sizes
-    x = x.reshape(rows, depth)
+    given = rows_for(w, x.reshape(rows, depth))
     if isinstance(w, Mxfp4):
-        return x, words_of(w.values).reshape(columns, -1), w.scales.reshape(columns, -1)
+        return given, words_of(w.values).reshape(columns, -1), w.scales.reshape(columns, -1)
     if isinstance(w, Quantized):
-        return x, words_of(w.values.reshape(depth, columns)), problem.scales_matrix(w.scales)
-    return x, w.reshape(depth, columns)
+        values = w.values.reshape(depth, columns)
+        scales = problem.scales_matrix(w.scales)
+        return given, values if problem.stored == "fp8_rows" else words_of(values), scales
+    return given, w.reshape(depth, columns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ class Problem:
         rows: M.
         depth: Sizes of the axes that are summed over.
         columns: Sizes of the weights' other axes.
-        stored: How the weights are stored: "plain", "fp8" or "mxfp4".
+        stored: How the weights are stored, see `stored_of`.
         depth_block: Of FP8, how many weights share a scale along each of the axes that are summed over.
         columns_block: Likewise along each of the others.
     """
@@ -47,7 +47,7 @@ class Problem:
     @property
     def scaled_by_column(self) -> bool:
         """Whether the weights are FP8 and no two columns share a scale."""
-        return self.stored == "fp8" and math.prod(self.columns_block) == 1
+        return self.stored in ("fp8", "fp8_rows") and math.prod(self.columns_block) == 1
 
     @property
     def depth_run(self) -> int:
@@ -73,6 +73,18 @@ def _run(sizes: Sequence[int], blocks: Sequence[int]) -> int:
 
 def problem_of(spec: str, x: Array, w: Array | Narrow) -> Problem | str:
     """What a call of `api.matmul` computes, or why the kernel cannot."""
+    found = form_of(spec, x, w)
+    if isinstance(found, str):
+        return found
+    rows, terms, columns = found.sizes
+    # Of quantised rows XLA would multiply one group after the other.
+    if rows == 0 or (rows > MOST_ROWS and found.stored != "fp8_rows"):
+        return f"{rows} rows: it is for 1 to {MOST_ROWS}"
+    return unsupported(w, found.depth_run or terms, terms, columns) or found
+
+
+def form_of(spec: str, x: Array, w: Array | Narrow) -> Problem | str:
+    """A call of `api.matmul` as a product of matrices, or why it is none."""
     (x_axes, w_axes), out = spec.split("->")[0].split(","), spec.split("->")[1]
     count = sum(name not in out for name in w_axes)
     summed, columns = w_axes[:count], w_axes[count:]
@@ -85,8 +97,4 @@ def problem_of(spec: str, x: Array, w: Array | Narrow) -> Problem | str:
         return f"{spec} is not of the form 'rows terms, terms columns -> rows columns'"
     block = w.block if isinstance(w, Quantized) else w.shape
     rows = math.prod(x.shape[: len(x_axes) - count])
-    found = Problem(rows, w.shape[:count], w.shape[count:], stored, block[:count], block[count:])
-    if not 0 < rows <= MOST_ROWS:
-        return f"{rows} rows: it is for 1 to {MOST_ROWS}"
-    _, terms, all_columns = found.sizes
-    return unsupported(w, found.depth_run or terms, terms, all_columns) or found
+    return Problem(rows, w.shape[:count], w.shape[count:], stored, block[:count], block[count:])

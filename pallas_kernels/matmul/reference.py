@@ -1,8 +1,8 @@
 """Products with weights in plain JAX: the specification, the test oracle and the fallback.
 
-Quantised weights are widened for the product alone. XLA:GPU may write the widened ones to memory, one
-product's at a time. XLA:CPU runs ahead and would have those of all products at once, so there they are
-widened in parts, by a loop that it keeps; it copies the values' bits before.
+Quantised weights are widened for the product alone, and quantised rows with them. XLA:GPU may write the
+widened ones to memory, one product's at a time. XLA:CPU runs ahead and would have those of all products at
+once, so there they are widened in parts, by a loop that it keeps; it copies the values' bits before.
 """
 
 import math
@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.quantized import scale_shape
+from pallas_kernels.matmul.problem import form_of
+from pallas_kernels.quantized import Quantized, bits_of, of_bits, quantize_rows, scale_shape
+from pallas_kernels.weight_tiles import cell_of
 from pallas_kernels.weights import Narrow
 
 # Elements of a part. A program keeps room for one of each product.
@@ -35,6 +37,8 @@ def matmul(
         # XLA moves what does not change out of a loop of rounds, and would keep all weights widened there.
         # The barrier makes them depend on the rows, which do change.
         rows, own = jax.lax.optimization_barrier((x, w))
+        if isinstance(own, Quantized) and own.row_group is not None:
+            return _product_of_quantized(rows, own, own.row_group, spec, wide)
         return _product(rows, own.widened(x.dtype), spec, wide)
 
     return _in_parts(product, w, spec) if jax.default_backend() == "cpu" else product(w)
@@ -63,6 +67,39 @@ def _product(
         x, w, (contracted, ((), ())), precision=precision, preferred_element_type=dtype
     )
     return product[:1] if alone else product
+
+
+def _product_of_quantized(
+    x: Float[Array, "*rows"], w: Quantized, group: int, spec: str, wide: bool
+) -> Float[Array, "*out"]:
+    """The product of rows, which are quantised, and quantised weights: group by group of terms.
+
+    A group is as many terms as have the same scales, of a row and of a column. Values are exact in x's type.
+    """
+    problem = form_of(spec, x, w)
+    if isinstance(problem, str):
+        raise ValueError(f"{spec}: rows are quantised, and {problem}")
+    rows, depth, columns = problem.sizes
+    quantized, row_scales = quantize_rows(x.reshape(rows, depth), group)
+    values, scales = quantized.astype(x.dtype), problem.scales_matrix(w.scales)
+    bits = bits_of(w.values).reshape(depth, columns)
+    cells = cell_of(jnp.arange(columns), problem.columns, problem.columns_block)
+    size = min(math.gcd(problem.depth_run, group) or depth, depth)
+
+    def add(i: Array, sums: Array) -> Array:
+        # A last group of fewer terms is read with terms before it, which count as zeros.
+        first, start = i * size, jnp.minimum(i * size, depth - size)
+        own = jax.lax.dynamic_slice_in_dim(values, start, size, 1)
+        own = jnp.where(start + jnp.arange(size)[None] >= first, own, 0)
+        weights = of_bits(jax.lax.dynamic_slice_in_dim(bits, start, size, 0)).astype(x.dtype)
+        by_row = row_scales[:, first // group if group else 0, None]
+        by_column = scales[cell_of(first, problem.depth, problem.depth_block)][None, cells]
+        return sums + _product(own, weights, "rk,kc->rc", True) * by_row * by_column.astype(jnp.float32)
+
+    zeros, count = jnp.zeros((rows, columns), jnp.float32), -(-depth // size)
+    sums = add(jnp.int32(0), zeros) if count == 1 else jax.lax.fori_loop(0, count, add, zeros)
+    out = sums.reshape(*x.shape[: x.ndim - len(problem.depth)], *problem.columns)
+    return out if wide else out.astype(x.dtype)
 
 
 def _is_multiplied_out(spec: str, x: Array, w: Array) -> bool:

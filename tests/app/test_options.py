@@ -161,6 +161,7 @@ class TestTable:
             "ignore_config_keys": ["k"],
             "chat_template": "own.jinja",
             "mxfp4": "packed",
+            "fp8_activations": True,
             "compilation_cache": "off",
             "tensor_parallel_size": 2,
             "expert_parallel_size": 3,
@@ -169,10 +170,17 @@ class TestTable:
         names = {option.field: option.name for option in MODELS.options}
         line = []
         for field, value in words.items():
-            line += [names[field], str(value[0] if isinstance(value, list) else value)]
+            word = {True: "yes"}.get(value) if isinstance(value, bool) else value
+            line += [names[field], str(word[0] if isinstance(word, list) else word)]
         with pytest.raises(FileNotFoundError):
             settings.load_llm(parse(*line))
         assert seen == {**words, "algorithm": get_algorithm("entropy")}
+
+    def test_an_answer_is_yes_or_no(self, capsys):
+        assert MODELS.given(parse("--fp8-activations", "no")) == {"fp8_activations": False}
+        with pytest.raises(SystemExit):
+            parse("--fp8-activations", "true")
+        assert "expected yes or no, not 'true'" in capsys.readouterr().err
 
     def test_a_command_has_no_more_slots_than_completions(self, monkeypatch):
         seen = []

@@ -23,6 +23,7 @@ from tests.decode.tiny import _RAW, _RAW_HEAD, TINY, TinyEngine, head_config, ra
 from tests.loading.test_gpt_oss import TINY as GPT_OSS
 
 BLOCKS, CHANNELS = Quantization(FP8, 16, 24), Quantization(COMPRESSED, 1, None)
+ROWS = {own: dataclasses.replace(own, fp8_activations=True) for own in (BLOCKS, CHANNELS)}
 PROMPTS = [np.random.default_rng(size).integers(0, 64, size).tolist() for size in (5, 30)]
 NEW_TOKENS = 16
 
@@ -46,7 +47,11 @@ def target_in(quantization):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("stored", [BLOCKS, CHANNELS, EXPERTS], ids=["blocks", "channels", "MXFP4"])
+@pytest.mark.parametrize(
+    "stored",
+    [BLOCKS, CHANNELS, EXPERTS, *ROWS.values()],
+    ids=["blocks", "channels", "MXFP4", "blocks and rows", "channels and rows"],
+)
 def test_trees_give_plain_decoding_s_tokens(stored):
     target = Target(EXPERTS, quantised_weights(EXPERTS, 0)) if stored is EXPERTS else target_in(stored)
     oracle = OracleProposer(TINY.vocab_size)
@@ -66,8 +71,11 @@ def test_trees_give_plain_decoding_s_tokens(stored):
         proposer_weights=plant(truth, 192),
     )
     completions = serve(engine, PROMPTS, params)
-    for own, expected in zip(completions, plain, strict=True):
-        assert own.token_ids == expected[:NEW_TOKENS]
+    differ = sum(
+        own.token_ids != expected[:NEW_TOKENS] for own, expected in zip(completions, plain, strict=True)
+    )
+    # An activation at a rounding boundary of FP8 goes either way, by the order of sums.
+    assert differ <= (1 if stored in ROWS.values() else 0)
     assert max(length for own in completions for length in own.accept_lengths) > 3
 
 
@@ -80,6 +88,18 @@ def test_a_head_in_fp8_drafts_as_its_widened_weights_do():
     got, expected = (np.asarray(draft_logits(target, own, [PROMPTS[1]])) for own in (head, plain))
     # The same float32 weights, in products that may be summed in another order.
     np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_a_head_quantises_activations_as_its_config_says():
+    config = head_config(TINY)
+    target, found = Target(TINY, random_weights(TINY, 0)), []
+    for own in (BLOCKS, ROWS[BLOCKS]):
+        layers = dataclasses.replace(config.layers, quantization=own)
+        head_s = dataclasses.replace(config, layers=layers)
+        head = Head(head_s, quantised_weights(head_s, 1))
+        found.append(np.asarray(draft_logits(target, head, [PROMPTS[1]])))
+    apart = np.abs(found[0] - found[1]).max() / np.abs(found[0]).max()
+    assert 1e-3 < apart < 0.3
 
 
 class TestPairs:

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jetspec_jax import CheckpointError, load_draft_head, load_target
+from jetspec_jax import LLM, AsyncLLM, CheckpointError, load_draft_head, load_target
 from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.checkpoint.reading import read_weights
 from jetspec_jax.checkpoint.tensor_plan import expected_parameters
@@ -21,6 +21,8 @@ from jetspec_jax.inspect.forward import next_token_logits
 from jetspec_jax.models import quantized_blocks
 from pallas_kernels.quantized import FP8, Quantized
 from tests.families.goldens import FOLDER, MADE_OF_OTHERS, NAMES
+from tests.kernels.test_quantized_rows import at_no_boundary
+from tests.kernels.test_quantized_rows import quantised as quantised_rows
 from tests.loading import test_qwen3_moe as moe
 from tests.loading.fp8 import blocks, channels, load, quantised, scale_name, widened
 from tests.loading.published import HEAD, V4, head_shapes, random_tensors, target_shapes, write
@@ -229,6 +231,126 @@ class TestScales:
             load_draft_head(folder, dtype="bfloat16")
 
 
+class TestActivations:
+    """``fp8_activations``, against a forward in float64 that quantises activations by NumPy."""
+
+    def expected(self, raw, tensors, tokens):
+        """The logits of the last token of a Qwen3."""
+        config, wide = raw["quantization_config"], widened(tensors, raw["quantization_config"])
+        group = config["weight_block_size"][1] if config["quant_method"] == "fp8" else 0
+        heads, kv, size = (raw[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+
+        def norm(x, name):
+            scaled = x / np.sqrt((x**2).mean(-1, keepdims=True) + raw["rms_norm_eps"])
+            return scaled * wide[f"{name}.weight"]
+
+        def linear(x, name):
+            assert at_no_boundary(x, group)  # where another rounding in float32 would be another value
+            return quantised_rows(x, group)[2] @ wide[f"{name}.weight"].astype(np.float64).T
+
+        def rotary(x):
+            angles = np.arange(len(x))[:, None] / raw["rope_theta"] ** (np.arange(0, size, 2) / size)
+            cos, sin = (own(np.concatenate([angles, angles], 1))[:, None] for own in (np.cos, np.sin))
+            return x * cos + np.concatenate([-x[..., size // 2 :], x[..., : size // 2]], -1) * sin
+
+        x = wide["model.embed_tokens.weight"][tokens].astype(np.float64)
+        for i in range(raw["num_hidden_layers"]):
+            at = f"model.layers.{i}"
+            h = norm(x, f"{at}.input_layernorm")
+            q, k, v = (linear(h, f"{at}.self_attn.{n}_proj").reshape(len(x), -1, size) for n in "qkv")
+            q, k = (rotary(norm(own, f"{at}.self_attn.{n}_norm")) for own, n in ((q, "q"), (k, "k")))
+            k, v = (np.repeat(own, heads // kv, axis=1) for own in (k, v))
+            scores = np.einsum("qhe,khe->hqk", q, k) / np.sqrt(size)
+            scores[:, np.triu(np.ones((len(x), len(x)), bool), 1)] = -np.inf
+            shares = np.exp(scores - scores.max(-1, keepdims=True))
+            out = np.einsum("hqk,khe->qhe", shares / shares.sum(-1, keepdims=True), v)
+            x = x + linear(out.reshape(len(x), -1), f"{at}.self_attn.o_proj")
+            h = norm(x, f"{at}.post_attention_layernorm")
+            gate, up = (linear(h, f"{at}.mlp.{n}_proj") for n in ("gate", "up"))
+            x = x + linear(gate / (1 + np.exp(-gate)) * up, f"{at}.mlp.down_proj")
+        return norm(x, "model.norm")[-1] @ wide["lm_head.weight"].T
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_logits(self, tmp_path, kind):
+        raw, tensors = make(*KINDS[kind])
+        folder, tokens = write(tmp_path / "fp8", raw, tensors), [16, 12, 9, 5]
+        expected = self.expected(raw, tensors, tokens)
+        size = np.abs(expected).max()
+
+        def apart(**settings):
+            target = load_target(folder, dtype="float32", **settings)
+            return np.abs(np.asarray(next_token_logits(target, tokens), np.float64) - expected).max() / size
+
+        assert apart(fp8_activations=True) <= 1e-5
+        assert apart() == apart(fp8_activations=False) > 1e-3
+
+    def test_a_config_that_leaves_them_out(self, tmp_path):
+        raw, tensors = make(*KINDS["channels"])
+        raw["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
+        target = load_target(write(tmp_path / "x", raw, tensors), dtype="float32", fp8_activations=True)
+        assert not target.config.quantization.fp8_activations
+
+    def test_static_scales_are_said_once(self, tmp_path, caplog):
+        raw, tensors = make(V4, blocks(128, 128, activation_scheme="static"))
+        folder = write(tmp_path / "x", raw, tensors)
+        load_target(folder, fp8_activations=False)
+        assert "scales of their own" not in caplog.text
+        for _ in range(2):
+            assert load_target(folder, fp8_activations=True).config.quantization.row_group == 128
+        assert (
+            caplog.text.count("activations are quantised with scales of their own, not with static ones") == 1
+        )
+
+    def test_of_a_draft_head(self, tmp_path):
+        config = blocks(16, 32)
+        raw = {**HEAD, "quantization_config": config}
+        folder = write(tmp_path / "head", raw, quantised(random_tensors(head_shapes(HEAD)), config))
+        for wanted, group in ((True, 32), (False, None), (None, None)):
+            head = load_draft_head(folder, fp8_activations=wanted)
+            assert head.config.layers.quantization.row_group == group
+
+    @pytest.mark.usefixtures("no_type_checks")
+    @pytest.mark.parametrize("load", [load_target, load_draft_head, LLM, AsyncLLM])
+    def test_words_are_refused_by_name(self, load):
+        with pytest.raises(TypeError, match=r"^fp8_activations must be true, false or None, not 'yes'$"):
+            load("folder", fp8_activations="yes")
+
+    def test_of_a_loaded_pair(self, tmp_path):
+        raw, tensors = make(*KINDS["smaller than a block"])
+        llm = LLM(write(tmp_path / "x", raw, tensors), dtype="float32", fp8_activations=True)
+        assert llm.target.config.quantization.fp8_activations
+        assert llm.engines.plan.decoder.target.quantization.fp8_activations
+
+    def test_on_a_mesh(self, tmp_path):
+        raw, tensors = make({**LARGER, "head_dim": 16, "intermediate_size": 64}, blocks(16, 16))
+        folder, tokens = write(tmp_path / "x", raw, tensors), [3, 1, 4, 1, 5]
+        expected = self.expected(raw, tensors, tokens)
+        target = load_target(folder, dtype="float32", mesh=mesh_of(1, 4), fp8_activations=True)
+        got = np.asarray(next_token_logits(target, tokens), np.float64)
+        assert np.abs(got - expected).max() <= 1e-5 * np.abs(expected).max()
+
+    @pytest.mark.parametrize(
+        ("config", "wrong"),
+        [
+            (
+                blocks(16, 16),
+                r"self_attn.o_proj: parts of 24 activations cut groups of 16 in FP8 \(layers 0\)",
+            ),
+            (channels(), r"mlp.down_proj: parts of 32 activations cut groups of 64 in FP8 \(layers 0\)"),
+            (
+                blocks(16, 128),
+                r"mlp.down_proj: parts of 32 activations cut groups of 128 in FP8 \(layers 0\)",
+            ),
+        ],
+    )
+    def test_a_cut_through_a_group_is_refused_by_name(self, tmp_path, config, wrong):
+        raw, tensors = make({**LARGER, "intermediate_size": 64}, config)
+        folder = write(tmp_path / "x", raw, tensors)
+        load_target(folder, mesh=mesh_of(1, 2))
+        with pytest.raises(ValueError, match=wrong):
+            load_target(folder, mesh=mesh_of(1, 2), fp8_activations=True)
+
+
 def test_scales_of_activations_are_left_unread(tmp_path, caplog):
     raw, tensors = make(V4, blocks(128, 128, activation_scheme="static"))
     inputs = {
@@ -238,7 +360,7 @@ def test_scales_of_activations_are_left_unread(tmp_path, caplog):
     }
     assert len(inputs) == 21
     read(tmp_path / "x", raw, {**tensors, **inputs})
-    assert "21 (scales of activations, which are not quantised here)" in caplog.text
+    assert "21 (scales of activations, which are not read)" in caplog.text
 
 
 def test_layers_that_the_config_leaves_out_stay_as_they_are(tmp_path):
