@@ -22,6 +22,7 @@ from bench.common.pair import (
     check_trees,
     describe_pair,
     load_pair,
+    read_head,
     read_prompts,
 )
 from bench.common.report import add_report_arguments, check_report, measured_on, opening_of, publish
@@ -51,6 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also with drafts that know neither the samples' noise nor the head's scales, on the same texts",
     )
     add(
+        "--other-head",
+        action="append",
+        default=[],
+        metavar="HEAD",
+        help="also with this head, on the same texts: folder, hub id or a pair's name; repeatable",
+    )
+    add(
         "--calibration",
         type=Path,
         metavar="FILE",
@@ -77,36 +85,46 @@ def run(arguments: argparse.Namespace) -> int:
     works = make_workloads(arguments, pair.target, prompts, arguments.temperatures, batch=arguments.batch)
     implementation, budgets = arguments.implementation, sorted(set(arguments.budgets))
     rows, curves = [], {}
-    # Whether drafts know the noise; those that do not come first, as the base of the others.
+    # The head, and whether its drafts know the noise. Gains are over the pair's head, or without noise.
     knowing = [False, True] if arguments.without_noise else [True]
-    with Progress(total=len(works) * (1 + len(knowing) * (1 + len(trees))), unit="step") as bar:
+    kinds = [("", pair.head, noise) for noise in knowing]
+    kinds += [
+        (name, read_head(arguments, name, arguments.dtype, pair.target, trees.values()), True)
+        for name in arguments.other_head
+    ]
+    deepest = max(head.config.depth for _, head, _ in kinds)
+    with Progress(total=len(works) * (1 + len(kinds) * (1 + len(trees))), unit="step") as bar:
         for temperature, work in works.items():
             bar.set_description(f"T = {temperature:g}: decode")
             requests = work.ids, work.params, work.routing
             how = {"batch": arguments.batch, "implementation": implementation}
-            texts = write_texts(pair.target, pair.head.config.depth, *requests, **how)
+            texts = write_texts(pair.target, deepest, *requests, **how)
             bar.update()
             bar.set_description(f"T = {temperature:g}: draft")
             # Fewer candidates are the first of more, unless a selector puts them in order.
             counts = sorted({*arguments.candidates})
-            alone = pair.head.config.selector is not None
             base: dict[tuple[str, int], list[_Rounds]] = {}
-            for noise in knowing:
+            for other, head, noise in kinds:
+                alone = head.config.selector is not None
                 drafts = {
-                    count: draft_along(*pair, texts, count, noise=noise, implementation=implementation)
+                    count: draft_along(
+                        pair.target, head, texts, count, noise=noise, implementation=implementation
+                    )
                     for count in (counts if alone else counts[-1:])
                 }
-                if arguments.calibration and noise:
+                if arguments.calibration and noise and not other:
                     curves[f"T = {temperature:g}"] = curves_of(chosen_along(drafts[counts[-1]]))
                 bar.update()
                 for (name, count), settings in trees.items():
                     bar.set_description(f"T = {temperature:g}: {name}, {count} candidates")
-                    shown = name if noise else f"{name}, without noise and scales"
+                    shown = f"{name}, {other}" if other else name
+                    shown += "" if noise else ", without noise and scales"
                     about = {"temperature": temperature, "algorithm": shown, "candidates": count}
                     drafted = drafts[count if alone else counts[-1]]
                     found, rounds = _rows(drafted, settings, budgets, base.get((name, count)))
                     rows += [{**about, **row} for row in found]
-                    base[name, count] = rounds
+                    if not other:
+                        base[name, count] = rounds
                     bar.update()
     report = {
         **opening_of("acceptance", arguments),

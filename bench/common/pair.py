@@ -222,10 +222,17 @@ def load_pair(
     meshes = meshes_for(source.target_config, **({} if one_device else parallel_sizes(arguments)))
     say_unused(meshes)
     target = read_target(source, *meshes)
-    head = read_draft_head(Source(draft_head_at(head_path), dtype, arguments.ignore_config_key), target)
+    return Pair(target, read_head(arguments, head_path, dtype, target, settings))
+
+
+def read_head(
+    arguments: argparse.Namespace, path: str, dtype: str, target: Target, settings: Iterable[TreeSettings]
+) -> Head:
+    """A head of a loaded target; the other arguments and errors are those of `load_pair`."""
+    head = read_draft_head(Source(draft_head_at(path), dtype, arguments.ignore_config_key), target)
     for tree in settings:
         tree.for_selected(head.config.selected).check(target.config, head.config.depth)
-    return Pair(target, head)
+    return head
 
 
 def random_pair(name: str, dtype: jnp.dtype) -> Pair:

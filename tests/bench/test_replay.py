@@ -78,12 +78,14 @@ def test_rejections_of_hand_made_rounds():
 
 def test_the_command_writes_a_report_and_a_picture(pair, report_of, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(command, "load_pair", lambda *_: pair)
+    monkeypatch.setattr(command, "read_head", lambda *_: pair.head)
     monkeypatch.setattr(command, "make_workloads", random_workloads)
     words = "--num-prompts 2 --max-tokens 12 --budgets 16 9 --candidates 5 3 --algorithms top_nodes chain"
+    words += " --other-head again"
     words += f" --calibration {tmp_path / 'calibration.png'}"
     report = report_of("acceptance", words + " --batch 2 --implementation xla --without-noise")
     rows = {(r["temperature"], r["algorithm"], r["candidates"], r["budget"]): r for r in report["rows"]}
-    assert len(rows) == 32
+    assert len(rows) == 48
     for (temperature, name, _, budget), row in rows.items():
         assert row["tau"] >= 1
         low, high = row["tau interval"]
@@ -93,7 +95,10 @@ def test_the_command_writes_a_report_and_a_picture(pair, report_of, monkeypatch,
             assert sum(map(sum, rejected[kind])) + rejected["whole"] == row["rounds"]
         if name == "chain":
             assert row["tau"] == rows[temperature, "chain", 3, budget]["tau"]
-        if "noise" not in name:
+        if "again" in name:  # the same head, so the same rounds
+            own = rows[temperature, name.removesuffix(", again"), row["candidates"], budget]
+            assert (row["tau"], row["rounds"], row["gain"]) == (own["tau"], own["rounds"], 1)
+        elif "noise" not in name:
             base = rows[temperature, f"{name}, without noise and scales", row["candidates"], budget]
             assert row["gain"] == pytest.approx(row["tau"] / base["tau"])
             low, high = row["gain interval"]
