@@ -234,14 +234,14 @@ def default_table(
 
 
 def anchors_for(target: ModelConfig, block: int) -> int:
-    """Anchors of 512 tokens: 96, or fewer where a large vocabulary's logits would take most of a step.
+    """Anchors of 512 tokens: 48 to 96, fewer where logits would take most of a step.
 
     The logits of an anchor's rows, of the target and of the head with its gradient, take four passes over the
-    output matrix; they get at most twice the operations of the target's other matrices on all tokens.
+    output matrix: as many operations as the target's other matrices take for all tokens.
     """
     matrix = target.hidden_size * target.vocab_size
     body = num_parameters(target) - matrix * (1 if target.tie_word_embeddings else 2)
-    return max(32, min(96, 2 * 512 * body // (4 * (block - 1) * matrix)))
+    return max(48, min(96, 512 * body // (4 * (block - 1) * matrix)))
 
 
 def default_writing() -> tuple[Writing, ...]:

@@ -118,11 +118,11 @@ def test_the_sizes_of_a_batch_follow_its_window_and_divide_over_devices(width, d
     ("changes", "sizes"),
     [
         # Windows, batch, micro-batch, anchors, rows of a chunk.
-        (("selector.window=1024",), [(512, 32, 8, 32, 1005), (1024, 16, 4, 64, 1020)]),
-        (("head.fit.batch=12",), [(512, 12, 4, 32, 1020), (512, 32, 8, 32, 1005)]),
-        (("head.fit.micro_batch=3",), [(512, 33, 3, 32, 1020), (512, 32, 8, 32, 1005)]),
-        (("max_tokens=256", "filters.max_tokens=193"), [(1024, 16, 4, 64, 1020)] * 2),
-        (("head.window=4096", "head.objective.anchors=5"), [(4096, 4, 1, 5, 1020), (4096, 4, 1, 256, 1020)]),
+        (("selector.window=1024",), [(512, 32, 8, 48, 1005), (1024, 16, 4, 96, 1020)]),
+        (("head.fit.batch=12",), [(512, 12, 4, 48, 1020), (512, 32, 8, 48, 1005)]),
+        (("head.fit.micro_batch=3",), [(512, 33, 3, 48, 1020), (512, 32, 8, 48, 1005)]),
+        (("max_tokens=256", "filters.max_tokens=193"), [(1024, 16, 4, 96, 1020)] * 2),
+        (("head.window=4096", "head.objective.anchors=5"), [(4096, 4, 1, 5, 1020), (4096, 4, 1, 384, 1020)]),
     ],
 )
 def test_chosen_sizes_stay_and_others_follow(changes, sizes):
@@ -294,16 +294,19 @@ def test_a_scaled_recipe_has_fewer_of_everything_and_enough_to_judge():
         recipe.check()
 
 
-def test_a_small_target_of_a_large_vocabulary_has_fewer_anchors():
-    assert anchors_for(find_pair_shape("qwen3-8b").target, 16) == 96
-    # 24 layers of 14.9 million parameters: 256 * 357.9e6 / (11 * 136.1e6).
-    sizes = {"num_heads": 14, "num_kv_heads": 2, "head_dim": 64, "mlp_size": 4864}
-    wide = dataclasses.replace(TINY.layers[0], **sizes)
-    coder = dataclasses.replace(
-        TINY, hidden_size=896, vocab_size=151_936, layers=(wide,) * 24, tie_word_embeddings=False
+@pytest.mark.parametrize(
+    ("layers", "mlp", "anchors"),
+    # Layers of 14.9 million parameters beside an output matrix of 136.1 million: 512 * 1,193e6 / (44 * 136.1e6).
+    [(24, 4864, 48), (80, 4864, 96), (47, 4864, 59)],
+)
+def test_logits_take_about_as_many_operations_as_the_target_s_layers(layers, mlp, anchors):
+    sizes = {"num_heads": 14, "num_kv_heads": 2, "head_dim": 64, "mlp_size": mlp}
+    one = dataclasses.replace(TINY.layers[0], **sizes)
+    made = dataclasses.replace(
+        TINY, hidden_size=896, vocab_size=151_936, layers=(one,) * layers, tie_word_embeddings=False
     )
-    assert anchors_for(coder, 12) == 61
-    assert anchors_for(target(vocab=151_936).config, 12) == 32
+    assert anchors_for(made, 12) == anchors
+    assert anchors_for(find_pair_shape("qwen3-8b").target, 16) == 95
 
 
 def test_default_prompts_make_up_for_those_that_are_dropped():
