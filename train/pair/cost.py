@@ -222,7 +222,7 @@ def cost_of(recipe: PairRecipe, rates: Rates, head: DraftHeadConfig, given: Sequ
         given: The prompts of each source.
     """
     judge, fit = recipe.judgement, recipe.calibration
-    judged = len(judge.temperatures) * judge.prompts * judge.max_tokens * len(judge.budgets)
+    judged = len(judge.temperatures) * judge.prompts * judge.max_tokens * (1 + len(judge.budgets) / 2)
     calibrated = len(fit.temperatures) * fit.prompts * fit.max_tokens
     count, begin = answered(recipe, given, rates.kept), rates.begun / 3
     answers = count * recipe.max_tokens * _ANSWER
@@ -233,8 +233,8 @@ def cost_of(recipe: PairRecipe, rates: Rates, head: DraftHeadConfig, given: Sequ
         "selector": recipe.selector.fit.steps * rates.step + 2 * begin,
         # Texts, and fifteen passes over them at a fraction of the speed of training.
         "calibrate": calibrated / rates.tokens + 300 * rates.step + 2 * begin,
-        # Plainly, and with trees, which are faster.
-        "judge": 1.5 * judged / rates.alone + len(judge.budgets) * begin,
+        # Plainly, and with the trees of each budget, about twice as fast.
+        "judge": judged / rates.alone + len(judge.budgets) * begin,
     }
     rank = 0 if recipe.selector.selector is None else recipe.selector.selector.rank
     parameters = num_parameters(head) + rank * (2 * head.layers.vocab_size + head.layers.hidden_size)

@@ -1,7 +1,7 @@
 """Judges a head on held-out prompts: tokens per round and speed over plain decoding, by budget.
 
-One prompt decodes at a time. Plain decoding and trees alternate after each prompt, so that a slow period of
-the machine affects both. A budget is measured as a whole, and kept in a file.
+One prompt decodes at a time. Plain decoding and the trees of all budgets alternate after each prompt, so that
+a slow period of the machine affects all. A temperature is measured as a whole, and kept in a file.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from jetspec_jax.progress import Progress
 from train.data.holdout import hold_out
 from train.data.prompt_filters import same_words
 from train.data.regenerate import document_seed
-from train.pair.recipe import LEAST_CALIBRATED, LEAST_JUDGED, Judgement, PairRecipe
+from train.pair.recipe import LEAST_CALIBRATED, LEAST_JUDGED, PairRecipe
 
 #: Why a held-out prompt is not judged.
 SEEN, LONG, CHOSE, CALIBRATED = (
@@ -109,29 +109,30 @@ def measure(
     target: Target,
     head: Head,
     prompts: Sequence[list[int]],
-    settings: Judgement,
-    trees: TreeSettings,
+    trees: Sequence[TreeSettings],
+    temperature: float,
+    max_tokens: int,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """A row per temperature: tokens per round, and the speed of trees and of plain decoding.
+    """A row per budget: tokens per round, and the speed of trees and of plain decoding.
 
     Args:
         target: The target.
         head: The head.
         prompts: Tokens of the prompts.
-        settings: Temperatures and tokens of an answer.
-        trees: The settings of the trees.
+        trees: The settings of each budget's trees.
+        temperature: The temperature.
+        max_tokens: Tokens of an answer.
         seed: Seed of the sampling.
 
     Raises:
         DeviceMemoryError: The device cannot hold the stores.
     """
     # Trees may overshoot the end of an answer.
-    need = max(map(len, prompts)) + settings.max_tokens + trees.budget
-    rows = []
+    need = max(map(len, prompts)) + max_tokens + max(own.budget for own in trees)
     with contextlib.ExitStack() as opened:
         engines = []
-        for each, one in ((PLAIN, None), (trees, head)):
+        for each, one in ((PLAIN, None), *((own, head) for own in trees)):
             plan = plan_engine(
                 target.config,
                 None if one is None else one.config,
@@ -144,25 +145,25 @@ def measure(
             made = opened.enter_context(contextlib.closing(Engines(target, one, plan)))
             made.warm_up([Kind()])
             engines.append((made, each))
-        total = (len(prompts) + 1) * len(settings.temperatures)
-        with Progress(total=total, desc=f"judge {trees.budget} nodes", unit=" prompts", mininterval=1) as bar:
-            for temperature in settings.temperatures:
-                runs: list[list[tuple[Completion, float]]] = [[], []]
-                # The first answers compile what a warm-up does not, and are not counted.
-                for number, ids in enumerate([prompts[0], *prompts]):
-                    params = SamplingParams(
-                        temperature=temperature,
-                        seed=document_seed((seed,), number),
-                        max_tokens=settings.max_tokens,
-                    )
-                    for (made, each), kept in zip(engines, runs, strict=True):
-                        begun = time.perf_counter()
-                        requests = make_requests(target, made.plan, each, [ids], [params])
-                        [completion] = complete(made, requests, target.tokenizer, bar=None)
-                        kept.append((completion, time.perf_counter() - begun))
-                    bar.update()
-                rows.append({"temperature": temperature, **_row(trees.budget, runs[0][1:], runs[1][1:])})
-    return rows
+        runs: list[list[tuple[Completion, float]]] = [[] for _ in engines]
+        name = f"judge T = {temperature:g}"
+        with Progress(total=len(prompts) + 1, desc=name, unit=" prompts", mininterval=1) as bar:
+            # The first answers compile what a warm-up does not, and are not counted.
+            for number, ids in enumerate([prompts[0], *prompts]):
+                params = SamplingParams(
+                    temperature=temperature, seed=document_seed((seed,), number), max_tokens=max_tokens
+                )
+                for (made, each), kept in zip(engines, runs, strict=True):
+                    begun = time.perf_counter()
+                    requests = make_requests(target, made.plan, each, [ids], [params])
+                    [completion] = complete(made, requests, target.tokenizer, bar=None)
+                    kept.append((completion, time.perf_counter() - begun))
+                bar.update()
+    plain, *others = (kept[1:] for kept in runs)
+    return [
+        {"temperature": temperature, **_row(own.budget, plain, kept)}
+        for own, kept in zip(trees, others, strict=True)
+    ]
 
 
 def _row(

@@ -395,19 +395,19 @@ class _Pair:
         print(f"  draft_scales: {scales}", flush=True)
 
     def judge_stage(self) -> None:
-        """Tokens per round and speed on held-out prompts, a budget at a time."""
+        """Tokens per round and speed on held-out prompts, a temperature at a time."""
         recipe, split = self.recipe, self._split()
         prompts = [prompt["tokens"] for prompt in split.judged]
         head, rows = self._read_head(self.work / "calibrate" / "draft_head"), []
-        device = jax.devices()[0].device_kind
-        for budget in sorted(set(recipe.judgement.budgets)):
-            path = self.work / "judge" / f"{budget}.json"
+        budgets, device = sorted(set(recipe.judgement.budgets)), jax.devices()[0].device_kind
+        trees = [evaluation_trees(head.config, recipe.head.evaluation, budget) for budget in budgets]
+        for temperature in sorted(set(recipe.judgement.temperatures)):
+            path = self.work / "judge" / f"{temperature:g}.json"
             # Speeds of two devices are not compared.
             if not path.exists() or read_json(path).get("device") != device:
-                self.deadline.check(f"before {budget} nodes")
-                trees = evaluation_trees(head.config, recipe.head.evaluation, budget)
-                given = self.target, head, prompts, recipe.judgement, trees, recipe.seed
-                write_json(path, {"device": device, "rows": measure(*given)})
+                self.deadline.check(f"before T = {temperature:g}")
+                given = self.target, head, prompts, trees, temperature, recipe.judgement.max_tokens
+                write_json(path, {"device": device, "rows": measure(*given, recipe.seed)})
             rows += read_json(path)["rows"]
         report = judgement_of(rows, split, self.target)
         draw_judgement(report, self.options.name, self.work / "judge.svg")
