@@ -92,11 +92,6 @@ class Writer:
             print(f"{self.folder}: missing or damaged, to be written again: {listed}", flush=True)
 
     @property
-    def shards(self) -> list[Shard]:
-        """The finished shards in the order of `planned`."""
-        return [self._done[planned.file] for planned in self.planned if planned.file in self._done]
-
-    @property
     def missing(self) -> list[PlannedShard]:
         """Shards that are not finished."""
         return [planned for planned in self.planned if planned.file not in self._done]
