@@ -30,14 +30,14 @@ PAIR_RECIPES = tuple(sorted(p.stem for p in CONFIGS.glob(f"*{PAIR}.toml")))
 T = TypeVar("T")
 
 
-def add_set_option(parser: argparse.ArgumentParser, owner: str, example: str = "fit.steps=100") -> None:
+def add_set_option(parser: argparse.ArgumentParser, example: str) -> None:
     """Adds the option ``--set``, whose values are the ``changes`` of `read_head_recipe`."""
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help=f"replaces a setting of {owner} recipe, for example {example}; repeatable",
+        help=f"replaces a setting of the recipe, for example {example}; repeatable",
     )
 
 
