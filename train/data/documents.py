@@ -187,7 +187,6 @@ class Documents:
         return cls(folder, manifest, finished, split)
 
     def __len__(self) -> int:
-        """The number of documents."""
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> Document:
@@ -216,7 +215,6 @@ class Documents:
         return document
 
     def __iter__(self) -> Iterator[Document]:
-        """All documents in order."""
         return (self[index] for index in range(len(self)))
 
     def _reader(self, number: int) -> Any:
