@@ -6,7 +6,7 @@ other tokens. Shapes: B sequences, A anchors, D draft depth, N draft rows of a s
 K candidates, M model.
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ from train.loss.precision import whole
 #: Forward KL over the candidates and the tail; forward KL of both distributions renormalised over the
 #: candidates; total variation over the candidates and the tail.
 SelectionLossName = Literal["forward_kl", "candidates_kl", "total_variation"]
+SELECTION_LOSSES: tuple[str, ...] = get_args(SelectionLossName)
 
 # The least probability of a tail, which is the difference of float32 numbers near 1.
 _LEAST_TAIL = 1e-6
