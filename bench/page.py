@@ -14,7 +14,6 @@ from typing import Any
 from bench.plots import DOCS, RESULTS, read_report
 from jetspec_jax.checkpoint.files import write_text
 
-#: The page of the real models.
 REAL_MODEL = DOCS / "real-model.md"
 _Reports = Sequence[Mapping[str, Any]]
 _TABLE = re.compile(r"(?m)^(<!-- ([a-z]+) ([\w./ -]+) -->\n)(?:.*\n)*?(<!-- end -->)$")

@@ -156,7 +156,6 @@ class _LayerByLayer:
         window: int | None,
         sinks: Float[Array, "H"] | None = None,
     ) -> Float[Array, "B N H E"]:
-        """Attends when the queries are ready."""
         q = jax.block_until_ready(q)
         return self.over_block(layer, q, kv, scale=scale, window=window, sinks=sinks)
 

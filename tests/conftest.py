@@ -24,6 +24,7 @@ jaxtyping.config.update("jaxtyping_disable", False)
 # Stays installed: every module of these packages is imported after this line.
 install_import_hook(["jetspec_jax", "pallas_kernels", "train", "bench", "convert"])
 
+import jetspec_jax  # noqa: E402
 from jetspec_jax import progress  # noqa: E402
 from tests.events import PATIENCE  # noqa: E402
 
@@ -53,6 +54,17 @@ def no_type_checks():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    """No decoder of a device may do anything."""
+
+    def fail(*_):
+        raise AssertionError("work began before everything was checked")
+
+    for name in ("insert", "prefill", "decode", "release"):
+        monkeypatch.setattr(jetspec_jax.TreeDecoder, name, fail)
 
 
 @pytest.fixture(scope="module")

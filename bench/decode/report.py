@@ -12,6 +12,7 @@ from bench.common.timing import median
 from bench.common.workload import Workload
 from bench.decode.measure import MethodRuns
 from jetspec_jax import Completion, Target
+from jetspec_jax.cli.figures import token_count
 from jetspec_jax.inspect.exactness import TIE_RULE, Divergence, first_divergence
 
 # Columns of the printed table; the JSON has more.
@@ -62,7 +63,7 @@ class Rows:
             # tau: tokens committed per round, over all rounds, also those beyond the end of an output.
             "tau": sum(sum(c.accept_lengths) for c in completions) / rounds,
             # Only the tokens of the outputs.
-            "tokens/forward": _tokens(completions) / rounds,
+            "tokens/forward": token_count(completions) / rounds,
             # The share of rounds that accepted at least 1, 2, ... drafted tokens.
             "acceptance": [sum(n >= d for n in drafted) / rounds for d in range(1, self._depth + 1)],
             "nodes/round": sum(sum(c.tree_sizes) for c in completions) / rounds,
@@ -224,10 +225,6 @@ def _over_prompts(found: MethodRuns, plain: MethodRuns) -> dict[str, Any]:
 
 def _divergence(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {field.name: entry[field.name] for field in fields(Divergence)}
-
-
-def _tokens(completions: Sequence[Completion]) -> int:
-    return sum(len(c.token_ids) for c in completions)
 
 
 def _tokens_per_second(measured: MethodRuns) -> float:

@@ -30,7 +30,6 @@ class ExpertCheck(NamedTuple):
     tolerance: float
 
     def __str__(self) -> str:
-        """The case in words."""
         return f"{self.operation} of {self.shape}, {self.dtype}, {self.tokens} tokens"
 
 

@@ -27,7 +27,6 @@ class AttentionCheck(NamedTuple):
     lengths: tuple[int, ...]
 
     def __str__(self) -> str:
-        """The case in words."""
         lengths = " ".join(map(str, self.lengths))
         return f"{self.shape.name}, {self.dtype}, {self.rows} rows, prefixes of {lengths}"
 

@@ -59,7 +59,6 @@ class Task(NamedTuple):
     calls: tuple[tuple[AttentionShape, int], ...]
 
     def __str__(self) -> str:
-        """The task in words."""
         return f"{self.dtype}, head size {self.head_size}, {self.rows} rows"
 
 

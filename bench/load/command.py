@@ -268,7 +268,6 @@ class Measured:
     """Measures the parts, each by the method of its name. Engines are made when needed, one at a time."""
 
     def __init__(self, arguments: argparse.Namespace):
-        """Measures nothing yet."""
         self._given = arguments
         self._loads: dict[str, Load] = {}
 

@@ -36,7 +36,6 @@ class Case(NamedTuple):
     rows: int
 
     def __str__(self) -> str:
-        """The case in words."""
         return f"{self.shape.name}, {self.stored}, {self.rows} rows"
 
 

@@ -31,7 +31,6 @@ class MatmulCheck(NamedTuple):
     problem: str | None
 
     def __str__(self) -> str:
-        """The case in words."""
         return f"{self.shape}, {self.stored}, {self.dtype}, {self.rows} rows"
 
 

@@ -53,7 +53,6 @@ class RoundCase(NamedTuple):
         return "plain" if self.budget == 1 else self.algorithm
 
     def __str__(self) -> str:
-        """The case in words."""
         return f"batch {self.batch}, context {self.context}, budget {self.budget}, {self.tree}"
 
 

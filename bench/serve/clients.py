@@ -93,17 +93,17 @@ class Answer:
 class Clients:
     """The clients of a server, on one event loop."""
 
-    def __init__(self, url: str, asking: Asking, *, api_key: str | None = None, timeout: float = 600.0):
+    def __init__(self, url: str, asking: Asking, *, api_key: str | None = None):
         """Opens no connection yet.
 
         Args:
             url: The server's URL, without a path.
             asking: The form of requests.
             api_key: The server's API key.
-            timeout: Seconds without a byte after which a client disconnects.
         """
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._asking, self._settings = asking, {"base_url": url, "headers": headers, "timeout": timeout}
+        # A client disconnects after ten minutes without a byte.
+        self._asking, self._settings = asking, {"base_url": url, "headers": headers, "timeout": 600.0}
         self._begun = 0.0
 
     def serve(

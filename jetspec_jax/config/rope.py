@@ -11,7 +11,6 @@ from jetspec_jax.config.fields import MAX_TOKENS, Fields
 from jetspec_jax.config.geometry import Linear, Llama3, Rope, Scaling, Yarn
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-#: The rope types of the Qwen3 families.
 QWEN3_TYPES = ("default", "yarn")
 #: The rope types of Llama and Mistral, and their base if a file has none, on which all readers agree.
 LLAMA_TYPES = ("default", "linear", "llama3", "yarn")

@@ -92,7 +92,6 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        """Checks and normalises all settings."""
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         top_k = _or_none("top_k", self.top_k, check_integer, -1)
         checked = {

@@ -85,7 +85,6 @@ class ServeSettings:
     drain_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        """Checks all settings."""
         check_integer("port", self.port, 0, 2**16 - 1)
         for name in ("host", "root_path"):
             check_type(name, getattr(self, name), str, "a text")

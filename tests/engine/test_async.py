@@ -16,7 +16,7 @@ from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.request import DeadlinePassed, EngineFailed
 from jetspec_jax.engine.scheduler import QueueFull
 from tests.decode.compilations import compilations
-from tests.decode.tiny import TINY, flat, free_pages, random_head, random_target, with_windows, word_tokenizer
+from tests.decode.tiny import TINY, flat, free_pages, random_head, random_target, with_windows
 from tests.engine.halting import begun, halted, paused
 from tests.events import join, until
 from tests.marks import wide
@@ -28,11 +28,6 @@ LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 TREE = {"budget": 16, "width": 3, "algorithm": "top_nodes"}
 #: Threads of engines from before these tests.
 OTHERS: set[threading.Thread] = set()
-
-
-@pytest.fixture(scope="module")
-def models():
-    return random_target(CONFIG, 0, tokenizer=word_tokenizer(CONFIG.vocab_size)), random_head(CONFIG, 0)
 
 
 @pytest.fixture

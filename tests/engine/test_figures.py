@@ -18,12 +18,10 @@ from jetspec_jax.engine.plan import engine_bytes, plan_engine, with_slots_that_f
 from jetspec_jax.engine.request import Request, State
 from jetspec_jax.engine.stats import EngineStats, Tally
 from tests.decode.compilations import compilations
-from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
 from tests.engine.budget_simulation import dispatch
 from tests.engine.halting import begun, halted
 from tests.events import join
 
-CONFIG = with_windows(TINY, None)
 PROMPT = [3, 1, 4, 1, 5]
 WANTS = SamplingParams(max_tokens=12, presence_penalty=1.0, logprobs=1, prompt_logprobs=1, ignore_eos=True)
 # Each wants a part of it.
@@ -33,11 +31,6 @@ PARTS = (
     replace(WANTS, presence_penalty=0.0),
     replace(WANTS, bad_words=["abc", "gh", "dd"]),
 )
-
-
-@pytest.fixture(scope="module")
-def models():
-    return random_target(CONFIG, 0, tokenizer=word_tokenizer(CONFIG.vocab_size)), random_head(CONFIG, 0)
 
 
 async def whole(llm, prompt, params):

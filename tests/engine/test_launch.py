@@ -5,22 +5,11 @@ import pytest
 
 from jetspec_jax import SamplingParams, generate
 from jetspec_jax.decode.settings import TreeSettings
-from tests.decode.tiny import TINY, TinyEngine, finish, random_head, random_target, serve, with_windows
+from tests.decode.tiny import TinyEngine, finish, serve
 
-CONFIG = with_windows(TINY, None)
 PROMPT = [3, 1, 4, 1, 5]
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
 TREE = TreeSettings(16, 3)
-
-
-@pytest.fixture(scope="module")
-def target():
-    return random_target(CONFIG, 0)
-
-
-@pytest.fixture(scope="module")
-def head():
-    return random_head(CONFIG, 0)
 
 
 @pytest.fixture(scope="module")

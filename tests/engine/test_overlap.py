@@ -13,22 +13,11 @@ from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.engine.batch import Kind
 from jetspec_jax.engine.plan import overlaps, plan_engine
 from tests.decode.compilations import compilations
-from tests.decode.tiny import TINY, TinyEngine, check_pool, finish, random_head, random_target, with_windows
+from tests.decode.tiny import TinyEngine, check_pool, finish
 
-CONFIG = with_windows(TINY, None)
 PROMPT = [3, 1, 4, 1, 5]
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
 TREE = TreeSettings(16, 3)
-
-
-@pytest.fixture(scope="module")
-def target():
-    return random_target(CONFIG, 0)
-
-
-@pytest.fixture(scope="module")
-def head():
-    return random_head(CONFIG, 0)
 
 
 @pytest.fixture(scope="module")
@@ -39,19 +28,19 @@ def expected(target):
 @pytest.mark.parametrize(
     ("backend", "hidden", "overlapped"), [("cpu", 4096, False), ("gpu", 4096, True), ("gpu", 64, False)]
 )
-def test_large_targets_overlap_on_a_gpu(monkeypatch, backend, hidden, overlapped):
+def test_large_targets_overlap_on_a_gpu(target, monkeypatch, backend, hidden, overlapped):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    config = dataclasses.replace(CONFIG, hidden_size=hidden, vocab_size=150_000)
+    config = dataclasses.replace(target.config, hidden_size=hidden, vocab_size=150_000)
     plan = plan_engine(config, None, TreeSettings(1), jnp.dtype("float32"), implementation="xla")
     assert overlaps(plan) == overlapped
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_several_devices_have_loops():
+def test_several_devices_have_loops(target):
     class TwoGpus:
         devices, size = np.array([SimpleNamespace(platform="gpu")] * 2), 2
 
-    plan = plan_engine(CONFIG, None, TreeSettings(1), jnp.dtype("float32"), implementation="xla")
+    plan = plan_engine(target.config, None, TreeSettings(1), jnp.dtype("float32"), implementation="xla")
     object.__setattr__(plan.decoder, "mesh", TwoGpus())
     assert not overlaps(plan)
 

@@ -26,7 +26,7 @@ from jetspec_jax.engine.runner import Runner
 from jetspec_jax.engine.scheduler import Scheduler
 from jetspec_jax.inspect.trace import trace_request, trace_rounds
 from tests.decode.compilations import compilations
-from tests.decode.tiny import TINY, free_pages, random_head, random_target, with_windows, word_tokenizer
+from tests.decode.tiny import TINY, free_pages, random_target, with_windows, word_tokenizer
 from tests.engine.halting import begun, halted, paused
 from tests.events import PATIENCE, join, until
 
@@ -36,11 +36,6 @@ PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 TREE = {"budget": 16, "width": 3}
-
-
-@pytest.fixture(scope="module")
-def models():
-    return random_target(CONFIG, 0, tokenizer=word_tokenizer(CONFIG.vocab_size)), random_head(CONFIG, 0)
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,10 @@ from jetspec_jax.engine.compiler import REPLACED, Compiler
 from jetspec_jax.engine.runner import Lowering
 from jetspec_jax.engine.size import EngineSize, compile_order, first_programs
 from tests.decode.compilations import compilations
-from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
 from tests.engine.test_figures import batches_of, whole
 from tests.events import PATIENCE, until
 from tests.serve.servers import served
 
-CONFIG = with_windows(TINY, None)
 PROMPT, PARAMS = [3, 1, 4, 1, 5], SamplingParams(max_tokens=12, ignore_eos=True)
 SLOTS, BUDGET = 4, 16
 # The programs of an engine with these settings on a CPU that can serve any request, and the others.
@@ -31,11 +29,6 @@ FIRST = {("prompts", 1, 128), ("rounds", SLOTS, 1), ("rounds", SLOTS, BUDGET)}
 REST = [("rounds", 1, BUDGET), ("rounds", 1, 1)]
 SIZE = EngineSize(8, 1024, 128, ((1, 128), (1, 1024), (8, 128)), live=(1, 2, 4), most_rows=64)
 BUCKETS = (1, 2, 4, 8, 16)
-
-
-@pytest.fixture(scope="module")
-def models():
-    return random_target(CONFIG, 0, tokenizer=word_tokenizer(CONFIG.vocab_size)), random_head(CONFIG, 0)
 
 
 @pytest.fixture(scope="module")

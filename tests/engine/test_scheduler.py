@@ -29,14 +29,9 @@ from tests.engine.scheduling import (
 )
 
 
-@pytest.fixture
-def made():
-    return make
-
-
-def test_a_token_that_is_no_choice_is_an_error(made):
+def test_a_token_that_is_no_choice_is_an_error():
     """Nothing of such a batch is handed out."""
-    scheduler, device = made()
+    scheduler, device = make()
     [req] = add(scheduler, request(5, 9))
     record = device.run(next_batch(scheduler, 1))
     record.tokens[0, req.slot, 1] = NO_CHOICE
@@ -45,8 +40,8 @@ def test_a_token_that_is_no_choice_is_an_error(made):
     assert req.tokens == []
 
 
-def test_what_an_idle_slot_holds_does_not_matter(made):
-    scheduler, device = made()
+def test_what_an_idle_slot_holds_does_not_matter():
+    scheduler, device = make()
     [req] = add(scheduler, request(5, 9))
     record = device.run(next_batch(scheduler, 1))
     record.tokens[0, 1 - req.slot] = NO_CHOICE
@@ -54,9 +49,9 @@ def test_what_an_idle_slot_holds_does_not_matter(made):
     assert req.tokens == expected_tokens(req)[:STEP]
 
 
-def test_a_slot_is_cleared_once(made):
+def test_a_slot_is_cleared_once():
     """By its next request, or with the next batch of others."""
-    scheduler, device = made(slots=2, pages=4)
+    scheduler, device = make(slots=2, pages=4)
     add(scheduler, request(5, 3), request(6, 40), request(7, 4))
     step(scheduler, device, 1)
     batch = step(scheduler, device, 1)
@@ -88,9 +83,9 @@ def test_a_slot_is_cleared_once(made):
         (5, 5, 5, "length", [3, 3]),
     ],
 )
-def test_where_a_request_ends(made, most, stop, tokens, reason, lengths):
+def test_where_a_request_ends(most, stop, tokens, reason, lengths):
     """Rounds count what they committed before the cut, and none after the end."""
-    scheduler, device = made()
+    scheduler, device = make()
     text = expected_tokens(request(4, 10))
     [req] = add(scheduler, request(4, most, stop_ids=() if stop is None else text[stop : stop + 1]))
     finish(scheduler, device)
@@ -101,20 +96,20 @@ def test_where_a_request_ends(made, most, stop, tokens, reason, lengths):
     assert req.tree_depths == [STEP - 1] * len(lengths)
 
 
-def test_a_request_that_no_pool_can_hold_is_refused(made):
-    scheduler, _ = made(slots=1, pages=2)
+def test_a_request_that_no_pool_can_hold_is_refused():
+    scheduler, _ = make(slots=1, pages=2)
     message = "needs 3 pages for 100 prompt tokens and max_tokens=60, and the engine has 2"
     with pytest.raises(ValueError, match=message):
         scheduler.add(request(100, 60))
-    scheduler, _ = made(slots=1, pages=8, capacity=128)
+    scheduler, _ = make(slots=1, pages=8, capacity=128)
     with pytest.raises(ValueError, match=r"needs 3 pages .* and a slot can name 2"):
         scheduler.add(request(100, 60))
     assert not busy(scheduler)
 
 
 class TestLine:
-    def test_lower_numbers_go_first_then_who_came_first(self, made):
-        scheduler, device = made(slots=1)
+    def test_lower_numbers_go_first_then_who_came_first(self):
+        scheduler, device = make(slots=1)
         requests = add(
             scheduler, *(request(5, 3, start=i, priority=p) for i, p in enumerate((1, 0, 2, 0, 1)))
         )
@@ -125,8 +120,8 @@ class TestLine:
         assert [requests.index(req) for req in order] == [1, 3, 0, 4, 2]
         assert [req.overtaken for req in requests] == [2, 0, 2, 0, 0]
 
-    def test_nobody_is_overtaken_for_ever(self, made):
-        scheduler, device = made(slots=1)
+    def test_nobody_is_overtaken_for_ever(self):
+        scheduler, device = make(slots=1)
         [patient] = add(scheduler, request(5, 3, priority=9))
         count = 0
         while not patient.tokens:
@@ -145,8 +140,8 @@ class TestDeadlines:
             (2, r"after 2.000 s the request has 6 tokens"),
         ],
     )
-    def test_one_that_passes_ends_the_request(self, made, slots, message):
-        scheduler, device = made(slots=slots)
+    def test_one_that_passes_ends_the_request(self, slots, message):
+        scheduler, device = make(slots=slots)
         first, late = request(5, 60), request(6, 60, deadline=11.5)
         scheduler.add(first, 10.0)
         scheduler.add(late, 10.0)
@@ -162,8 +157,8 @@ class TestDeadlines:
         assert_served(first)
         assert free_pages(scheduler) == 8
 
-    def test_one_that_does_not_pass_does_nothing(self, made):
-        scheduler, device = made()
+    def test_one_that_does_not_pass_does_nothing(self):
+        scheduler, device = make()
         scheduler.add(req := request(5, 3, deadline=10.5), 10.0)
         step(scheduler, device, 1, 10.4)
         step(scheduler, device, 1, 11.0)
@@ -171,9 +166,9 @@ class TestDeadlines:
 
 
 class TestPrefill:
-    def test_goes_on_between_dispatches(self, made):
+    def test_goes_on_between_dispatches(self):
         """No more than so many tokens of prompts, while others decode."""
-        scheduler, device = made(slots=3, pages=20, capacity=512, prefill_tokens=100)
+        scheduler, device = make(slots=3, pages=20, capacity=512, prefill_tokens=100)
         first, long, short = add(scheduler, request(5, 90), request(300, 9, start=1), request(30, 9, start=2))
         counts, tokens = [], []
         while long.state is not State.DECODING or not short.tokens:
@@ -185,8 +180,8 @@ class TestPrefill:
         finish(scheduler, device)
         assert_served(first, long, short)
 
-    def test_takes_prompts_together_where_that_is_cheaper(self, made):
-        scheduler, device = made(slots=3, pages=20, capacity=512)
+    def test_takes_prompts_together_where_that_is_cheaper(self):
+        scheduler, device = make(slots=3, pages=20, capacity=512)
         requests = add(scheduler, *(request(n, 9, start=n) for n in (50, 190, 60)))
         batch = step(scheduler, device, 1)
         assert [chunk.tokens.shape for chunk in batch.chunks] == [(2, 64), (1, 128), (1, 128)]
@@ -196,8 +191,8 @@ class TestPrefill:
         finish(scheduler, device)
         assert_served(*requests)
 
-    def test_a_batch_may_have_no_rounds(self, made):
-        scheduler, device = made(slots=2, pages=20, capacity=512, prefill_tokens=64)
+    def test_a_batch_may_have_no_rounds(self):
+        scheduler, device = make(slots=2, pages=20, capacity=512, prefill_tokens=64)
         [req] = add(scheduler, request(150, 9))
         batch = scheduler.next_batch()
         assert (batch.live, batch.rounds) == ((), 0)
@@ -206,8 +201,8 @@ class TestPrefill:
         assert_served(req)
 
 
-def test_live_slots_are_as_many_as_a_program_has(made):
-    scheduler, device = made(slots=7, pages=20, live=(1, 2, 4))
+def test_live_slots_are_as_many_as_a_program_has():
+    scheduler, device = make(slots=7, pages=20, live=(1, 2, 4))
     requests = add(scheduler, *(request(5, 3 * n, start=n) for n in range(1, 7)))
     seen = []
     while busy(scheduler):
@@ -216,7 +211,7 @@ def test_live_slots_are_as_many_as_a_program_has(made):
     assert_served(*requests)
 
 
-def test_dispatches_with_a_grammar_are_short(made):
+def test_dispatches_with_a_grammar_are_short():
     """Their rounds wait for the host, which the policy knows nothing of."""
 
     class AsItLikes(Matcher):
@@ -226,7 +221,7 @@ def test_dispatches_with_a_grammar_are_short(made):
         def advance(self, tokens):
             self.count += len(tokens)
 
-    scheduler, device = made(slots=2, pages=8)
+    scheduler, device = make(slots=2, pages=8)
     form = {"structured_outputs": StructuredOutputsParams(choice=["a", "b"])}
     free, bound = request(5, 60), request(5, 60, start=1, settings=form)
     add(scheduler, free)
@@ -239,9 +234,9 @@ def test_dispatches_with_a_grammar_are_short(made):
 
 
 class TestLeaving:
-    def test_what_nobody_reads_any_more_holds_nothing(self, made):
+    def test_what_nobody_reads_any_more_holds_nothing(self):
         """Whoever waits for it may be gone without a word."""
-        scheduler, device = made(slots=1, pages=2)
+        scheduler, device = make(slots=1, pages=2)
         runs, waits = request(60, 10), request(100, 10, start=1)
         reader = Output(runs, None)
         add(scheduler, runs, waits)
@@ -253,10 +248,8 @@ class TestLeaving:
         assert_served(waits)
 
     @pytest.mark.parametrize("first", [0, 1], ids=["one that runs", "one that was just admitted"])
-    def test_who_goes_before_others_are_admitted_keeps_its_slot_for_this_batch(
-        self, made, monkeypatch, first
-    ):
-        scheduler, device = made(slots=1, pages=4)
+    def test_who_goes_before_others_are_admitted_keeps_its_slot_for_this_batch(self, monkeypatch, first):
+        scheduler, device = make(slots=1, pages=4)
         gone, waits = add(scheduler, request(60, 30), request(60, 3, start=1))
         if not first:
             step(scheduler, device, 1)
@@ -276,7 +269,7 @@ class TestLeaving:
         finish(scheduler, device)
         assert_served(waits)
 
-    def test_who_goes_while_a_batch_is_made_holds_its_pages_until_the_next(self, made):
+    def test_who_goes_while_a_batch_is_made_holds_its_pages_until_the_next(self):
         """Its slot still decodes in this one."""
 
         class Dropping(FixedBudget):
@@ -284,7 +277,7 @@ class TestLeaving:
                 runs.cancel()
                 return super().choose(*arguments)
 
-        scheduler, device = made(slots=2, pages=2, policy=Dropping([(2, BUCKET)]))
+        scheduler, device = make(slots=2, pages=2, policy=Dropping([(2, BUCKET)]))
         runs, waits = add(scheduler, request(60, 30), request(50, 30, start=1))
         batch = next_batch(scheduler, 1)
         assert slots_of(batch) == [0]
@@ -296,7 +289,7 @@ class TestLeaving:
         assert_served(waits)
 
     @pytest.mark.parametrize("looks", range(7))
-    def test_who_goes_at_any_moment_leaves_nothing(self, made, looks):
+    def test_who_goes_at_any_moment_leaves_nothing(self, looks):
         """Also between two looks at it: it is cancelled by another thread."""
 
         class Fading(Request):
@@ -310,7 +303,7 @@ class TestLeaving:
                         self.cancel()
                 return super().open
 
-        scheduler, device = made(slots=2, pages=4)
+        scheduler, device = make(slots=2, pages=4)
         fades = Fading(np.arange(70, dtype=np.int32), SamplingParams(max_tokens=60, seed=1), budget=BUCKET)
         [stays] = add(scheduler, request(60, 30, start=1))
         add(scheduler, fades)
@@ -323,8 +316,8 @@ class TestLeaving:
         check_pool(scheduler.pool, [])
         assert device.slots.keys() == scheduler._occupied  # the next batch releases them
 
-    def test_a_request_may_be_cancelled_anywhere(self, made):
-        scheduler, device = made(slots=2, pages=8)
+    def test_a_request_may_be_cancelled_anywhere(self):
+        scheduler, device = make(slots=2, pages=8)
         requests = runs, flies, waits, late, stays = [request(10 + i, 30, start=i) for i in range(5)]
         add(scheduler, *requests)
         step(scheduler, device, 1)
@@ -345,8 +338,8 @@ class TestLeaving:
         assert free_pages(scheduler) == 8
         assert [req.finish_reason for req in (runs, flies, waits, late)] == [None] * 4
 
-    def test_what_is_cancelled_is_taken_out_by_the_next_batch(self, made):
-        scheduler, device = made(slots=1)
+    def test_what_is_cancelled_is_taken_out_by_the_next_batch(self):
+        scheduler, device = make(slots=1)
         runs, waits = add(scheduler, request(4, 30), request(5, 30))
         step(scheduler, device, 1)
         runs.cancel()
@@ -372,9 +365,9 @@ class Noted:
         self.records.append(record)
 
 
-def test_the_policy_decides_and_is_told(made):
+def test_the_policy_decides_and_is_told():
     policy = Noted()
-    scheduler, device = made(slots=2, policy=policy)
+    scheduler, device = make(slots=2, policy=policy)
     watched = {"temperature": 1.0, "stop": ("x",)}
     add(scheduler, request(150, 30, settings=watched), request(4, 8, start=1), request(5, 8, start=2))
     for most, rounds in ((2, 2), (9, 5)):
@@ -389,8 +382,8 @@ def test_the_policy_decides_and_is_told(made):
     assert {record.batch.bucket for record in policy.records} == {32}
 
 
-def test_figures_of_a_request(made):
-    scheduler, device = made(slots=1, pages=12)
+def test_figures_of_a_request():
+    scheduler, device = make(slots=1, pages=12)
     first, req = request(70, 3), request(90, 8)
     scheduler.add(first, 10.0)
     scheduler.add(req, 11.0)
@@ -414,8 +407,8 @@ def plain_leaves(value):
     return [type(value)]
 
 
-def test_records_can_go_to_another_process(made):
-    scheduler, device = made()
+def test_records_can_go_to_another_process():
+    scheduler, device = make()
     req = request(131, 20, stop_ids=(4, 2), settings={"temperature": 0.5, "top_k": 3, "stop": ("x",)})
     req.routing = (("task", "math"),)
     add(scheduler, req)

@@ -75,18 +75,19 @@ def test_rows_have_derivatives():
     np.testing.assert_allclose(found[0], widened(w).sum(axis=1), rtol=1e-5, atol=1e-5)
 
 
+def rounds(weights, x):
+    def turn(_, x):
+        for w in weights:
+            x = matmul("bm,mf->bf", x, w)
+        return x / 1000
+
+    return jax.lax.fori_loop(0, 3, turn, x)
+
+
 def test_a_loop_widens_a_part_at_a_time(monkeypatch):
     """As of FP8: what does not change is not widened before the loop."""
     monkeypatch.setattr(reference, "_PART", 2**12)
     weights = [random_mxfp4((256, 256), 0, seed) for seed in range(8)]
-
-    def rounds(weights, x):
-        def turn(_, x):
-            for w in weights:
-                x = matmul("bm,mf->bf", x, w)
-            return x / 1000
-
-        return jax.lax.fori_loop(0, 3, turn, x)
 
     compiled = jax.jit(rounds).lower(weights, jnp.ones((2, 256))).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * 256 * 256

@@ -92,11 +92,6 @@ class Writer:
             print(f"{self.folder}: missing or damaged, to be written again: {listed}", flush=True)
 
     @property
-    def shards(self) -> list[Shard]:
-        """The finished shards in the order of `planned`."""
-        return [self._done[planned.file] for planned in self.planned if planned.file in self._done]
-
-    @property
     def missing(self) -> list[PlannedShard]:
         """Shards that are not finished."""
         return [planned for planned in self.planned if planned.file not in self._done]
@@ -192,7 +187,6 @@ class Documents:
         return cls(folder, manifest, finished, split)
 
     def __len__(self) -> int:
-        """The number of documents."""
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> Document:
@@ -221,7 +215,6 @@ class Documents:
         return document
 
     def __iter__(self) -> Iterator[Document]:
-        """All documents in order."""
         return (self[index] for index in range(len(self)))
 
     def _reader(self, number: int) -> Any:

@@ -56,7 +56,6 @@ class DocumentsSettings:
     shard_documents: int
 
     def __post_init__(self) -> None:
-        """Checks the counts."""
         if self.count < 1:
             raise ValueError("there are no documents to make: at least one prompt is needed")
         check_heldout(self.count, self.heldout)

@@ -282,7 +282,7 @@ def conversation(where: str, body: Mapping[str, Any], answer: Answer | None) -> 
     """
     messages = body.get("messages")
     if answer is not None and isinstance(messages, Sequence) and not isinstance(messages, str):
-        if messages and _speaks(messages[-1], "assistant"):
+        if messages and _is_answer(messages[-1]):
             raise ValueError(
                 f"{where}: the response continues the request's last message, which is an assistant's"
             )
@@ -338,11 +338,11 @@ def _awaits(body: Mapping[str, Any]) -> bool:
     """Whether a body is a request, and not a conversation with its answer."""
     messages = body.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages else None
-    return "prompt" in body or (isinstance(last, Mapping) and not _speaks(last, "assistant"))
+    return "prompt" in body or (isinstance(last, Mapping) and not _is_answer(last))
 
 
-def _speaks(message: Any, role: str) -> bool:
-    return isinstance(message, Mapping) and message.get("role") == role
+def _is_answer(message: Any) -> bool:
+    return isinstance(message, Mapping) and message.get("role") == "assistant"
 
 
 def _is_chunk(row: Mapping[str, Any]) -> bool:

@@ -48,7 +48,6 @@ class Contents(NamedTuple):
     cut: int
 
     def __str__(self) -> str:
-        """The summary of a run's data."""
         fill = self.tokens / (self.windows * self.window)
         left_out = f"; {self.unlearnable:,} with nothing to learn are left out" if self.unlearnable else ""
         cut = f"; {self.cut:,} documents are longer than a window and cut" if self.cut else ""
@@ -83,7 +82,6 @@ class Windows:
         self._document, self._start = learnable_pieces(documents, window)
 
     def __len__(self) -> int:
-        """How many windows there are."""
         return len(self._document)
 
     def __getitem__(self, index: int) -> Window:
@@ -134,7 +132,6 @@ class PackedWindows:
         self._packed = pack(self._length, window, seed)
 
     def __len__(self) -> int:
-        """How many windows there are."""
         return len(self._packed.first) - 1
 
     def __getitem__(self, index: int) -> Window:

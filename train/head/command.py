@@ -81,7 +81,7 @@ def add_command(commands: Any) -> None:
             help="the initial head, for recipes that start from one: folder, hub id or a pair's name",
         )
         parser.add_argument("--work", type=Path, required=True, help="folder for everything made")
-        add_set_option(parser, "the")
+        add_set_option(parser, "fit.steps=100")
         parser.add_argument(
             "--minutes", type=float, help="stop cleanly after so many minutes; run again to resume"
         )

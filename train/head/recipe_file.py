@@ -18,26 +18,23 @@ from jetspec_jax.arguments import decode_utf8
 from jetspec_jax.config.fields import check_size
 from train.head.recipe import HeadRecipe
 
-#: The folder of the packaged recipes.
 CONFIGS = Path(__file__).parents[1] / "configs"
 #: Recipes of `python -m train pair` have this at the end of their names.
 PAIR = "-pair"
-#: The names of the packaged recipes of heads.
 HEAD_RECIPES = tuple(sorted(p.stem for p in CONFIGS.glob("*.toml") if not p.stem.endswith(PAIR)))
-#: The names of the packaged recipes of pairs.
 PAIR_RECIPES = tuple(sorted(p.stem for p in CONFIGS.glob(f"*{PAIR}.toml")))
 
 T = TypeVar("T")
 
 
-def add_set_option(parser: argparse.ArgumentParser, owner: str, example: str = "fit.steps=100") -> None:
+def add_set_option(parser: argparse.ArgumentParser, example: str) -> None:
     """Adds the option ``--set``, whose values are the ``changes`` of `read_head_recipe`."""
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help=f"replaces a setting of {owner} recipe, for example {example}; repeatable",
+        help=f"replaces a setting of the recipe, for example {example}; repeatable",
     )
 
 

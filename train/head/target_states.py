@@ -117,7 +117,6 @@ class TargetStates:
                 bar.update(1)
 
     def __len__(self) -> int:
-        """The number of windows."""
         return len(self.windows)
 
     def __getitem__(self, index: int) -> Window:

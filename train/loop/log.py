@@ -40,7 +40,6 @@ class NonFiniteLoss(FloatingPointError):
     """The loss of a step, or the norm of its gradient, is infinite or not a number."""
 
     def __init__(self, step: int, name: str, value: float):
-        """The error of a step's metric with its value."""
         super().__init__(f"the {name.replace('_', ' ')} is {value} at step {step}; no later step was logged")
         self.step, self.name, self.value = step, name, value
 
@@ -170,7 +169,6 @@ class TrainingLog:
                 self._since += time.perf_counter() - begun
 
     def __enter__(self) -> "TrainingLog":
-        """The log itself."""
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

@@ -128,7 +128,7 @@ def _losses(axis: Axes, records: Sequence[Record]) -> None:
     means = _smoothed(records, "loss")[1]
     axis.plot(steps, losses, color=TRAIN, alpha=0.3, linewidth=0.6)
     axis.plot(steps, means, color=TRAIN, linewidth=1.6, label="train, smoothed")
-    _points(axis, records, "validation_loss", "validation")
+    _points(axis, records, "validation_loss")
     if np.nanmin(losses) > 0 and np.nanmax(means) > 4 * np.nanmin(means):
         _log_axis(axis)
     axis.set_ylabel("loss (nats)")
@@ -136,10 +136,10 @@ def _losses(axis: Axes, records: Sequence[Record]) -> None:
     axis.legend(**LEGEND)
 
 
-def _points(axis: Axes, records: Sequence[Record], key: str, label: str) -> None:
+def _points(axis: Axes, records: Sequence[Record], key: str) -> None:
     steps, values = _series(records, key)
     if len(steps):
-        axis.plot(steps, values, "o-", color=VALIDATION, markersize=4, linewidth=1.2, label=label)
+        axis.plot(steps, values, "o-", color=VALIDATION, markersize=4, linewidth=1.2, label="validation")
 
 
 def _accuracies(axis: Axes, records: Sequence[Record]) -> None:
@@ -177,7 +177,7 @@ def _chain(axis: Axes, records: Sequence[Record]) -> None:
     steps, lengths = _smoothed(records, "accepted_length")
     if len(steps):
         axis.plot(steps, lengths, color=TRAIN, linewidth=1.6, label="train, smoothed")
-    _points(axis, records, "validation_accepted_length", "validation")
+    _points(axis, records, "validation_accepted_length")
     axis.set_title("a chain of the likeliest drafts", fontsize=10)
     axis.set_ylabel("accepted drafts")
     axis.set_ylim(bottom=0)

@@ -47,7 +47,6 @@ class _CausalAttend:
         window: int | None,
         sinks: Float[Array, "H"] | None = None,
     ) -> Float[Array, "B T H E"]:
-        """Attends with the queries of one layer."""
         if sinks is not None:
             return with_sinks(q, kv, scale=scale, window=window, sinks=sinks, starts=self.starts)
         starts, mask = self.starts, None

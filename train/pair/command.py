@@ -32,7 +32,7 @@ def add_command(commands: Any) -> None:
         help=f"a TOML file, {' or '.join(PAIR_RECIPES)}, with settings that replace the default ones; "
         f"{RECIPE} of the work folder has all",
     )
-    add_set_option(parser, "the", "head.fit.steps=100")
+    add_set_option(parser, "head.fit.steps=100")
     add(
         "--prompts",
         action="append",

@@ -6,7 +6,7 @@ and the first words of a prompt.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -234,13 +234,12 @@ def mixed(recipe: PairRecipe, written: list[UserPrompt], sources: list[list[User
     return mix([written, *parts] if recipe.writing else parts, recipe.weights)
 
 
-def evaluated_runs(evaluated: Sequence[str], show: Callable[[str], None] = print) -> Evaluated:
-    """The runs of words of all evaluated sets.
+def evaluated_runs(evaluated: Sequence[str]) -> Evaluated:
+    """The runs of words of all evaluated sets; prints a line per set.
 
     Args:
         evaluated: The sets, as SET or SET=FILE. A set that is not in `train.data.prompt_sets` needs a file,
             in any form of `train.data.prompts`.
-        show: Gets a line per set.
 
     Raises:
         FileNotFoundError: A set cannot be loaded.
@@ -260,7 +259,7 @@ def evaluated_runs(evaluated: Sequence[str], show: Callable[[str], None] = print
         else:
             known = ", ".join(EVALUATED)
             raise ValueError(f"evaluated sets are SET=FILE, or without a file one of {known}, not {given!r}")
-        show(f"  {name}: {len(found):,} evaluated texts")
+        print(f"  {name}: {len(found):,} evaluated texts")
         texts += found
     return Evaluated(texts)
 
