@@ -53,12 +53,14 @@ def with_tables(page: str, name: str) -> str:
             raise ValueError(f"{name} asks for a table of {kind!r}; there are {', '.join(KINDS)}")
         benchmark, make = KINDS[kind]
         reports = [read_report(RESULTS / f"{report}.json") for report in names.split()]
+        if kind == "phases" and len(reports) > 1:
+            raise ValueError(f"{name}: {kind} takes one report, not {names}")
         for report, found in zip(names.split(), reports, strict=True):
             if (other := found["benchmark"]) != benchmark:
                 raise ValueError(
                     f"{name}: {report} is a report of {other!r}; {kind} needs one of {benchmark!r}"
                 )
-        return "\n".join([begin, *make(reports), "", *_captions(reports), "", end])
+        return "\n".join([begin, *make(reports), "", *_captions(reports), end])
 
     made, count = _TABLE.subn(table, page)
     if not count:
@@ -144,9 +146,14 @@ def _set_of(report: Mapping[str, Any]) -> str:
 
 
 def _captions(reports: _Reports) -> Iterator[str]:
-    """The devices and the command of reports, which differ by their prompts."""
-    devices = dict.fromkeys(f"{report['device']}, JAX {report['jax']}" for report in reports)
-    command = reports[0]["command"]
-    if len(reports) > 1:
-        command = re.sub(r"--prompts \S+", "--prompts SET=FILE", command)
-    yield f"{'; '.join(devices)}: `{command}`"
+    """A line for the reports of each device and command, but for the prompts."""
+    found: dict[str, list[str]] = {}
+    for report in reports:
+        command = report["command"]
+        if len(reports) > 1:
+            command = re.sub(r"--prompts \S+", "--prompts SET=FILE", command)
+        line = f"{report['device']}, JAX {report['jax']}: `{command}`"
+        found.setdefault(line, []).append(_set_of(report) if len(reports) > 1 else "")
+    for line, sets in found.items():
+        yield f"{', '.join(sets)}: {line}" if len(found) > 1 else line
+        yield ""

@@ -49,7 +49,8 @@ def add_pair_arguments(
     # A default by name, so that every report names its implementation.
     best = "xla" if gpu_problem() else "pallas_triton"
     usual = {"target": DEMO, "implementation": best, "compilation_cache": "auto"}
-    fields = [*usual, "draft_head", "ignore_config_keys", *(PARALLEL if copies else PARALLEL[:-1])]
+    fields = [*usual, "draft_head", "ignore_config_keys", "fp8_activations"]
+    fields += PARALLEL if copies else PARALLEL[:-1]
     MODELS.add(parser, fields, **usual, ignore_config_keys=[])
     add = parser.add_argument
     add("--max-tokens", type=int, default=max_tokens, help=f"tokens per prompt (default: {max_tokens})")
@@ -218,7 +219,7 @@ def load_pair(
     head_path = arguments.draft_head or default_draft_head(path)
     if head_path is None:
         raise ValueError(f"--draft-head is missing: trees for {path} need a head that was made for it")
-    source = Source(path, dtype, arguments.ignore_config_key)
+    source = Source(path, dtype, arguments.ignore_config_key, fp8_activations=arguments.fp8_activations)
     meshes = meshes_for(source.target_config, **({} if one_device else parallel_sizes(arguments)))
     say_unused(meshes)
     target = read_target(source, *meshes)
@@ -229,7 +230,9 @@ def read_head(
     arguments: argparse.Namespace, path: str, dtype: str, target: Target, settings: Iterable[TreeSettings]
 ) -> Head:
     """A head of a loaded target; the other arguments and errors are those of `load_pair`."""
-    head = read_draft_head(Source(draft_head_at(path), dtype, arguments.ignore_config_key), target)
+    ignored, fp8_activations = arguments.ignore_config_key, arguments.fp8_activations
+    source = Source(draft_head_at(path), dtype, ignored, fp8_activations=fp8_activations)
+    head = read_draft_head(source, target)
     for tree in settings:
         tree.for_selected(head.config.selected).check(target.config, head.config.depth)
     return head

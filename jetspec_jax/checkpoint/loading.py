@@ -175,8 +175,8 @@ def load_target(
             tokenizer's template.
         mxfp4: Whether experts in MXFP4 stay "packed" on the devices or are "widened" when they are read.
             "auto" chooses the faster, or "packed" if memory is short.
-        fp8_activations: Whether activations are quantised in FP8 where weights are; None is no. Configs that
-            leave activations out stay so.
+        fp8_activations: Whether products with FP8 weights also quantise their input to FP8; None means no. It
+            has no effect, and a warning, where the checkpoint has no FP8 weights or excludes activations.
 
     Raises:
         FileNotFoundError: The folder or file does not exist, or the hub cannot be reached.

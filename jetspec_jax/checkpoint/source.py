@@ -56,8 +56,8 @@ class Source:
         chat_template: A text from `read_chat_template` that replaces the tokenizer's template.
         mxfp4: One of `MXFP4_WORDS`: whether a target's experts in MXFP4 stay packed on the devices. "auto" is
             decided by `with_storage`, and is treated as "widened" before.
-        fp8_activations: Whether products with weights in FP8 quantise activations too, where the checkpoint's
-            config does not leave them out; None is decided by `quantizes_activations`.
+        fp8_activations: Whether products with weights in FP8 quantise activations too, unless the config
+            excludes them; None means no.
 
     Raises:
         TypeError: An attribute has the wrong type.
@@ -142,23 +142,20 @@ class Source:
         with content_of(where):
             config = parse(raw, ignore_config_keys=self.ignore_config_keys, where=where)
             quantized_blocks(config)  # raises if the skipped modules are not supported
+        if not self.fp8_activations:
+            return config
         quantization = quantization_of(config)
         if quantization is None or quantization.is_mxfp4 or quantization.activations == "none":
+            log_once(logging.WARNING, f"{where}: no activations are in FP8, so fp8_activations has no effect")
             return config
-        if not quantizes_activations(self.fp8_activations, self.weights_dtype):
-            return config
+        if quantization.activations not in ("dynamic", "static"):
+            raise ValueError(
+                f"{where}: fp8_activations does not support input_activations of {quantization.activations}"
+            )
         if quantization.activations == "static":
             text = f"{where}: activations are quantised with scales of their own, not with static ones"
             log_once(logging.WARNING, text)
         return with_quantization(config, replace(quantization, fp8_activations=True))
-
-
-def quantizes_activations(wanted: bool | None, dtype: jnp.dtype) -> bool:
-    """Whether products with weights in FP8 quantise activations, in a model of type ``dtype``."""
-    # The default follows the speed measurement: where FP8 products are the faster ones on GPUs, it becomes
-    # `dtype.itemsize == 2`.
-    del dtype
-    return bool(wanted)
 
 
 def resolve_dtype(dtype: Any) -> jnp.dtype:

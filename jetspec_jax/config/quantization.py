@@ -1,12 +1,12 @@
 """Quantised weights: FP8 from a ``quantization_config``, and packed MXFP4.
 
 Two dialects of FP8 are read: ``quant_method`` "fp8", as Qwen publishes it, and "compressed-tensors", as
-llm-compressor writes it, with a scale per block or per row. Whether activations are quantised too is the
-caller's choice, but where the config leaves them out. The config of GPT-OSS only says that its experts are
-MXFP4.
+llm-compressor writes it, with a scale per block or per row. The caller chooses whether activations are
+quantised too, unless the config excludes them. The config of GPT-OSS only says that its experts are MXFP4.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -49,7 +49,8 @@ class Quantization:
         columns: Inputs that share a scale, likewise; None means all.
         skipped: Modules that are not quantised: names, parts of names between dots, or after ``re:`` a
             regular expression that matches the beginning of a name.
-        activations: The config's setting for activations: "dynamic", "static", "none".
+        activations: The config's setting for activations: "dynamic", "static", "none", or words for one that
+            `fp8_activations` does not support.
         fp8_activations: Whether products quantise activations in FP8, with scales that they compute.
     """
 
@@ -182,7 +183,6 @@ def _read_compressed(settings: Fields) -> Quantization:
     group.only("format", None, "float-quantized", "naive-quantized", feature="packed weights")
     group.inert("output_activations")
     inputs = group.object("input_activations")
-    activations = "none" if inputs is None else "dynamic" if inputs.raw.get("dynamic") else "static"
     group.done()
     kind = f"{weights.get('type')} of {weights.get('num_bits')} bits"
     if kind != "float of 8 bits":
@@ -201,7 +201,19 @@ def _read_compressed(settings: Fields) -> Quantization:
             f"{weights.where}: strategy {shown(strategy)} is not supported; supported: 'channel' and 'block'"
         )
     weights.done()
+    activations = _activations(None if inputs is None else inputs.raw, columns)
     return Quantization(COMPRESSED, rows, columns, _read_names(settings, "ignore"), activations)
+
+
+def _activations(inputs: Mapping[str, Any] | None, columns: int | None) -> str:
+    """`Quantization.activations` of a group's ``input_activations`` beside weights of so many columns a block."""
+    if inputs is None:
+        return "none"
+    kind = inputs.get("type", "float"), inputs.get("num_bits", 8)
+    group = None if inputs.get("strategy") == "token" else inputs.get("group_size")
+    if kind != ("float", 8) or (inputs.get("dynamic") and group != columns):
+        return f"strategy {shown(inputs.get('strategy'))}, {kind[0]} of {kind[1]} bits, groups of {group}"
+    return "dynamic" if inputs.get("dynamic") is True else "static"
 
 
 def _read_block(fields: Fields, key: str) -> tuple[int, int]:

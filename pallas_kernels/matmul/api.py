@@ -58,9 +58,9 @@ def matmul(
     ``einsum(spec, x, W)``. So in float32 quantised weights are value times scale in float32, and any product
     has full precision; in bfloat16 each of them is rounded once. Quantised weights have no derivatives.
 
-    Weights in FP8 with a `Quantized.row_group` have the rows quantised too, see `quantize_rows`. Then values
-    are multiplied; their products are summed in float32 as far as both scales hold, times both scales, and
-    such sums are summed in float32. Quantised rows have no derivatives either.
+    Weights in FP8 with a `Quantized.row_group` have the rows quantised too, see `quantize_rows`. Within a
+    group with constant scales, products of values are summed in float32. Each sum is multiplied by both
+    scales, and the results are added in float32. Quantised rows have no derivatives either.
 
     Args:
         spec: as of `jnp.einsum`, such as ``bnm,mgre->bngre``; x ends with the axes that are summed over, and
@@ -71,8 +71,8 @@ def matmul(
         implementation: one of `implementations()`; None chooses as this module says.
 
     Raises:
-        ValueError: an argument is misshapen or of the wrong dtype (all of them are listed), or there is no
-            such implementation.
+        ValueError: an argument is misshapen or of the wrong dtype (all of them are listed), there is no such
+            implementation, or rows are quantised and `spec` is no product of two matrices.
         NotImplementedError: the named implementation does not support the case or the device; or a derivative
             is taken through quantised rows.
     """

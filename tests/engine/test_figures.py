@@ -186,7 +186,7 @@ def test_a_call_and_other_callers_run_together(models, monkeypatch):
             return got, pieces, streamed.completion
 
     got, pieces, streamed = asyncio.run(run())
-    assert max(one.first_token for one in requests[9]) < max(one.ended for one in requests[200])
+    assert max(one.first_token for one in requests[9]) <= max(one.ended for one in requests[200])
     assert [one.token_ids for one in completions] == [one.token_ids for one in expected]
     assert got == [one.token_ids for one in brief[:2]]
     assert (streamed.token_ids, "".join(pieces)) == (brief[0].token_ids, brief[0].text)

@@ -234,7 +234,7 @@ def cost_of(recipe: PairRecipe, rates: Rates, head: DraftHeadConfig, given: Sequ
         # Texts, and fifteen passes over them at a fraction of the speed of training.
         "calibrate": calibrated / rates.tokens + 300 * rates.step + 2 * begin,
         # Plainly, and with the trees of each budget, about twice as fast.
-        "judge": judged / rates.alone + len(judge.budgets) * begin,
+        "judge": judged / rates.alone + (1 + len(judge.budgets)) * begin,
     }
     rank = 0 if recipe.selector.selector is None else recipe.selector.selector.rank
     parameters = num_parameters(head) + rank * (2 * head.layers.vocab_size + head.layers.hidden_size)

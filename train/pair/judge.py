@@ -8,7 +8,7 @@ import contextlib
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,18 +110,18 @@ def measure(
     head: Head,
     prompts: Sequence[list[int]],
     trees: Sequence[TreeSettings],
-    temperature: float,
+    temperatures: Sequence[float],
     max_tokens: int,
     seed: int,
-) -> list[dict[str, Any]]:
-    """A row per budget: tokens per round, and the speed of trees and of plain decoding.
+) -> Iterator[tuple[float, list[dict[str, Any]]]]:
+    """Each temperature with a row per budget: tokens per round, and the speed of trees and of plain decoding.
 
     Args:
         target: The target.
         head: The head.
         prompts: Tokens of the prompts.
         trees: The settings of each budget's trees.
-        temperature: The temperature.
+        temperatures: The temperatures.
         max_tokens: Tokens of an answer.
         seed: Seed of the sampling.
 
@@ -145,25 +145,29 @@ def measure(
             made = opened.enter_context(contextlib.closing(Engines(target, one, plan)))
             made.warm_up([Kind()])
             engines.append((made, each))
-        runs: list[list[tuple[Completion, float]]] = [[] for _ in engines]
-        name = f"judge T = {temperature:g}"
-        with Progress(total=len(prompts) + 1, desc=name, unit=" prompts", mininterval=1) as bar:
-            # The first answers compile what a warm-up does not, and are not counted.
-            for number, ids in enumerate([prompts[0], *prompts]):
-                params = SamplingParams(
-                    temperature=temperature, seed=document_seed((seed,), number), max_tokens=max_tokens
-                )
-                for (made, each), kept in zip(engines, runs, strict=True):
-                    begun = time.perf_counter()
-                    requests = make_requests(target, made.plan, each, [ids], [params])
-                    [completion] = complete(made, requests, target.tokenizer, bar=None)
-                    kept.append((completion, time.perf_counter() - begun))
-                bar.update()
-    plain, *others = (kept[1:] for kept in runs)
-    return [
-        {"temperature": temperature, **_row(own.budget, plain, kept)}
-        for own, kept in zip(trees, others, strict=True)
-    ]
+        for temperature in temperatures:
+            runs: list[list[tuple[Completion, float]]] = [[] for _ in engines]
+            name = f"judge T = {temperature:g}"
+            with Progress(total=len(prompts) + 1, desc=name, unit=" prompts", mininterval=1) as bar:
+                # The first answers compile what a warm-up does not, and are not counted.
+                for number, ids in enumerate([prompts[0], *prompts]):
+                    params = SamplingParams(
+                        temperature=temperature, seed=document_seed((seed,), number), max_tokens=max_tokens
+                    )
+                    for (made, each), kept in zip(engines, runs, strict=True):
+                        begun = time.perf_counter()
+                        requests = make_requests(target, made.plan, each, [ids], [params])
+                        [completion] = complete(made, requests, target.tokenizer, bar=None)
+                        kept.append((completion, time.perf_counter() - begun))
+                    bar.update()
+            plain, *others = (kept[1:] for kept in runs)
+            yield (
+                temperature,
+                [
+                    {"temperature": temperature, **_row(own.budget, plain, kept)}
+                    for own, kept in zip(trees, others, strict=True)
+                ],
+            )
 
 
 def _row(

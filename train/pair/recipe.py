@@ -207,7 +207,7 @@ def default_table(
     window = max(1 << (longest - 1).bit_length(), 2048 if given or chosen.get("documents") else 512)
     for name, peak in (("head", rate), ("selector", selector_rate)):
         window = chosen_or(window, f"{name}.window")  # the selector's is the head's
-        # A batch has 16,384 tokens, and an anchor for each five of them.
+        # A batch has 16,384 tokens.
         batch = chosen_or(0, f"{name}.fit.batch")
         share = -(-(batch or max(2**14 // window, devices)) // devices)
         # A pass has 32 windows of 512 tokens at width 1,024, or another power of two.
@@ -234,13 +234,17 @@ def default_table(
 
 
 def anchors_for(target: ModelConfig, block: int) -> int:
-    """Anchors of 512 tokens: 48 to 96, fewer where logits would take most of a step.
+    """Anchors of 512 tokens, between 48 and 96.
 
-    The logits of an anchor's rows, of the target and of the head with its gradient, take four passes over the
-    output matrix: as many operations as the target's other matrices take for all tokens.
+    Within these limits the logits of the anchors' rows, four passes over the output matrix for the target and
+    for the head with its gradient, take as many operations as the target's layers take for all tokens.
     """
     matrix = target.hidden_size * target.vocab_size
     body = num_parameters(target) - matrix * (1 if target.tie_word_embeddings else 2)
+    for layer in target.layers:
+        if layer.experts is not None:  # of which a token reads some
+            idle = layer.experts.count - layer.experts.routing.top_k
+            body -= 3 * idle * layer.experts.size * target.hidden_size
     return max(48, min(96, 512 * body // (4 * (block - 1) * matrix)))
 
 
@@ -250,10 +254,11 @@ def default_writing() -> tuple[Writing, ...]:
     return tuple(Writing(part["kind"], part["count"], tuple(part.get("phrases", ()))) for part in table)
 
 
-def with_all_kept(recipe: PairRecipe, kept: float) -> PairRecipe:
-    """The recipe with as many more prompts to write as are dropped, if their numbers are the default ones.
+def with_dropped_replaced(recipe: PairRecipe, kept: float) -> PairRecipe:
+    """The recipe with as many more prompts to write as are dropped, at most four times the default numbers.
 
-    Training sees each window about twenty times; with fewer prompts the head would learn them by heart.
+    Training sees each window about twenty times; with fewer prompts the head would learn them by heart. Other
+    numbers than the default ones stay.
 
     Args:
         recipe: The recipe.
@@ -261,7 +266,7 @@ def with_all_kept(recipe: PairRecipe, kept: float) -> PairRecipe:
     """
     if recipe.writing != default_writing():
         return recipe
-    more = tuple(replace(part, count=round(part.count / kept)) for part in recipe.writing)
+    more = tuple(replace(part, count=round(part.count / max(kept, 0.25))) for part in recipe.writing)
     return replace(recipe, writing=more)
 
 

@@ -66,7 +66,7 @@ from train.pair.prompts import (
     read_written,
     to_write,
 )
-from train.pair.recipe import PairRecipe, has_chat_template, plain, read_recipe, with_all_kept
+from train.pair.recipe import PairRecipe, has_chat_template, plain, read_recipe, with_dropped_replaced
 
 #: Files of the work folder: its options, its recipe, its estimates, and the use of held-out prompts.
 CLAIM, RECIPE, ESTIMATE, HELD = "pair.json", "recipe.toml", "estimate.json", "held.json"
@@ -275,7 +275,7 @@ class _Pair:
         if jax.default_backend() == "cpu" and options.total_minutes is None and not options.yes:
             ask_for_hours(rough_hours(self.target.config, recipe, given))
         rates = self._trial(recipe)
-        recipe = self.recipe = with_all_kept(recipe, rates.kept)
+        recipe = self.recipe = with_dropped_replaced(recipe, rates.kept)
         if options.total_minutes is not None:
             left = options.total_minutes - (time.monotonic() - begun) / 60
             recipe = self.recipe = fitted(recipe, rates, self.head_config, given, left)
@@ -398,17 +398,19 @@ class _Pair:
         """Tokens per round and speed on held-out prompts, a temperature at a time."""
         recipe, split = self.recipe, self._split()
         prompts = [prompt["tokens"] for prompt in split.judged]
-        head, rows = self._read_head(self.work / "calibrate" / "draft_head"), []
+        head = self._read_head(self.work / "calibrate" / "draft_head")
         budgets, device = sorted(set(recipe.judgement.budgets)), jax.devices()[0].device_kind
         trees = [evaluation_trees(head.config, recipe.head.evaluation, budget) for budget in budgets]
-        for temperature in sorted(set(recipe.judgement.temperatures)):
-            path = self.work / "judge" / f"{temperature:g}.json"
-            # Speeds of two devices are not compared.
-            if not path.exists() or read_json(path).get("device") != device:
-                self.deadline.check(f"before T = {temperature:g}")
-                given = self.target, head, prompts, trees, temperature, recipe.judgement.max_tokens
-                write_json(path, {"device": device, "rows": measure(*given, recipe.seed)})
-            rows += read_json(path)["rows"]
+        paths = {t: self.work / "judge" / f"{t:g}.json" for t in sorted(set(recipe.judgement.temperatures))}
+        # Speeds of two devices are not compared.
+        left = [t for t, path in paths.items() if not path.exists() or read_json(path).get("device") != device]
+        given = self.target, head, prompts, trees, left, recipe.judgement.max_tokens, recipe.seed
+        self.deadline.check("before the judgement")
+        for temperature, found in measure(*given) if left else ():
+            write_json(paths[temperature], {"device": device, "rows": found})
+            if temperature != left[-1]:
+                self.deadline.check(f"after T = {temperature:g}")
+        rows = [row for path in paths.values() for row in read_json(path)["rows"]]
         report = judgement_of(rows, split, self.target)
         draw_judgement(report, self.options.name, self.work / "judge.svg")
         write_json(self.work / "judge.json", report)

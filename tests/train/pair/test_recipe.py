@@ -24,7 +24,7 @@ from train.pair.recipe import (
     read_recipe,
     scaled,
     unused_token,
-    with_all_kept,
+    with_dropped_replaced,
 )
 from train.pair.stages import check_recipe
 
@@ -312,8 +312,8 @@ def test_logits_take_about_as_many_operations_as_the_target_s_layers(layers, mlp
 def test_default_prompts_make_up_for_those_that_are_dropped():
     recipe = default(target())
     assert recipe.writing == default_writing()
-    more = with_all_kept(recipe, 0.5)
+    more = with_dropped_replaced(recipe, 0.5)
     assert [part.count for part in more.writing] == [2 * part.count for part in recipe.writing]
     assert [part.phrases for part in more.writing] == [part.phrases for part in recipe.writing]
     own = dataclasses.replace(recipe, writing=(Writing("free", 100),))
-    assert with_all_kept(own, 0.5) == own
+    assert with_dropped_replaced(own, 0.5) == own
