@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from bench.common.collectives import collectives
 from jetspec_jax import DecodeWeights, DraftHeadProposer, TreeDecoder
 from jetspec_jax.decode.models import Models
 from jetspec_jax.decode.prefill import prefill
 from jetspec_jax.decode.scoring import SCORED_CHUNK, empty_scoring_state, score_chunk
 from jetspec_jax.device.partition import spread
 from jetspec_jax.models import abstract, weights_of
-from tests.mesh.collectives import collectives, unordered
+from tests.mesh.collectives import unordered
 from tests.mesh.tiny import config_of, head_config
 from tests.meshes import mesh_of
 
