@@ -1,4 +1,4 @@
-"""What devices tell each other: the collectives of a program, as it is lowered, and the least time for them."""
+"""The collectives of a program, as it is lowered: what devices tell each other, and the least time for it."""
 
 import math
 from collections.abc import Sequence
@@ -17,18 +17,12 @@ LATENCY = 3.7e-6
 
 
 class Collective(NamedTuple):
-    """One of them, each time that a program comes to it.
+    """One of them, of a kind of `KINDS`, with the bytes of its result on a device.
 
-    Attributes:
-        kind: One of `KINDS`.
-        size: Elements of its result on a device.
-        bytes: Bytes of that result.
-        on_condition: Whether it stands in a branch of a condition.
-        loops: How many loops it stands in.
+    ``on_condition`` says whether it stands in a branch of a condition, ``loops`` in how many loops it stands.
     """
 
     kind: str
-    size: int
     bytes: int
     on_condition: bool
     loops: int
@@ -50,9 +44,8 @@ def collectives(lowered: jax.stages.Lowered) -> list[Collective]:
             raise NotImplementedError(f"{name} is not counted: only {', '.join(KINDS)} are")
         if name in KINDS:
             result = op.operation.results[0].type
-            size = math.prod(result.shape)
-            num_bytes = size * max(8, result.element_type.width) // 8
-            found.append(Collective(KINDS[name], size, num_bytes, on_condition, loops))
+            num_bytes = math.prod(result.shape) * max(8, result.element_type.width) // 8
+            found.append(Collective(KINDS[name], num_bytes, on_condition, loops))
             return  # its region says how two elements are added up
         if name == "func.call":
             visit(functions[op.operation.attributes["callee"].value], on_condition, loops)
@@ -70,8 +63,8 @@ def collectives(lowered: jax.stages.Lowered) -> list[Collective]:
 def exchanges(found: Sequence[Collective], devices: int, loops: int) -> dict[str, Any]:
     """What each device exchanges in a round, as a report keeps it.
 
-    Bytes are the fewest that a device must send: each element of a sum is sent on once to be added and once
-    as the result, by all devices but one, and each of a gather once. Switches that add are left out.
+    Bytes are the fewest that each must send. Of an element of a sum all partial values but one are sent to be
+    added, and the result to all devices but one; of a gather each value to all but one.
 
     Args:
         found: The collectives of a program of rounds.
@@ -81,11 +74,8 @@ def exchanges(found: Sequence[Collective], devices: int, loops: int) -> dict[str
     """
     always = [own for own in found if not own.on_condition and own.loops == loops]
     report: dict[str, Any] = {}
-    sent = 0
     for kind, times in (("sum", 2), ("gather", 1)):
         sizes = [own.bytes for own in always if own.kind == kind]
-        num_bytes = times * sum(sizes) * (devices - 1) // devices
-        report[f"{kind}s"] = {"count": len(sizes), "bytes": num_bytes}
-        sent += num_bytes
-    floor_ms = 1e3 * (len(always) * LATENCY + sent / LINK)
-    return {**report, "varying": len(found) - len(always), "floor_ms": floor_ms}
+        report[f"{kind}s"] = {"count": len(sizes), "bytes": times * sum(sizes) * (devices - 1) // devices}
+    seconds = len(always) * LATENCY + sum(part["bytes"] for part in report.values()) / LINK
+    return {**report, "varying": len(found) - len(always), "floor_ms": 1e3 * seconds}

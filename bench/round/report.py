@@ -155,17 +155,11 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
         + ("with a persistent cache." if report["compilation_cache"] else "without a persistent cache."),
     ]
     if report["devices"] > 1:
-        varying = max(row["exchanges"]["varying"] for row in report["rows"])
         notes.append(
-            "Exchanges: the sums and gathers of every round in its program as lowered, and the fewest bytes "
-            f"that a device must send for them; up to {varying} more, in conditions and inner loops, are not "
-            f"counted. Their floor: {1e6 * LATENCY:g} us for each, and the bytes at {LINK / 1e9:g} GB/s, as "
-            "between H100 or H200 by NVLink; assumed, not measured here."
-        )
-    if any(row["profile"] for row in report["rows"]):
-        notes.append(
-            "Idle: a round's time without the profiler, less that in which kernels ran under it; its floor is "
-            "0. Kernels by class have the idle time under the profiler, which adds pauses."
+            "Exchanges: sums and gathers of every round in its program as lowered, but for those in conditions "
+            f"and inner loops, and the fewest bytes that a device must send. Floor: {1e6 * LATENCY:g} us for "
+            f"each, and the bytes at {LINK / 1e9:g} GB/s, assumed for NVLink. Idle, with a profile: a round's "
+            "time without the profiler, less that in which kernels ran under it; its floor is 0."
         )
     if report["peak_memory_bytes"] is not None:
         notes.append(f"Peak device memory: {report['peak_memory_bytes'] / 2**30:.2f} GiB.")
