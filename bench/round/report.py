@@ -156,10 +156,10 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
     ]
     if report["devices"] > 1:
         notes.append(
-            "Exchanges: sums and gathers of every round in its program as lowered, but for those in conditions "
-            f"and inner loops, and the fewest bytes that a device must send. Floor: {1e6 * LATENCY:g} us for "
-            f"each, and the bytes at {LINK / 1e9:g} GB/s, assumed for NVLink. Idle, with a profile: a round's "
-            "time without the profiler, less that in which kernels ran under it; its floor is 0."
+            "Exchanges: sums and gathers of every round in its program as lowered, but none in conditions or "
+            "inner loops, and the fewest bytes that a device must send. Their floor: "
+            f"{1e6 * LATENCY:g} us for each, and the bytes at {LINK / 1e9:g} GB/s, assumed for NVLink. Idle: "
+            "a round's time without the profiler, less that in which kernels ran under it; its floor is 0."
         )
     if report["peak_memory_bytes"] is not None:
         notes.append(f"Peak device memory: {report['peak_memory_bytes'] / 2**30:.2f} GiB.")
