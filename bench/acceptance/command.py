@@ -56,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="HEAD",
-        help="also with this head, compared with the pair's on the same texts: folder, hub id or a pair's name; "
-        "repeatable",
+        help="also with this head, compared with the pair's on the same texts: folder, hub id or a pair's "
+        "name; repeatable",
     )
     add(
         "--calibration",
@@ -86,8 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
     works = make_workloads(arguments, pair.target, prompts, arguments.temperatures, batch=arguments.batch)
     implementation, budgets = arguments.implementation, sorted(set(arguments.budgets))
     rows, curves = [], {}
-    # Heads, and whether drafts know the noise. The pair's head with noise is compared with itself without, other
-    # heads with the pair's.
+    # Heads, and whether drafts know the noise. The pair's head with noise is compared with itself without,
+    # other heads with the pair's.
     knowing = [False, True] if arguments.without_noise else [True]
     kinds = [("", pair.head, noise) for noise in knowing]
     kinds += [

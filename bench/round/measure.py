@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from bench.common.collectives import Collective, collectives
 from bench.common.kernel_trace import Kernel, trace_kernels
 from bench.common.scene import Scene
 from bench.common.shapes import PairShape
@@ -116,6 +117,7 @@ class CaseRuns:
         phase_seconds: Seconds of each phase.
         compile_seconds: Seconds to trace and compile each program.
         experts_touched: The mean number of different experts that a round reads, for each layer with experts.
+        collectives: Those of the rounds' program.
         temporary_bytes: Memory that the rounds' program allocates beside its arguments and results.
         kernels: The GPU's kernels of a dispatch; None if they were not recorded.
     """
@@ -126,6 +128,7 @@ class CaseRuns:
     phase_seconds: dict[str, float] = field(default_factory=dict)
     compile_seconds: dict[str, float] = field(default_factory=dict)
     experts_touched: dict[int, float] = field(default_factory=dict)
+    collectives: list[Collective] = field(default_factory=list)
     temporary_bytes: int | None = None
     kernels: list[Kernel] | None = None
 
@@ -170,6 +173,8 @@ class CaseRunner:
             self._decoder.program, self._decoder, self._weights, self._start(), self._rounds
         )
         self.measured.compile_seconds["decode"] = seconds
+        lowered = self._decoder.lower(self._weights, join(self._stores(), self._state))
+        self.measured.collectives = collectives(lowered)
         memory = program.memory_analysis()
         self.measured.temporary_bytes = None if memory is None else int(memory.temp_size_in_bytes)
         self._program = program

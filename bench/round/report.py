@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
+from bench.common.collectives import LATENCY, LINK, exchanges
 from bench.common.floors import Ceilings
 from bench.common.kernel_trace import summarise
 from bench.common.methods import CHAIN
@@ -12,6 +13,7 @@ from bench.common.shapes import PairShape
 from bench.common.timing import median
 from bench.round.measure import ROUNDS, CaseRuns, RoundCase, Setup
 from bench.round.work import round_work
+from jetspec_jax.device.mesh import size_of
 from jetspec_jax.tree import bucket_for
 
 # The default length of an output, for which the number of waits is given.
@@ -71,6 +73,10 @@ def row_of(
         "floor_ms": floor,
         "floors": floors,
         "times_floor": milliseconds / floor,
+        # A round is in a loop on the device, unless the loop would have one turn.
+        "exchanges": exchanges(found.collectives, size_of(setup.mesh), int(setup.rounds > 1)),
+        # Not the profile's, which has the profiler's own pauses.
+        "idle_ms": milliseconds - profile["busy_us"] / 1e3 if profile else None,
         # The acceptance length above which a tree is faster than plain decoding.
         "times_plain": median(found.seconds) / median(measured[case.plain].seconds),
         # A tree is faster than the chain if its acceptance length exceeds the chain's by this factor.
@@ -123,6 +129,11 @@ def tables_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[dic
                 for name, row in zip(names, rows, strict=True)
             ],
         )
+    if any(row["exchanges"]["floor_ms"] for row in rows):
+        yield (
+            "What each device exchanges in a round",
+            [{**name, **_exchange_columns(row)} for name, row in zip(names, rows, strict=True)],
+        )
     for row in rows:
         if row["profile"]:
             yield from _kernel_tables(row)
@@ -143,11 +154,34 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
         "Compile: tracing and compiling the program of the rounds, "
         + ("with a persistent cache." if report["compilation_cache"] else "without a persistent cache."),
     ]
+    if report["devices"] > 1:
+        notes.append(
+            "Exchanges: sums and gathers of every round in its program as lowered, but none in conditions or "
+            "inner loops, and the fewest bytes that a device must send. Their floor: "
+            f"{1e6 * LATENCY:g} us for each, and the bytes at {LINK / 1e9:g} GB/s, assumed for NVLink. Idle: "
+            "a round's time without the profiler, less that in which kernels ran under it; its floor is 0."
+        )
     if report["peak_memory_bytes"] is not None:
         notes.append(f"Peak device memory: {report['peak_memory_bytes'] / 2**30:.2f} GiB.")
     if any(row["profile"] == {} for row in report["rows"]):
         notes.append(f"No profile: a trace of this device ({report['platform']}) has no GPU streams.")
     return notes
+
+
+def _exchange_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A case's collectives and their floor; with a profile also their time, and the idle time."""
+    parts = row["exchanges"]
+    columns = {
+        "sums": parts["sums"]["count"],
+        "sums KiB": parts["sums"]["bytes"] / 2**10,
+        "gathers": parts["gathers"]["count"],
+        "gathers KiB": parts["gathers"]["bytes"] / 2**10,
+        "floor us": 1e3 * parts["floor_ms"],
+    }
+    if row["profile"]:
+        ran = row["profile"]["classes"].get("collectives", {"us": 0.0, "launches": 0.0})
+        columns |= {"us": ran["us"], "launches": ran["launches"], "idle us": 1e3 * row["idle_ms"]}
+    return columns
 
 
 def _kernel_tables(row: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:

@@ -206,7 +206,7 @@ def _read_compressed(settings: Fields) -> Quantization:
 
 
 def _activations(inputs: Mapping[str, Any] | None, columns: int | None) -> str:
-    """`Quantization.activations` of a group's ``input_activations`` beside weights of so many columns a block."""
+    """`Quantization.activations` of ``input_activations``, beside weights of so many columns a block."""
     if inputs is None:
         return "none"
     kind = inputs.get("type", "float"), inputs.get("num_bits", 8)

@@ -290,6 +290,17 @@ class TestActivations:
         target = load_target(write(tmp_path / "x", raw, tensors), dtype="float32", fp8_activations=True)
         assert not target.config.quantization.fp8_activations
 
+    def test_activations_of_another_scheme_are_refused_by_name(self, tmp_path):
+        raw, tensors = make(*KINDS["channels"])
+        inputs = raw["quantization_config"]["config_groups"]["group_0"]["input_activations"]
+        inputs.update(strategy="group", group_size=16)
+        folder = write(tmp_path / "x", raw, tensors)
+        assert load_target(folder).config.quantization.row_group is None
+        with pytest.raises(
+            ValueError, match="input_activations of strategy 'group', float of 8 bits, groups of 16"
+        ):
+            load_target(folder, fp8_activations=True)
+
     def test_static_scales_are_said_once(self, tmp_path, caplog):
         raw, tensors = make(V4, blocks(128, 128, activation_scheme="static"))
         folder = write(tmp_path / "x", raw, tensors)

@@ -22,7 +22,13 @@ def test_both_dialects():
     ignored = ("lm_head", "re:.*mlp.gate$")
     assert read(channels()) == Quantization("compressed-tensors", 1, None, ignored)
     by_block = channels({"strategy": "block", "block_structure": [128, 128]}, ignore=["lm_head"])
+    inputs = by_block["config_groups"]["group_0"]["input_activations"]
+    inputs.update(strategy="group", group_size=128)
     assert read(by_block) == Quantization("compressed-tensors", 128, 128, ("lm_head",))
+    for other in ({"strategy": "token"}, {"group_size": 64}, {"num_bits": 4}, {"type": "int"}):
+        changed = channels({"strategy": "block", "block_structure": [128, 128]})
+        changed["config_groups"]["group_0"]["input_activations"] = {**inputs, **other}
+        assert read(changed).activations not in ("dynamic", "static", "none")
     assert read(None) is None
 
 

@@ -1,43 +1,6 @@
-"""The collectives of a program, as it is lowered."""
+"""The order of the collectives of a program, as it is lowered."""
 
-import math
-from typing import NamedTuple
-
-KINDS = {"stablehlo.all_reduce": "sum", "stablehlo.all_gather": "gather"}
-_OTHERS = ("stablehlo.all_to_all", "stablehlo.collective_permute", "stablehlo.reduce_scatter")
-
-
-class Collective(NamedTuple):
-    """One of them, each time that a program comes to it."""
-
-    kind: str
-    size: int
-    on_condition: bool
-
-
-def collectives(lowered):
-    """All collectives of a lowered program; those of a loop's body once."""
-    module = lowered.compiler_ir("stablehlo")
-    functions = {op.sym_name.value: op for op in module.body.operations}
-    found = []
-
-    def visit(op, on_condition):
-        name = op.operation.name
-        assert name not in _OTHERS
-        if name in KINDS:
-            size = math.prod(op.operation.results[0].type.shape)
-            found.append(Collective(KINDS[name], size, on_condition))
-            return  # its region says how two elements are added up
-        if name == "func.call":
-            visit(functions[op.operation.attributes["callee"].value], on_condition)
-        inside = on_condition or name in ("stablehlo.case", "stablehlo.if")
-        for region in op.operation.regions:
-            for block in region:
-                for each in block:
-                    visit(each, inside)
-
-    visit(functions["main"], False)
-    return found
+from bench.common.collectives import KINDS
 
 
 def unordered(lowered):

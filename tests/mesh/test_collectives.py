@@ -6,13 +6,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from bench.common.collectives import collectives
 from jetspec_jax import DecodeWeights, DraftHeadProposer, TreeDecoder
 from jetspec_jax.decode.models import Models
 from jetspec_jax.decode.prefill import prefill
 from jetspec_jax.decode.scoring import SCORED_CHUNK, empty_scoring_state, score_chunk
+from jetspec_jax.device.mesh import WHOLE, everywhere
 from jetspec_jax.device.partition import spread
 from jetspec_jax.models import abstract, weights_of
-from tests.mesh.collectives import collectives, unordered
+from pallas_kernels import shards
+from tests.mesh.collectives import unordered
 from tests.mesh.tiny import config_of, head_config
 from tests.meshes import mesh_of
 
@@ -51,7 +54,7 @@ def test_of_a_greedy_round(family, mesh):
     assert always == {"sum": 2 * config.num_layers + 1 + 2 * head.layers.num_layers + 1, "gather": 3}
     # The filters', which greedy rounds leave out: the highest, all that top-p weighs, a turn of each search.
     assert Counter(own.kind for own in found if own.on_condition) == {"gather": 4}
-    assert max(own.size for own in found) < SLOTS * NODES * config.vocab_size
+    assert max(own.bytes for own in found) < 4 * SLOTS * NODES * config.vocab_size
 
 
 def test_a_head_that_cannot_be_split_adds_none():
@@ -60,6 +63,32 @@ def test_a_head_that_cannot_be_split_adds_none():
     found = collectives(lowered(config, head_config(config, splits=False), mesh_of(1, 2)))
     always = Counter(own.kind for own in found if not own.on_condition)
     assert always == {"sum": 2 * config.num_layers + 2, "gather": 2}
+
+
+def test_conditions_loops_and_bytes_of_a_program():
+    def own(x):
+        both = jax.lax.psum(x, shards.ALL)
+        x = jax.lax.cond(x[0] > 0, lambda: both, lambda: jax.lax.psum(x + both, shards.ALL))
+        turn = jax.jit(lambda x: jax.lax.psum(x, shards.ALL))
+        x = jax.lax.fori_loop(0, 3, lambda _, x: turn(x), x)
+        return jax.lax.all_gather(x.astype(jnp.bfloat16), shards.ALL)
+
+    run = jax.jit(everywhere(mesh_of(2, 4), own, [WHOLE], WHOLE))
+    assert collectives(run.lower(jax.ShapeDtypeStruct((5,), jnp.float32))) == [
+        ("sum", 20, False, 0),
+        ("sum", 20, True, 0),
+        ("sum", 20, False, 1),
+        ("gather", 80, False, 0),
+    ]
+
+
+def test_other_collectives_are_named():
+    def own(x):
+        return jax.lax.ppermute(x, shards.TENSOR, [(0, 1), (1, 0)])
+
+    run = jax.jit(everywhere(mesh_of(1, 2), own, [WHOLE], WHOLE))
+    with pytest.raises(NotImplementedError, match=r"collective_permute is not counted: only .*all_reduce"):
+        collectives(run.lower(jax.ShapeDtypeStruct((5,), jnp.float32)))
 
 
 def test_what_is_wanted_of_logits_adds_none_and_what_is_told_of_tokens_three():

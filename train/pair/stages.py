@@ -403,7 +403,9 @@ class _Pair:
         trees = [evaluation_trees(head.config, recipe.head.evaluation, budget) for budget in budgets]
         paths = {t: self.work / "judge" / f"{t:g}.json" for t in sorted(set(recipe.judgement.temperatures))}
         # Speeds of two devices are not compared.
-        left = [t for t, path in paths.items() if not path.exists() or read_json(path).get("device") != device]
+        left = [
+            t for t, path in paths.items() if not path.exists() or read_json(path).get("device") != device
+        ]
         given = self.target, head, prompts, trees, left, recipe.judgement.max_tokens, recipe.seed
         self.deadline.check("before the judgement")
         for temperature, found in measure(*given) if left else ():
