@@ -138,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="seed of prompts and arrivals (default: 0)")
     add("--implementation", help=f"tree attention: {', '.join(implementations())} (default: the best)")
     models = {"target": DEMO, "dtype": "auto", "ignore_config_keys": []}
-    MODELS.add(parser, [*models, "draft_head"], **models)
+    MODELS.add(parser, [*models, "draft_head", "fp8_activations"], **models)
     add("--compilation-cache", default="auto", help='folder, "auto" or "off" (default: auto)')
     add_report_arguments(parser, "load")
     add("--resume", action="store_true", help="keep the parts of the report at --json")

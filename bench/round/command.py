@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--implementation", help=f"tree attention: {', '.join(implementations())} (default: the best)")
     add("--rounds", type=int, default=ROUNDS, help="rounds per dispatch (default: %(default)s)")
     add("--repeats", type=int, default=7, help="timed dispatches, interleaved (default: 7)")
-    MODELS.add(parser, PARALLEL[:-1])
+    MODELS.add(parser, ["fp8_activations", *PARALLEL[:-1]])
     add_switch(
         parser,
         "--phases",

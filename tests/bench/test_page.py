@@ -56,7 +56,8 @@ def test_tables_take_the_place_of_old_ones(results, capsys):
     assert "| T | method | GSM8K | mine |" in made
     assert "| 0 | top_nodes 64 | 4.00 / 2.00 | – |" in made
     assert "| 0 | plain | 50.0 tokens/s | 50.0 tokens/s |" in made
-    assert f"a CPU, JAX 0.11.2; a GPU, JAX 0.11.2: `{COMMAND} SET=FILE`" in made
+    assert f"GSM8K: a CPU, JAX 0.11.2: `{COMMAND} SET=FILE`" in made
+    assert f"mine: a GPU, JAX 0.11.2: `{COMMAND} SET=FILE`" in made
     assert "old" not in made
     assert "Prose stays." in made
     assert main(["page", str(path)]) == 0

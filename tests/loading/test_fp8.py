@@ -1,5 +1,6 @@
 """FP8 checkpoints: what is read, that it stays FP8, and that it is what NumPy makes of the files."""
 
+import copy
 import json
 import re
 
@@ -285,13 +286,13 @@ class TestActivations:
         assert apart() == apart(fp8_activations=False) > 1e-3
 
     def test_a_config_that_leaves_them_out(self, tmp_path):
-        raw, tensors = make(*KINDS["channels"])
+        raw, tensors = make(*copy.deepcopy(KINDS["channels"]))
         raw["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
         target = load_target(write(tmp_path / "x", raw, tensors), dtype="float32", fp8_activations=True)
         assert not target.config.quantization.fp8_activations
 
     def test_activations_of_another_scheme_are_refused_by_name(self, tmp_path):
-        raw, tensors = make(*KINDS["channels"])
+        raw, tensors = make(*copy.deepcopy(KINDS["channels"]))
         inputs = raw["quantization_config"]["config_groups"]["group_0"]["input_activations"]
         inputs.update(strategy="group", group_size=16)
         folder = write(tmp_path / "x", raw, tensors)
