@@ -7,7 +7,9 @@ from xml.etree import ElementTree
 import jax.numpy as jnp
 import pytest
 
+from jetspec_jax.decode.settings import TreeSettings
 from tests.train.pair.tiny import changed
+from train.pair import judge
 from train.pair.judge import (
     CALIBRATED,
     CHOSE,
@@ -135,3 +137,43 @@ def test_the_recommended_budget(gains, best, tmp_path):
     text = "".join(ElementTree.parse(tmp_path / "judge.svg").getroot().itertext())
     assert "a target: 40 held-out prompts" in text
     assert "T = 1" in text
+
+
+def test_plain_decoding_is_measured_once_for_all_budgets(monkeypatch):
+    opened, decoded, closed = [], [], []
+
+    class Made:
+        def __init__(self, target, head, plan):
+            self.plan = plan
+            opened.append((head is not None, plan))
+
+        def warm_up(self, kinds):
+            assert len(kinds) == 1
+
+        def close(self):
+            closed.append(self.plan)
+
+    def complete(made, requests, tokenizer, bar):
+        decoded.append((made.plan, *requests))
+        return [SimpleNamespace(token_ids=[1, 2, 3], accept_lengths=[3] if made.plan > 1 else [1] * 3)]
+
+    monkeypatch.setattr(judge, "plan_engine", lambda target, head, settings, dtype, **_: settings.budget)
+    monkeypatch.setattr(judge, "default_capacity", lambda config, need: need)
+    monkeypatch.setattr(judge, "Engines", Made)
+    monkeypatch.setattr(judge, "complete", complete)
+    monkeypatch.setattr(
+        judge, "make_requests", lambda target, plan, each, ids, params: [(ids[0][0], params[0].temperature)]
+    )
+    target = SimpleNamespace(config=None, dtype=None, mesh=None, tokenizer=None)
+    trees = [TreeSettings(budget, None, None) for budget in (8, 16)]
+    found = dict(judge.measure(target, SimpleNamespace(config=None), [[4], [5]], trees, [0.0, 1.0], 3, 0))
+    assert opened == [(False, 1), (True, 8), (True, 16)]
+    assert sorted(closed) == [1, 8, 16]
+    # The first prompt is decoded once more before, and engines alternate.
+    assert decoded == [(plan, (first, t)) for t in (0.0, 1.0) for first in (4, 4, 5) for plan in (1, 8, 16)]
+    for temperature, rows in found.items():
+        assert [(row["temperature"], row["budget"], row["tau"]) for row in rows] == [
+            (temperature, 8, 3.0),
+            (temperature, 16, 3.0),
+        ]
+        assert all((row["tokens"], row["rounds"], row["equal_outputs"]) == (6, 2, 2) for row in rows)
