@@ -10,7 +10,7 @@ from jetspec_jax.models import build, weights_of
 from tests.decode.tiny import TINY
 from train.data.documents import Documents, Writer
 from train.data.holdout import default_heldout
-from train.data.manifest import HELDOUT, TRAIN, DocumentsSettings
+from train.data.manifest import HELDOUT, TRAIN, DocumentsManifest, DocumentsSettings, Shard
 from train.head.config import decoder_json
 
 
@@ -64,3 +64,8 @@ def contents(folder):
 
 def same(one, other):
     return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.learn, other.learn)
+
+
+def shards_of(folder):
+    found = (Shard.read(folder, plan) for plan in DocumentsManifest.read(folder).planned())
+    return [shard for shard in found if shard is not None]

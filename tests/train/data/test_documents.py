@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from tests.train.folders import contents, same, settings, write
+from tests.train.folders import contents, same, settings, shards_of, write
 from train.data import documents as documents_module
 from train.data.documents import Documents, Writer
 from train.data.holdout import default_heldout, hold_out
@@ -22,11 +22,6 @@ def texts(count, seed=0):
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 40, count)
     return [Document(rng.integers(0, 1000, n).astype(np.int32), rng.random(n) < 0.5) for n in sizes]
-
-
-def shards_of(folder):
-    found = (Shard.read(folder, plan) for plan in DocumentsManifest.read(folder).planned())
-    return [shard for shard in found if shard is not None]
 
 
 @hypothesis.given(
