@@ -236,8 +236,8 @@ def default_table(
 def anchors_for(target: ModelConfig, block: int) -> int:
     """Anchors of 512 tokens, between 48 and 96.
 
-    Within these limits the logits of the anchors' rows, four passes over the output matrix for the target and
-    for the head with its gradient, take as many operations as the target's layers take for all tokens.
+    Within these limits the products with the output matrix, one for each of the target's tokens and two for
+    each drafted row (its logits and their gradient), take as many operations as the target's layers.
     """
     matrix = target.hidden_size * target.vocab_size
     body = num_parameters(target) - matrix * (1 if target.tie_word_embeddings else 2)
@@ -245,7 +245,7 @@ def anchors_for(target: ModelConfig, block: int) -> int:
         if layer.experts is not None:  # of which a token reads some
             idle = layer.experts.count - layer.experts.routing.top_k
             body -= 3 * idle * layer.experts.size * target.hidden_size
-    return max(48, min(96, 512 * body // (4 * (block - 1) * matrix)))
+    return max(48, min(96, 512 * (body - matrix) // (2 * (block - 1) * matrix)))
 
 
 def default_writing() -> tuple[Writing, ...]:

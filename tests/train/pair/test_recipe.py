@@ -297,7 +297,7 @@ def test_a_scaled_recipe_has_fewer_of_everything_and_enough_to_judge():
 @pytest.mark.parametrize(
     ("layers", "mlp", "anchors"),
     # Layers of 14.9 million parameters beside an output matrix of 136.1 million.
-    [(24, 4864, 48), (80, 4864, 96), (47, 4864, 59)],
+    [(24, 4864, 48), (30, 4864, 53), (80, 4864, 96)],
 )
 def test_logits_take_about_as_many_operations_as_the_target_s_layers(layers, mlp, anchors):
     sizes = {"num_heads": 14, "num_kv_heads": 2, "head_dim": 64, "mlp_size": mlp}
@@ -306,8 +306,15 @@ def test_logits_take_about_as_many_operations_as_the_target_s_layers(layers, mlp
         TINY, hidden_size=896, vocab_size=151_936, layers=(one,) * layers, tie_word_embeddings=False
     )
     assert anchors_for(made, 12) == anchors
-    assert anchors_for(find_pair_shape("qwen3-8b").target, 16) == 95
-    assert anchors_for(find_pair_shape("qwen3-30b-a3b").target, 16) == 74  # a token reads 8 of 128 experts
+
+
+@pytest.mark.parametrize(
+    # A token of GPT-OSS-20B reads 4 of 32 experts.
+    ("shape", "anchors"),
+    [("qwen3-0.6b", 48), ("qwen3-1.7b", 60), ("qwen3-8b", 96), ("gpt-oss-20b", 72)],
+)
+def test_anchors_of_published_shapes(shape, anchors):
+    assert anchors_for(find_pair_shape(shape).target, 16) == anchors
 
 
 def test_default_prompts_make_up_for_those_that_are_dropped():
