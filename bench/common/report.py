@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # matplotlib is imported when a picture is drawn
 # Arguments without influence on what is measured: paths, what is shown, and the default number of prompts.
 _PLACES = ("usual_prompts", "run", "resume", "compilation_cache", "json", "plot", "plot_budget", "table")
 # Options that are repeated for each value.
-_RECURRING = ("algorithm_option", "ignore_config_key")
+_RECURRING = ("algorithm_option", "ignore_config_key", "other_head")
 
 
 def add_report_arguments(parser: argparse.ArgumentParser, name: str, *, picture: bool = True) -> None:

@@ -86,6 +86,7 @@ def test_the_command_writes_a_report_and_a_picture(pair, report_of, monkeypatch,
     report = report_of("acceptance", words + " --batch 2 --implementation xla --without-noise")
     rows = {(r["temperature"], r["algorithm"], r["candidates"], r["budget"]): r for r in report["rows"]}
     assert len(rows) == 48
+    assert "--other-head again" in report["command"]
     for (temperature, name, _, budget), row in rows.items():
         assert row["tau"] >= 1
         low, high = row["tau interval"]
