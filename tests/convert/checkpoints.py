@@ -4,7 +4,6 @@ import json
 
 import ml_dtypes
 import numpy as np
-from flax import nnx
 from safetensors import safe_open
 
 from convert.folders import locate
@@ -81,12 +80,6 @@ OTHER_FILES = {
 def of_any_bits(folder):
     """A checkpoint whose values may be NaN."""
     return locate(folder, allow_nonfinite=True)
-
-
-def parameters_of(checkpoint):
-    """All parameters of a folder or of a located checkpoint, as NumPy arrays of their stored types."""
-    arrays = locate(checkpoint).opened()
-    return nnx.traversals.unflatten_mapping({path: np.asarray(array) for path, array in arrays.items()})
 
 
 def read_raw(folder):

@@ -8,13 +8,13 @@ import pytest
 
 from convert import orbax_io
 from convert.conversion import to_huggingface, to_orbax
+from convert.orbax_io import read_orbax
 from jetspec_jax.checkpoint.content import CheckpointError
 from jetspec_jax.checkpoint.orbax_arrays import stored_arrays
 from tests.convert.checkpoints import (
     DRAFT,
     make,
     of_any_bits,
-    parameters_of,
     random_bits,
     random_values,
     read_raw,
@@ -56,7 +56,7 @@ class TestStorage:
         """The storage is Orbax's own: nothing of this package is needed to restore it."""
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             restored = checkpointer.restore(orbax / "weights")
-        assert np.array_equal(restored["fc"], parameters_of(orbax)["fc"])
+        assert np.array_equal(restored["fc"], read_orbax(orbax)["fc"])
 
 
 class TestRefused:
@@ -71,7 +71,7 @@ class TestRefused:
     )
     def test_another_manifest(self, tmp_path, orbax, changes, complaint):
         edit_manifest(orbax, **changes)
-        for convert in (lambda: parameters_of(orbax), lambda: to_huggingface(orbax, tmp_path / "back")):
+        for convert in (lambda: read_orbax(orbax), lambda: to_huggingface(orbax, tmp_path / "back")):
             with pytest.raises(ValueError, match=complaint):
                 convert()
         assert not (tmp_path / "back").exists()
@@ -93,12 +93,12 @@ class TestRefused:
         to_orbax(tmp_path / "source", tmp_path / "orbax")
         (tmp_path / "orbax" / "config.json").write_text(json.dumps(DRAFT))
         with pytest.raises(ValueError, match=r"surplus: layers\.1\.input_layernorm\.weight"):
-            parameters_of(tmp_path / "orbax")
+            read_orbax(tmp_path / "orbax")
 
     def test_weights_that_are_not_there(self, orbax):
         (orbax / "weights").rename(orbax / "elsewhere")
         with pytest.raises(ValueError, match="has no weights/"):
-            parameters_of(orbax)
+            read_orbax(orbax)
 
     @pytest.mark.parametrize("pattern", ["d/*", "_METADATA", "manifest.ocdbt"])
     def test_files_that_are_not_there(self, tmp_path, orbax, pattern):
@@ -125,6 +125,8 @@ class TestRefused:
             to_huggingface(orbax, tmp_path / "back")
 
     def test_a_hugging_face_folder(self, tmp_path, orbax):
+        with pytest.raises(ValueError, match="is a Hugging Face folder; an Orbax folder holds"):
+            read_orbax(tmp_path / "source")
         with pytest.raises(ValueError, match="is a Hugging Face folder, not an Orbax folder"):
             to_huggingface(tmp_path / "source", tmp_path / "back")
         with pytest.raises(ValueError, match="is an Orbax folder, not a Hugging Face folder"):

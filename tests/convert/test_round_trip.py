@@ -5,6 +5,7 @@ import pytest
 
 from convert.command import main
 from convert.conversion import to_huggingface, to_orbax
+from convert.orbax_io import read_orbax
 from convert.verification import verify
 from jetspec_jax import load_draft_head, load_target
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
@@ -18,7 +19,6 @@ from tests.convert.checkpoints import (
     files_of,
     make,
     of_any_bits,
-    parameters_of,
     random_bits,
     random_values,
     read_raw,
@@ -51,10 +51,10 @@ class TestThereAndBack:
         to_orbax(of_any_bits(tmp_path / "back"), tmp_path / "again")
 
         assert read_raw(tmp_path / "back") == read_raw(source)
-        weights = parameters_of(of_any_bits(tmp_path / "orbax"))
+        weights = read_orbax(of_any_bits(tmp_path / "orbax"))
         assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {DTYPES[dtype]}
         assert done.nbytes == sum(len(content) for _, _, content in read_raw(source).values())
-        assert_same_bits(parameters_of(of_any_bits(tmp_path / "again")), weights)
+        assert_same_bits(read_orbax(of_any_bits(tmp_path / "again")), weights)
 
         kept = {"config.json": (source / "config.json").read_bytes(), **OTHER_FILES}
         assert files_of(tmp_path / "back") == kept
@@ -146,7 +146,7 @@ class TestType:
         assert "layers.0.mlp.gate_proj.weight is F32, layers.0.mlp.up_proj.weight is F16" in message
         assert not (tmp_path / "orbax").exists()
         to_orbax(source, tmp_path / "orbax", dtype="float32")
-        weights = parameters_of(tmp_path / "orbax")
+        weights = read_orbax(tmp_path / "orbax")
         assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {np.dtype(np.float32)}
         found = verify(source, tmp_path / "orbax", dtype="float32")
         assert found.ok

@@ -8,7 +8,7 @@ import pytest
 from convert import command, outputs
 from convert.conversion import to_huggingface, to_orbax
 from convert.folders import locate
-from convert.orbax_io import write_orbax
+from convert.orbax_io import read_orbax, write_orbax
 from convert.verification import verify
 from jetspec_jax import draft_logits, load_draft_head, load_target, logits
 from tests.convert.checkpoints import (
@@ -17,7 +17,6 @@ from tests.convert.checkpoints import (
     UNTIED,
     make,
     of_any_bits,
-    parameters_of,
     random_bits,
     random_values,
     shapes_of,
@@ -90,11 +89,11 @@ class TestRight:
         target = load_target(pair / "target", dtype="float32")
         head = load_draft_head(pair / "head", dtype="float32")
         tokens = outputs.fixed_tokens(target.config)
-        ours = outputs.outputs_of(locate(pair / "target"), None)(parameters_of(pair / "target-orbax"))
+        ours = outputs.outputs_of(locate(pair / "target"), None)(read_orbax(pair / "target-orbax"))
         np.testing.assert_allclose(ours, logits(target, np.asarray(tokens)), rtol=1e-4, atol=1e-4)
         compute = outputs.outputs_of(locate(pair / "head"), locate(pair / "target"))
         drafted = draft_logits(target, head, np.asarray(tokens)[:, [*range(tokens.shape[1]), 0]])
-        ours = compute(parameters_of(pair / "head-orbax"))
+        ours = compute(read_orbax(pair / "head-orbax"))
         np.testing.assert_allclose(ours, drafted, rtol=1e-4, atol=1e-4)
 
 
@@ -119,7 +118,7 @@ class TestWrong:
         assert not found.ok
 
     def test_a_bit_of_orbax(self, tmp_path, pair):
-        weights = parameters_of(pair / "head-orbax")
+        weights = read_orbax(pair / "head-orbax")
         weights["norm"]["weight"].view(np.uint16)[3] ^= 1
         files = {"config.json": (pair / "head-orbax" / "config.json").read_bytes()}
         write_orbax(tmp_path / "orbax", "draft head", files, weights)
