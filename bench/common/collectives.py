@@ -1,4 +1,4 @@
-"""The collectives of a program, as it is lowered: what devices tell each other, and the least time for it."""
+"""The collectives of a lowered program: their number, their bytes, and the least time that they take."""
 
 import math
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ LATENCY = 3.7e-6
 
 
 class Collective(NamedTuple):
-    """One of them, of a kind of `KINDS`, with the bytes of its result on a device.
+    """A collective of a kind of `KINDS`, with the bytes of its result on a device.
 
-    ``on_condition`` says whether it stands in a branch of a condition, ``loops`` in how many loops it stands.
+    ``on_condition`` says whether it is in a branch of a condition, ``loops`` in how many nested loops it is.
     """
 
     kind: str
@@ -72,10 +72,10 @@ def exchanges(found: Sequence[Collective], devices: int, loops: int) -> dict[str
         loops: How many loops a round stands in. Others, and conditions, run for an unknown number of times:
             their collectives count as ``varying``, and not in the floor.
     """
-    always = [own for own in found if not own.on_condition and own.loops == loops]
+    always = [each for each in found if not each.on_condition and each.loops == loops]
     report: dict[str, Any] = {}
     for kind, times in (("sum", 2), ("gather", 1)):
-        sizes = [own.bytes for own in always if own.kind == kind]
+        sizes = [each.bytes for each in always if each.kind == kind]
         report[f"{kind}s"] = {"count": len(sizes), "bytes": times * sum(sizes) * (devices - 1) // devices}
     seconds = len(always) * LATENCY + sum(part["bytes"] for part in report.values()) / LINK
     return {**report, "varying": len(found) - len(always), "floor_ms": 1e3 * seconds}

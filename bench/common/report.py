@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # matplotlib is imported when a picture is drawn
 
 # Arguments without influence on what is measured: paths, what is shown, and the default number of prompts.
 _PLACES = ("usual_prompts", "run", "resume", "compilation_cache", "json", "plot", "plot_budget", "table")
+# Options whose value is yes or no; other yes and no are switches.
+_ANSWERED = ("fp8_activations",)
 # Options that are repeated for each value.
 _RECURRING = ("algorithm_option", "ignore_config_key", "other_head")
 
@@ -82,7 +84,9 @@ def command_of(name: str, settings: Mapping[str, Any]) -> str:
     words = ["python", "-m", "bench", name]
     for key, value in settings.items():
         option = key.replace("_", "-")
-        if isinstance(value, bool):
+        if isinstance(value, bool) and key in _ANSWERED:
+            words += [f"--{option}", "yes" if value else "no"]
+        elif isinstance(value, bool):
             words.append(f"--{option}" if value else f"--no-{option}")
         elif key in _RECURRING:
             words += [word for setting in value for word in (f"--{option}", setting)]

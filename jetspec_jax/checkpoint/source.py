@@ -153,7 +153,7 @@ class Source:
                 f"{where}: fp8_activations does not support input_activations of {quantization.activations}"
             )
         if quantization.activations == "static":
-            text = f"{where}: activations are quantised with scales of their own, not with static ones"
+            text = f"{where}: activations are quantised with dynamic scales, not with the static ones"
             log_once(logging.WARNING, text)
         return with_quantization(config, replace(quantization, fp8_activations=True))
 

@@ -210,10 +210,11 @@ def _activations(inputs: Mapping[str, Any] | None, columns: int | None) -> str:
     if inputs is None:
         return "none"
     kind = inputs.get("type", "float"), inputs.get("num_bits", 8)
-    group = None if inputs.get("strategy") == "token" else inputs.get("group_size")
-    if kind != ("float", 8) or (inputs.get("dynamic") and group != columns):
-        return f"strategy {shown(inputs.get('strategy'))}, {kind[0]} of {kind[1]} bits, groups of {group}"
-    return "dynamic" if inputs.get("dynamic") is True else "static"
+    strategy, group, dynamic = (inputs.get(key) for key in ("strategy", "group_size", "dynamic"))
+    fits = strategy == "token" if columns is None else (strategy, group) == ("group", columns)
+    if kind != ("float", 8) or dynamic not in (True, False, None) or (dynamic and not fits):
+        return f"strategy {shown(strategy)}, {kind[0]} of {kind[1]} bits, groups of {group}"
+    return "dynamic" if dynamic else "static"
 
 
 def _read_block(fields: Fields, key: str) -> tuple[int, int]:

@@ -146,9 +146,10 @@ def _quantization(config: ModelConfig) -> dict[str, Any]:
     quantization = config.quantization
     if quantization is None:
         return {}
-    text = {"none": "not quantised"}.get(
-        quantization.activations, f"quantised with fp8_activations; the config has {quantization.activations}"
-    )
+    given = quantization.activations
+    text = {"none": "not quantised"}.get(given, f"not supported by fp8_activations: {given}")
+    if given in ("dynamic", "static"):
+        text = f"quantised with fp8_activations; the config has {given}"
     return {"quantization": quantization.format, "activations": text}
 
 

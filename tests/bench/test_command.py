@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import COMMANDS, REPLACED, main
+from bench.common.report import command_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,3 +66,9 @@ def test_a_word_of_another_command_is_not_refused(tmp_path, capsys):
     path = tmp_path / "none.json"
     assert main(["plots", str(path), "rounds"]) == 2
     assert "was removed" not in capsys.readouterr().err
+
+
+def test_an_option_of_yes_or_no_is_no_switch():
+    settings = {"fp8_activations": False, "phases": False, "other_head": ["a", "b"], "dtype": None}
+    words = "python -m bench round --fp8-activations no --no-phases --other-head a --other-head b"
+    assert command_of("round", settings) == words

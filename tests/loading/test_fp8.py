@@ -306,11 +306,11 @@ class TestActivations:
         raw, tensors = make(V4, blocks(128, 128, activation_scheme="static"))
         folder = write(tmp_path / "x", raw, tensors)
         load_target(folder, fp8_activations=False)
-        assert "scales of their own" not in caplog.text
+        assert "dynamic scales" not in caplog.text
         for _ in range(2):
             assert load_target(folder, fp8_activations=True).config.quantization.row_group == 128
         assert (
-            caplog.text.count("activations are quantised with scales of their own, not with static ones") == 1
+            caplog.text.count("activations are quantised with dynamic scales, not with the static ones") == 1
         )
 
     def test_of_a_draft_head(self, tmp_path):

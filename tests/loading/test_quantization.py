@@ -25,10 +25,20 @@ def test_both_dialects():
     inputs = by_block["config_groups"]["group_0"]["input_activations"]
     inputs.update(strategy="group", group_size=128)
     assert read(by_block) == Quantization("compressed-tensors", 128, 128, ("lm_head",))
-    for other in ({"strategy": "token"}, {"group_size": 64}, {"num_bits": 4}, {"type": "int"}):
+    others = [
+        {"strategy": "token"},
+        {"group_size": 64},
+        {"num_bits": 4},
+        {"type": "int"},
+        {"dynamic": "local"},
+    ]
+    for other in others:
         changed = channels({"strategy": "block", "block_structure": [128, 128]})
         changed["config_groups"]["group_0"]["input_activations"] = {**inputs, **other}
         assert read(changed).activations not in ("dynamic", "static", "none")
+    per_tensor = channels()
+    per_tensor["config_groups"]["group_0"]["input_activations"]["strategy"] = "tensor"
+    assert read(per_tensor).activations == "strategy 'tensor', float of 8 bits, groups of None"
     assert read(None) is None
 
 

@@ -8,7 +8,7 @@ import contextlib
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,7 +113,7 @@ def measure(
     temperatures: Sequence[float],
     max_tokens: int,
     seed: int,
-) -> Iterator[tuple[float, list[dict[str, Any]]]]:
+) -> Generator[tuple[float, list[dict[str, Any]]], None, None]:
     """Each temperature with a row per budget: tokens per round, and the speed of trees and of plain decoding.
 
     Args:

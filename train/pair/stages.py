@@ -1,5 +1,6 @@
 """The stages of a pair, and the options of a work folder."""
 
+import contextlib
 import functools
 import json
 import shutil
@@ -408,10 +409,12 @@ class _Pair:
         ]
         given = self.target, head, prompts, trees, left, recipe.judgement.max_tokens, recipe.seed
         self.deadline.check("before the judgement")
-        for temperature, found in measure(*given) if left else ():
-            write_json(paths[temperature], {"device": device, "rows": found})
-            if temperature != left[-1]:
-                self.deadline.check(f"after T = {temperature:g}")
+        # Closed even if time is up, because it has engines.
+        with contextlib.closing(measure(*given)) as measured:
+            for temperature, found in measured if left else ():
+                write_json(paths[temperature], {"device": device, "rows": found})
+                if temperature != left[-1]:
+                    self.deadline.check(f"after T = {temperature:g}")
         rows = [row for path in paths.values() for row in read_json(path)["rows"]]
         report = judgement_of(rows, split, self.target)
         draw_judgement(report, self.options.name, self.work / "judge.svg")
