@@ -26,6 +26,7 @@ install_import_hook(["jetspec_jax", "pallas_kernels", "train", "bench", "convert
 
 import jetspec_jax  # noqa: E402
 from jetspec_jax import progress  # noqa: E402
+from jetspec_jax.engine import policy  # noqa: E402
 from tests.events import PATIENCE  # noqa: E402
 
 # Machines that are slow say no more than others.
@@ -65,6 +66,12 @@ def nothing_runs(monkeypatch):
 
     for name in ("insert", "prefill", "decode", "release"):
         monkeypatch.setattr(jetspec_jax.TreeDecoder, name, fail)
+
+
+@pytest.fixture
+def short_dispatches(monkeypatch):
+    """One round a dispatch, so that a fast machine streams in pieces too."""
+    monkeypatch.setattr(policy, "MAX_ROUNDS", 1)
 
 
 @pytest.fixture(scope="module")

@@ -385,7 +385,7 @@ def llm(target, head):
     return LLM(target, head, **TREE)
 
 
-def test_a_stream_is_the_text_in_pieces(llm):
+def test_a_stream_is_the_text_in_pieces(llm, short_dispatches):
     prompt, params = prompt_of(17), sampled(2, max_tokens=60)
     [expected] = llm.generate([prompt], params)
     stream = llm.stream(prompt, params)

@@ -127,7 +127,7 @@ def test_many_at_once_get_what_each_gets_alone(llm, models):
     assert engine_of(llm).plan.size.slots == 4
 
 
-def test_deltas_make_the_completion(llm):
+def test_deltas_make_the_completion(llm, short_dispatches):
     deltas = asyncio.run(read(llm))
     assert len(deltas) > 1
     check(deltas, deltas[-1].completion)

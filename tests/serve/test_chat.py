@@ -76,7 +76,7 @@ def streamed(client, **given):
     return made
 
 
-def test_an_answer_is_what_plain_decoding_gives(client, alone):
+def test_an_answer_is_what_plain_decoding_gives(client, alone, short_dispatches):
     [whole] = alone.chat(MESSAGES, SamplingParams(max_tokens=20, temperature=1.0, seed=4), use_tqdm=False)
     given = {"messages": MESSAGES, "max_completion_tokens": 20, "seed": 4}
     got = client.chat.completions.create(model=MODEL, **given)

@@ -39,7 +39,7 @@ def test_a_text_is_what_plain_decoding_gives(client, alone):
     assert got.metrics["time_to_first_token"] > 0
 
 
-def test_a_stream_is_the_text_in_pieces(client, alone):
+def test_a_stream_is_the_text_in_pieces(client, alone, short_dispatches):
     [whole] = expected(alone, max_tokens=60, temperature=0.8, seed=3)
     chunks = list(
         client.completions.create(
