@@ -7,7 +7,8 @@ a word are put side by side in one tile.
 
 Scales of FP8 multiply the products of the terms that they hold for, in float32; scales of MXFP4 multiply the
 weights, exactly. Scales of a step are loaded a step ahead, as the compiler does not prefetch so few bytes.
-Where rows are in FP8 too ("fp8_rows"), tensor cores multiply both as they are, and both scales follow.
+Where rows are in FP8 too ("fp8_rows"), tensor cores multiply both as they are, and both scales follow; the
+terms are then the last axis of the weights, as such products need neighbouring terms.
 
 Tiles are made to be the second operand of a product, which tensor cores read from shared memory. A first one
 would stay in registers, where compilers before CUDA 13.3 can overwrite it while a product still reads.
@@ -26,7 +27,7 @@ from jaxtyping import Array, Float32
 
 from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.mxfp4 import BLOCK, Mxfp4
-from pallas_kernels.quantized import Quantized, quantize_rows
+from pallas_kernels.quantized import Quantized, bits_of, of_bits, quantize_rows
 from pallas_kernels.weight_words import (
     COLUMNS,
     TERMS,
@@ -123,7 +124,8 @@ class Tiles:
     """Some columns of a matrix of weights in memory.
 
     Attributes:
-        refs: Of the values, in words if they are narrow, and of the scales if there are any.
+        refs: Of the values, in words if they are narrow, and of the scales if there are any. Where rows are
+            in FP8 too, the values have the terms as their last axis.
         steps: The terms.
         columns: Columns of the matrix.
         block: Columns of a tile.
@@ -198,6 +200,10 @@ class Tiles:
     def _columns(self, i: Any, dtype: jnp.dtype) -> Sequence[Array]:
         """Tiles [terms, columns] of other columns."""
         terms = Lanes.of(i, self.steps.depth, self.steps.terms)
+        if self.steps.stored == "fp8_rows":
+            column, term = Lanes.of(self.at, self.block, self.columns), terms.lane[None, :]
+            others = (part for part in self.place(term, column.lane[:, None]) if part is not term)
+            return [load(self.refs[0], (*others, term), both(column, terms)).T]
         width = COLUMNS if self.steps.stored == "fp8" else 1
         column = Lanes.of(self.at, self.block // width, self.columns // width)
         index = self.place(terms.lane[:, None], column.lane[None, :])
@@ -255,6 +261,11 @@ def rows_for(w: Array | Narrow, x: Array) -> Array | tuple[Array, Array]:
     return x if row_group is None else quantize_rows(x, row_group)
 
 
+def with_terms_last(values: Array, axis: int) -> Array:
+    """Values of FP8 with the terms as the last axis; where they lie so in memory, nothing is moved."""
+    return of_bits(jnp.moveaxis(bits_of(values), axis, -1))
+
+
 def row_group_of(w: Array | Narrow) -> int | None:
     """The `Quantized.row_group` of any weights."""
     return w.row_group if isinstance(w, Quantized) else None
@@ -263,7 +274,7 @@ def row_group_of(w: Array | Narrow) -> int | None:
 def parts_of(w: Array | Narrow) -> tuple[Array, ...]:
     """Weights as a kernel is given them, and as they become `Tiles.refs`."""
     if isinstance(w, Quantized):
-        return w.values if stored_of(w) == "fp8_rows" else words_of(w.values), w.scales
+        return with_terms_last(w.values, 1) if stored_of(w) == "fp8_rows" else words_of(w.values), w.scales
     if isinstance(w, Mxfp4):
         return words_of(w.values).reshape(*w.scales.shape[:-1], -1), w.scales
     return (w,)

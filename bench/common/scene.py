@@ -13,18 +13,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, PartitionSpec, Sharding
 from jaxtyping import Array
 
 from jetspec_jax import DecodeState, SamplingParams, SlotSettings, TreeDecoder
 from jetspec_jax.cache.pages import PAGE_SIZE, pages_for
 from jetspec_jax.cache.slots import Slots
+from jetspec_jax.checkpoint.tensor_plan import expected_parameters
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.state import Stores, split
 from jetspec_jax.device.mesh import shardings
 from jetspec_jax.device.partition import parameter_specs, spread
 from jetspec_jax.models import Weights, abstract, weights_of
-from jetspec_jax.models.quantized import SCALES
+from jetspec_jax.models.quantized import SCALES, stored_in_order
 from pallas_kernels.mxfp4 import BLOCK, Mxfp4
 from pallas_kernels.quantized import FP8
 
@@ -54,7 +56,9 @@ def random_weights(
     shapes = weights_of(abstract(spread(config, mesh), dtype))
     if mesh is not None:
         placed = shardings(mesh, parameter_specs(config, mesh))
-    normal = _random_like(shapes, seed, 0.02, placed)
+    normal = nnx.traversals.flatten_mapping(_random_like(shapes, seed, 0.02, placed))
+    for parameter in expected_parameters(config):
+        normal[parameter.path] = stored_in_order(normal[parameter.path], parameter.order)
 
     def ones(path: tuple[Any, ...], value: Array) -> Array:
         # Biases of 1 would dominate every token's activations, and all tokens would choose the same experts.
@@ -63,7 +67,7 @@ def random_weights(
             return jnp.full_like(value, 0.02, device=value.sharding)
         return jnp.ones_like(value) if value.ndim == 1 and not name.endswith(("bias", "sinks")) else value
 
-    return jax.tree_util.tree_map_with_path(ones, normal)
+    return jax.tree_util.tree_map_with_path(ones, nnx.traversals.unflatten_mapping(normal))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from jetspec_jax.device.mesh import size_of
 from jetspec_jax.device.partition import channel_order, parameter_specs, ranges, spread
 from jetspec_jax.models import Weights, abstract, weights_of
 from jetspec_jax.models.key_table import ShardRows
-from jetspec_jax.models.quantized import BLOCKS, VALUES
+from jetspec_jax.models.quantized import BLOCKS, VALUES, stored_in_order
 
 #: Makes the shard of a parameter with the given rows and shape.
 MakePart = Callable[[ShardRows, tuple[int, ...]], np.ndarray]
@@ -95,7 +95,8 @@ class Placement:
             arrays |= zip(part.devices, self._sent, strict=True)
             del values
         ordered = [arrays[device] for device in sharding.addressable_devices_indices_map(shape)]
-        return jax.make_array_from_single_device_arrays(shape, sharding, ordered)
+        whole = jax.make_array_from_single_device_arrays(shape, sharding, ordered)
+        return stored_in_order(whole, parameter.order)
 
     def _shard_rows(self, parameter: Parameter, bounds: Sequence[tuple[int, int]]) -> ShardRows:
         rows, sizes, repeats = [], [], []
@@ -150,7 +151,7 @@ def to_devices(parameters: Parameters, placement: Placement | None) -> Weights:
         if placement is None:
             values = read()
             jax.block_until_ready(sent)
-            weights[parameter.path] = sent = jnp.asarray(values)
+            weights[parameter.path] = sent = stored_in_order(jnp.asarray(values), parameter.order)
             del values
         else:
             weights[parameter.path] = placement.put(parameter, read)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Format, Layout
 
 from jetspec_jax.config.quantization import Quantization
 from jetspec_jax.models.scale_key import shared_axes
@@ -142,6 +143,22 @@ def quantize(module: Any, blocks: Mapping[Path, tuple[int, ...]], quantization: 
             scales = jax.ShapeDtypeStruct(scale_shape(weights.shape, block), jnp.float32)
         row_group = None if quantization is None else quantization.row_group
         setattr(place, name, QuantizedParam(values, scales, block, axes, row_group))
+
+
+def terms_last(axes: tuple[str, ...]) -> tuple[int, ...]:
+    """The axes of a matrix, those that its products sum over last.
+
+    Tensor cores multiply two operands in FP8 only if both are stored so.
+    """
+    first = int(axes[0] == "expert")
+    count = 1 if axes[first] == "embed" else len(axes) - 1 - first
+    others = [i for i in range(len(axes)) if not first <= i < first + count]
+    return (*others, *range(first, first + count))
+
+
+def stored_in_order(values: jax.Array, order: tuple[int, ...] | None) -> jax.Array:
+    """An array whose axes lie in memory in an order, from major to minor; None is as they are."""
+    return values if order is None else jax.device_put(values, Format(Layout(order), values.sharding))
 
 
 def packed_cells(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ _LARGE_SCALE = 2.0**7
 _Tiling: Any = plgpu.TilingTransform
 _Swizzle: Any = plgpu.SwizzleTransform
 FP8_TRANSFORMS = (_Tiling((8, 64)), _Swizzle(64))
+FP8_TERMS_TRANSFORMS = (_Tiling((8, 128)), _Swizzle(128))
 WIDE_TRANSFORMS = (_Tiling((8, 64)), _Swizzle(128))
 
 _THREADS = 128

@@ -7,11 +7,15 @@ each widen 64 columns of the weights, times their scale, into one of two buffers
 cores still multiply the other one. Both operands come from shared memory: with one in registers, compilers
 before CUDA 13.3 can overwrite it while a product still reads.
 
+Of quantised rows tensor cores multiply both operands as they are. The sums of a step's terms, which share a
+scale, are then multiplied by the scales of their row and their column, and added in registers.
+
 Shapes: M rows, K terms, N columns.
 """
 
 import functools
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +30,15 @@ from pallas_kernels.dispatch import compute_capability, device_kind, processors
 from pallas_kernels.matmul.config import MosaicConfig, config_for
 from pallas_kernels.matmul.mosaic_tiles import (
     COLUMNS,
+    FP8_TERMS_TRANSFORMS,
     FP8_TRANSFORMS,
     WIDE_TRANSFORMS,
     store_transposed,
     widen,
 )
 from pallas_kernels.matmul.problem import Problem, problem_of
-from pallas_kernels.quantized import Quantized
-from pallas_kernels.weight_tiles import cell_of
+from pallas_kernels.quantized import Quantized, bits_of, of_bits
+from pallas_kernels.weight_tiles import cell_of, row_group_of, rows_for, with_terms_last
 from pallas_kernels.weights import Narrow
 
 #: Compute capability of the only GPUs that the kernel runs on.
@@ -45,6 +50,7 @@ _COPYING_REGISTERS = 24
 _MOST_ROWS = 128  # of a tile: more do not fit into registers
 _SHARED_BYTES = 226 << 10
 _MOST_STAGES = 8
+_COPIED_BYTES = 128  # a copy to shared memory has a multiple
 _SCALES_AHEAD = 2  # steps
 _FEWEST_STEPS = 2  # of a share
 # Parts of sums, relative to weights: fitted to Qwen3-8B's products of 64 and 128 rows on an H100.
@@ -58,10 +64,11 @@ def unsupported(x: Array, w: Array | Narrow, spec: str) -> str | None:
     problem = problem_of(spec, x, w)
     if isinstance(problem, str):
         return problem
-    if problem.stored == "fp8_rows":
-        return "it does not quantise rows"
-    if problem.stored != "fp8" or x.dtype != jnp.bfloat16:
+    group = row_group_of(w)
+    if group is None and (problem.stored != "fp8" or x.dtype != jnp.bfloat16):
         return f"it is for bfloat16 and weights in FP8, not for {x.dtype} and {problem.stored} weights"
+    if group not in (None, _DEPTH):
+        return f"{group or 'all'} terms of a row share a scale, not {_DEPTH}"
     _, depth, columns = problem.sizes
     for size, run, unit, what in (
         (depth, problem.depth_run, _DEPTH, "terms"),
@@ -110,12 +117,25 @@ def matmul(
     rows, depth, columns = problem.sizes
     padded = -(-rows // 8) * 8 if rows <= _MOST_ROWS else -(-rows // _MOST_ROWS) * _MOST_ROWS
     out_dtype = jnp.dtype(jnp.float32) if wide else x.dtype
-    config = config or config_for("pallas_mosaic", device_kind(), "fp8", *problem.sizes)
+    config = config or config_for("pallas_mosaic", device_kind(), problem.stored, *problem.sizes)
     call = _Call.of(problem, padded, config or default_config(*problem.sizes))
     parts_dtype = out_dtype if call.splits == 1 else jnp.dtype(jnp.float32)
+    fill, scales = ((0, padded - rows), (0, 0)), problem.scales_matrix(w.scales).astype(jnp.float32)
+    if call.quantised:
+        values, row_scales = rows_for(w, x.reshape(rows, depth))
+        spare = padded + call.scales_width - call.block_rows - rows
+        operands = [
+            of_bits(jnp.pad(bits_of(values), fill)),
+            jnp.pad(row_scales, ((0, spare), (0, 0))).T,
+            with_terms_last(w.values.reshape(depth, columns), 0),
+        ]
+    else:
+        operands = [jnp.pad(x.reshape(rows, depth), fill), w.values.reshape(depth, columns)]
 
     def matmul_fp8(*refs: Any) -> None:  # the kernel's name in traces
-        _program(call, *refs)
+        *given, scales_ref, out_ref = refs[: len(operands) + 2]
+        *rings, filled, emptied = refs[len(operands) + 2 :]
+        _program(call, given, scales_ref, out_ref, rings, filled, emptied)
 
     launch = plgpu.kernel(
         matmul_fp8,
@@ -125,18 +145,13 @@ def matmul(
         num_threads=call.groups + 1,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((call.stages, call.block_rows, _DEPTH), x.dtype, transforms=WIDE_TRANSFORMS),
-            plgpu.SMEM(
-                (call.stages, call.groups, _DEPTH, COLUMNS), w.values.dtype, transforms=FP8_TRANSFORMS
-            ),
-            plgpu.SMEM((call.groups, 2, _DEPTH, COLUMNS), x.dtype, transforms=WIDE_TRANSFORMS),
-            plgpu.Barrier(num_arrivals=1 + call.groups, num_barriers=call.stages),
+            *call.rings(w.values.dtype),
+            plgpu.Barrier(num_arrivals=len(operands) - 1 + call.groups, num_barriers=call.stages),
             plgpu.Barrier(num_arrivals=call.groups, num_barriers=call.stages),
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    own = jnp.pad(x.reshape(rows, depth), ((0, padded - rows), (0, 0)))
-    parts = launch(own, w.values.reshape(depth, columns), problem.scales_matrix(w.scales).astype(jnp.float32))
+    parts = launch(*operands, scales)
     out = parts[0] if call.splits == 1 else jnp.sum(parts, axis=0).astype(out_dtype)
     return out[:rows].reshape(*x.shape[: x.ndim - len(problem.depth)], *problem.columns)
 
@@ -192,25 +207,54 @@ class _Call:
         return min(self.items, processors())
 
     @property
+    def quantised(self) -> bool:
+        """Whether rows are quantised."""
+        return self.problem.stored == "fp8_rows"
+
+    @property
     def stages(self) -> int:
         """Steps of tiles on their way at once."""
-        left = _SHARED_BYTES - 4 * _DEPTH * self.tile
-        return min(_MOST_STAGES, left // (_DEPTH * (self.tile + 2 * self.block_rows)))
+        if self.quantised:
+            left, row = _SHARED_BYTES - 4 * _MOST_STAGES * self.scales_width, _DEPTH
+        else:
+            left, row = _SHARED_BYTES - 4 * _DEPTH * self.tile, 2 * _DEPTH
+        return min(_MOST_STAGES, left // (_DEPTH * self.tile + row * self.block_rows))
+
+    @property
+    def scales_width(self) -> int:
+        """Scales of quantised rows that are copied at once: for a tile's rows, and whole `_COPIED_BYTES`."""
+        unit = _COPIED_BYTES // 4
+        return -(-self.block_rows // unit) * unit
+
+    def rings(self, fp8: Any) -> list[Any]:
+        """Buffers of rows and weights, between them of quantised rows' scales, or last of widened weights."""
+        rows = self.stages, self.block_rows, _DEPTH
+        if self.quantised:
+            weights = self.stages, self.groups, COLUMNS, _DEPTH
+            return [
+                plgpu.SMEM(rows, fp8, transforms=FP8_TERMS_TRANSFORMS),
+                plgpu.SMEM((self.stages, self.scales_width), jnp.float32),
+                plgpu.SMEM(weights, fp8, transforms=FP8_TERMS_TRANSFORMS),
+            ]
+        weights, widened = (self.stages, self.groups, _DEPTH, COLUMNS), (self.groups, 2, _DEPTH, COLUMNS)
+        return [
+            plgpu.SMEM(rows, jnp.bfloat16, transforms=WIDE_TRANSFORMS),
+            plgpu.SMEM(weights, fp8, transforms=FP8_TRANSFORMS),
+            plgpu.SMEM(widened, jnp.bfloat16, transforms=WIDE_TRANSFORMS),
+        ]
 
 
 def _program(
     call: _Call,
-    x_ref: Any,
-    values_ref: Any,
+    operands: Sequence[Any],
     scales_ref: Any,
     out_ref: Any,
-    x_ring: Any,
-    values_ring: Any,
-    wide_ref: Any,
+    rings: Sequence[Any],
     filled: Any,
     emptied: Any,
 ) -> None:
-    """A program: every so many items of work."""
+    """A program: every so many items of work. The operands are rows, their scales if any, and weights."""
+    x_ref, *row_scales, values_ref = operands
     program, group = lax.axis_index("program"), lax.axis_index("warpgroup")
     count = lax.div(call.items - program + call.programs - 1, call.programs)
     problem = call.problem
@@ -238,12 +282,17 @@ def _program(
                 def _wait() -> None:
                     plgpu.barrier_wait(emptied.at[slot])
 
-                plgpu.copy_gmem_to_smem(x_ref.at[rows, terms], x_ring.at[slot], filled.at[slot])
+                def copy(source: Any, ring: Any) -> None:
+                    plgpu.copy_gmem_to_smem(source, ring, filled.at[slot])
+
+                copy(x_ref.at[rows, terms], rings[0].at[slot])
+                if row_scales:
+                    own = pl.ds(rows.start, call.scales_width)
+                    copy(row_scales[0].at[i, own], rings[1].at[slot])
                 for own in range(call.groups):
                     columns = pl.ds(column * call.tile + own * COLUMNS, COLUMNS)
-                    plgpu.copy_gmem_to_smem(
-                        values_ref.at[terms, columns], values_ring.at[slot, own], filled.at[slot]
-                    )
+                    place = (columns, terms) if call.quantised else (terms, columns)
+                    copy(values_ref.at[place], rings[-1 if call.quantised else 1].at[slot, own])
                 return n + 1
 
             return lax.fori_loop(first, last, step, n)
@@ -253,6 +302,8 @@ def _program(
     @pl.when(group < call.groups)
     def _multiply() -> None:
         plgpu.set_max_registers(_REGISTERS[call.groups], action="increase")
+        sums_of = _sums_of_quantised if call.quantised else _sums_of_widened
+        sum_steps = functools.partial(sums_of, call, rings, filled, emptied, group)
 
         def item(j: Array, n: Array) -> Array:
             rows, column, share, first, last = place(j)
@@ -263,41 +314,115 @@ def _program(
                 term = jnp.minimum(i, last - 1) * _DEPTH
                 return scales_ref[cell_of(term, problem.depth, problem.depth_block), cell]
 
-            def widened(n: Array) -> Any:
-                return wide_ref.at[group, lax.rem(n, 2)]
-
-            def widen_next(n: Array, scale: Array) -> None:
-                slot = lax.rem(n, call.stages)
-                plgpu.barrier_wait(filled.at[slot])
-                widen(values_ring.at[slot, group], scale, widened(n))
-
-            def step(i: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-                n, sums, *scales = carry
-                slot = lax.rem(n, call.stages)
-                scales = [*scales[1:], scale_of(i + _SCALES_AHEAD)]
-
-                def multiply(sums_ref: Any) -> None:
-                    plgpu.wgmma(sums_ref, _transposed(widened(n)), _transposed(x_ring.at[slot]))
-
-                    @pl.when(i + 1 < last)
-                    def _meanwhile() -> None:
-                        widen_next(n + 1, scales[0])
-
-                sums = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(sums))
-                plgpu.barrier_arrive(emptied.at[slot])
-                plgpu.commit_smem()
-                return n + 1, sums, *scales
-
-            zeros = jnp.zeros((COLUMNS, call.block_rows), jnp.float32)
-            scales = [scale_of(first + i) for i in range(_SCALES_AHEAD)]
-            widen_next(n, scales[0])
-            plgpu.commit_smem()
-            carry = n, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), *scales
-            n, sums, *_ = lax.fori_loop(first, last, step, carry)
+            n, sums = sum_steps(n, first, last, scale_of)
             store_transposed(sums, out_ref.at[share, rows, pl.ds(start, COLUMNS)])
             return n
 
         lax.fori_loop(0, count, item, jnp.int32(0))
+
+
+def _sums_of_widened(
+    call: _Call,
+    rings: Sequence[Any],
+    filled: Any,
+    emptied: Any,
+    group: Array,
+    n: Array,
+    first: Array,
+    last: Array,
+    scale_of: Callable[[Array], Array],
+) -> tuple[Array, Array]:
+    """The sums of an item of a warpgroup, by widened weights; before them, the steps until after it.
+
+    Args:
+        call: The launch.
+        rings: See `_Call.rings`.
+        filled: Barriers of the rings' slots.
+        emptied: Likewise.
+        group: The warpgroup.
+        n: Steps of the program before the item.
+        first: The item's first step of all terms.
+        last: The step after its last one.
+        scale_of: Gives the weights' scale of a step.
+    """
+    x_ring, values_ring, wide_ref = rings
+
+    def widened(n: Array) -> Any:
+        return wide_ref.at[group, lax.rem(n, 2)]
+
+    def widen_next(n: Array, scale: Array) -> None:
+        slot = lax.rem(n, call.stages)
+        plgpu.barrier_wait(filled.at[slot])
+        widen(values_ring.at[slot, group], scale, widened(n))
+
+    def step(i: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        n, sums, *scales = carry
+        slot = lax.rem(n, call.stages)
+        scales = [*scales[1:], scale_of(i + _SCALES_AHEAD)]
+
+        def multiply(sums_ref: Any) -> None:
+            plgpu.wgmma(sums_ref, _transposed(widened(n)), _transposed(x_ring.at[slot]))
+
+            @pl.when(i + 1 < last)
+            def _meanwhile() -> None:
+                widen_next(n + 1, scales[0])
+
+        sums = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(sums))
+        plgpu.barrier_arrive(emptied.at[slot])
+        plgpu.commit_smem()
+        return n + 1, sums, *scales
+
+    scales = [scale_of(first + i) for i in range(_SCALES_AHEAD)]
+    widen_next(n, scales[0])
+    plgpu.commit_smem()
+    n, sums, *_ = lax.fori_loop(first, last, step, (n, _zeros(call), *scales))
+    return n, sums
+
+
+def _sums_of_quantised(
+    call: _Call,
+    rings: Sequence[Any],
+    filled: Any,
+    emptied: Any,
+    group: Array,
+    n: Array,
+    first: Array,
+    last: Array,
+    scale_of: Callable[[Array], Array],
+) -> tuple[Array, Array]:
+    """Like `_sums_of_widened`, of quantised rows."""
+    x_ring, row_scales_ring, values_ring = rings
+    shape = COLUMNS, call.block_rows
+
+    def step(i: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        n, sums, scale, *scales = carry
+        slot = lax.rem(n, call.stages)
+        plgpu.barrier_wait(filled.at[slot])
+
+        def multiply(sums_ref: Any) -> Array:
+            plgpu.wgmma(sums_ref, values_ring.at[slot, group], _transposed(x_ring.at[slot]))
+            return sums_ref[...]
+
+        products = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        row_scales = _load(row_scales_ring.at[slot, pl.ds(0, call.block_rows)], plgpu.Layout.WGMMA.reduce(0))
+        plgpu.barrier_arrive(emptied.at[slot])
+        sums += products * lax.broadcast_in_dim(scale * row_scales, shape, (1,))
+        return n + 1, sums, *scales, scale_of(i + _SCALES_AHEAD)
+
+    scales = [scale_of(first + i) for i in range(_SCALES_AHEAD)]
+    n, sums, *_ = lax.fori_loop(first, last, step, (n, _zeros(call), *scales))
+    return n, sums
+
+
+def _zeros(call: _Call) -> Array:
+    """The sums of a warpgroup before its first step."""
+    return plgpu.layout_cast(jnp.zeros((COLUMNS, call.block_rows), jnp.float32), plgpu.Layout.WGMMA)
+
+
+def _load(ref: Any, layout: Any) -> Array:
+    """An array from shared memory; before JAX 0.11 an index must be given."""
+    index: tuple[Any, ...] = ((),) if jax.__version_info__ < (0, 11) else ()
+    return plgpu.load(ref, *index, layout=layout)
 
 
 def _transposed(ref: Any) -> Any:

@@ -25,7 +25,17 @@ from pallas_kernels.matmul.config import Config, config_for, default_config
 from pallas_kernels.matmul.problem import Problem, problem_of
 from pallas_kernels.mxfp4 import Mxfp4
 from pallas_kernels.quantized import Quantized
-from pallas_kernels.weight_tiles import Lanes, Steps, Tiles, both, cell_of, multiply, row_group_of, rows_for
+from pallas_kernels.weight_tiles import (
+    Lanes,
+    Steps,
+    Tiles,
+    both,
+    cell_of,
+    multiply,
+    row_group_of,
+    rows_for,
+    with_terms_last,
+)
 from pallas_kernels.weight_words import words_of
 from pallas_kernels.weights import Narrow
 
@@ -75,7 +85,8 @@ def _matrices(problem: Problem, x: Array, w: Array | Narrow) -> tuple[Any, ...]:
     if isinstance(w, Quantized):
         values = w.values.reshape(depth, columns)
         scales = problem.scales_matrix(w.scales)
-        return given, values if problem.stored == "fp8_rows" else words_of(values), scales
+        read = with_terms_last(values, 0) if problem.stored == "fp8_rows" else words_of(values)
+        return given, read, scales
     return given, w.reshape(depth, columns)
 
 

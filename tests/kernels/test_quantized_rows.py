@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.activation import SILU
 from pallas_kernels.expert_mlp import api as expert_api
 from pallas_kernels.expert_mlp import expert_mlp
 from pallas_kernels.expert_mlp import pallas_triton as expert_kernel
-from pallas_kernels.matmul import api, matmul, pallas_triton, reference
-from pallas_kernels.matmul.config import Config
+from pallas_kernels.matmul import api, matmul, pallas_mosaic, pallas_triton, reference
+from pallas_kernels.matmul.config import Config, MosaicConfig
 from pallas_kernels.quantized import FP8, LARGEST, Quantized, quantize_rows, scale_shape
-from tests.kernels.lowering import KERNEL, lower_for_gpu
+from tests.kernels.lowering import KERNEL, MOSAIC, lower_for_gpu
 from tests.kernels.test_matmul import widened
 from tests.marks import wide
 
@@ -153,6 +154,35 @@ def test_parts_of_columns_are_within_rounding_of_float64(monkeypatch):
     assert within(by_xla(PRODUCTS[0], x, w), rows, weights)
 
 
+MOSAIC_PRODUCTS = [
+    (Product("bm,mf->bf", 5, (512, 256), (128, 128), 128), MosaicConfig(2, 2)),
+    (Product("bhe,hem->bm", 130, (2, 128, 384), (1, 128, 128), 128, 2), MosaicConfig(3, 1)),
+]
+
+
+@pytest.mark.parametrize(("product", "config"), MOSAIC_PRODUCTS, ids=str)
+def test_the_mosaic_kernel_lowers_for_cuda(product, config):
+    x, w, *_ = arrays_of(product)
+    assert pallas_mosaic.unsupported(x, w, product.spec) is None
+    run = partial(pallas_mosaic.matmul, spec=product.spec, wide=True, config=config)
+    assert lower_for_gpu(run, x, w).count(MOSAIC) == 1
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 has no interpreter for Mosaic kernels")
+@pytest.mark.parametrize(("product", "config"), MOSAIC_PRODUCTS, ids=str)
+def test_the_mosaic_kernel_is_within_rounding_of_float64(product, config, monkeypatch):
+    """The interpreter also looks for races. What it cannot run is replaced: the sums' way to memory."""
+
+    def store(sums, out_ref):
+        out_ref[...] = sums.T.astype(out_ref.dtype)
+
+    monkeypatch.setattr(pallas_mosaic, "store_transposed", store)
+    x, w, rows, weights = arrays_of(product)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        got = pallas_mosaic.matmul(x, w, spec=product.spec, wide=True, config=config)
+    assert within(got, rows, weights)
+
+
 @pytest.mark.parametrize("run", [by_xla, kernel])
 def test_a_wrong_scale_is_outside_of_that_bound(run):
     x, w, rows, weights = arrays_of(PRODUCTS[0])
@@ -177,10 +207,14 @@ class TestChoice:
         table = api.OPERATION.table
         why = table["pallas_triton"].unsupported(x, made, "bm,mf->bf")
         assert why == "scales change after 16 terms, no multiple of 32"
-        made = Quantized(jnp.zeros((128, 128), FP8), jnp.ones((1, 1)), (128, 128), 128)
-        x = jnp.zeros((1, 128), jnp.bfloat16)
-        why = table["pallas_mosaic"].unsupported(x, made, "bm,mf->bf")
-        assert why == "it does not quantise rows"
+        for sizes, group, expected in (
+            ((256, 256), 64, "64 terms of a row share a scale, not 128"),
+            ((256, 256), 0, "all terms of a row share a scale, not 128"),
+            ((192, 256), 128, "192 terms, no multiple of 128"),
+        ):
+            made = Quantized(jnp.zeros(sizes, FP8), jnp.ones((2, 2)), (128, 128), group)
+            x = jnp.zeros((1, sizes[0]), jnp.bfloat16)
+            assert table["pallas_mosaic"].unsupported(x, made, "bm,mf->bf") == expected
         with pytest.raises(
             ValueError, match=r"bm,fm->bf: rows are quantised, and bm,fm->bf is not of the form"
         ):
