@@ -4,6 +4,7 @@ Shapes: M rows, K terms, N columns.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from bench.common.floors import Work
+from jetspec_jax.models.quantized import stored_in_order
 from pallas_kernels.matmul import matmul
 from pallas_kernels.matmul.shapes import MatmulShape
 from pallas_kernels.mxfp4 import Mxfp4
@@ -19,8 +21,8 @@ from pallas_kernels.quantized import FP8, Quantized, scale_shape
 from pallas_kernels.weights import Narrow
 
 SPEC = "bm,mf->bf"
-# The scale blocks of Qwen's FP8 checkpoints.
-_BLOCK = (128, 128)
+# The scale blocks of Qwen's FP8 checkpoints, and the terms of a row that share a scale.
+_BLOCK, _ROW_GROUP = (128, 128), 128
 # The calls of a chain read different weights, which together exceed any cache.
 _BYTES, _MOST_CALLS = 256 << 20, 32
 
@@ -54,7 +56,7 @@ def weight_bytes(shape: MatmulShape, stored: str) -> int:
     size = shape.depth * shape.columns
     if stored == "mxfp4":
         return size // 2 + size // 32
-    if stored == "fp8":
+    if stored.startswith("fp8"):
         return size + 4 * int(np.prod(scale_shape((shape.depth, shape.columns), _BLOCK)))
     return 2 * size
 
@@ -77,12 +79,18 @@ def random_weights(shape: MatmulShape, stored: str, dtype: jnp.dtype, count: int
             scales = jax.random.randint(keys[1], (n, k // 32), 116, 122).astype(jnp.uint8)
             return Mxfp4(jax.random.bits(keys[0], (n, k // 32, 16), jnp.uint8), scales, 0)
         weights = jax.random.normal(keys[0], (k, n))
-        if stored == "fp8":
+        if stored.startswith("fp8"):
             scales = jnp.exp(jax.random.normal(keys[1], scale_shape((k, n), _BLOCK)))
-            return Quantized((32 * weights).astype(FP8), 0.001 * scales, _BLOCK)
+            group = _ROW_GROUP if stored == "fp8_rows" else None
+            return Quantized((32 * weights).astype(FP8), 0.001 * scales, _BLOCK, group)
         return weights.astype(dtype)
 
-    return [make(key) for key in jax.random.split(jax.random.key(0), count)]
+    def stored_as_loaded(w: Array | Narrow) -> Array | Narrow:
+        if not isinstance(w, Quantized) or w.row_group is None:
+            return w
+        return replace(w, values=stored_in_order(w.values, (1, 0)))
+
+    return [stored_as_loaded(make(key)) for key in jax.random.split(jax.random.key(0), count)]
 
 
 def random_rows(rng: np.random.Generator, rows: int, depth: int, dtype: jnp.dtype) -> Float[Array, "M K"]:

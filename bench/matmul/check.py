@@ -12,6 +12,7 @@ from bench.common.programs import UNCOMPILABLE, compile_together
 from bench.matmul.cases import product_by, random_rows, random_weights
 from jetspec_jax.progress import Progress
 from pallas_kernels.matmul.shapes import MatmulShape
+from pallas_kernels.quantized import Quantized, quantize_rows
 from pallas_kernels.weights import Narrow
 
 #: The largest error of an output, divided by the sum of its terms' magnitudes.
@@ -43,7 +44,7 @@ def check_products(
     with Progress(total=len(counts), desc=f"check {shape.name}, {stored}", unit="step") as bar:
         jobs = [(product_by(name), (rows[:count], w)) for count in counts]
         programs = compile_together(jobs, bar.update)
-    exact, magnitudes = _in_float64(np.asarray(rows, np.float64), w)
+    exact, magnitudes = _in_float64(_as_multiplied(rows, w), w)
     found = []
     for count, program, (_, arguments) in zip(counts, programs, jobs, strict=True):
         error, problem = float("inf"), None
@@ -74,6 +75,14 @@ def judge(
     if not error <= BOUND:  # NaN is no small error
         return error, f"error of {error:.1e} of the sum of the terms' magnitudes, above {BOUND:.1e}"
     return error, None if out.tobytes() == again.tobytes() else "a second call gives other bits"
+
+
+def _as_multiplied(rows: Array, w: Array | Narrow) -> np.ndarray:
+    """Rows in float64, quantised if products quantise them."""
+    if not isinstance(w, Quantized) or w.row_group is None:
+        return np.asarray(rows, np.float64)
+    values, scales = (np.asarray(part, np.float64) for part in quantize_rows(rows, w.row_group))
+    return values * np.repeat(scales, w.row_group, axis=1)[:, : values.shape[1]]
 
 
 def _in_float64(rows: np.ndarray, w: Array | Narrow) -> tuple[np.ndarray, np.ndarray]:

@@ -45,13 +45,14 @@ def candidates(case: Case) -> list[Config | MosaicConfig]:
     """The rule's configuration, then all whose tiles fit into shared memory and registers."""
     shape = case.shape
     rule = default_config(case.stored, case.rows, shape.depth, shape.columns)
-    itemsize = {"plain": 2, "fp8": 1, "mxfp4": 0.5}[case.stored]
+    itemsize = {"plain": 2, "fp8": 1, "fp8_rows": 1, "mxfp4": 0.5}[case.stored]
+    row_itemsize = 1 if case.stored == "fp8_rows" else 2
     found: list[Config | MosaicConfig] = [rule, *_of_mosaic(case)]
     for (rows, columns, warps), depth, stages in itertools.product(_tiles(case), (64, 128), (3, 4)):
-        # Rows have 16 bits. Weights are loaded as stored; where products read them from shared memory, a
-        # 16-bit copy of one tile lies there too.
-        copied = case.stored != "fp8" or rows >= 64
-        loaded = (stages - 1) * depth * (2 * rows + itemsize * columns)
+        # Weights are loaded as stored; where products read wider ones from shared memory, a 16-bit copy of
+        # one tile lies there too.
+        copied = case.stored != "fp8_rows" and (case.stored != "fp8" or rows >= 64)
+        loaded = (stages - 1) * depth * (row_itemsize * rows + itemsize * columns)
         if loaded + copied * 2 * depth * columns > _MOST_BYTES:
             continue
         programs = -(-shape.columns // columns) * -(-case.rows // rows)
@@ -76,7 +77,7 @@ def _tiles(case: Case) -> Iterator[tuple[int, int, int]]:
 
 def _of_mosaic(case: Case) -> Iterator[MosaicConfig]:
     """Those of the Mosaic kernel: about one and two items of work for each processor, and whole sums."""
-    if case.stored != "fp8":
+    if not case.stored.startswith("fp8"):
         return
     for groups in (2, 3):
         tiles, rest = divmod(case.shape.columns, groups * 64)

@@ -10,7 +10,7 @@ class MatmulShape:
     name: str
     depth: int  # K
     columns: int  # N
-    stored: tuple[str, ...] = ("plain", "fp8")
+    stored: tuple[str, ...] = ("plain", "fp8", "fp8_rows")
     rows: tuple[int, ...] = (1, 16, 64, 128, 256)
 
 

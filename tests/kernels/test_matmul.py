@@ -408,12 +408,11 @@ def test_configurations_are_checked():
 )
 def test_lowers_for_cuda(shape, stored, rows):
     depth, columns = shape.depth, shape.columns
+    fp8 = [((depth, columns), FP8), (scale_shape((depth, columns), (128, 128)), jnp.float32)]
     made = {
         "plain": ([((depth, columns), jnp.bfloat16)], lambda w: w),
-        "fp8": (
-            [((depth, columns), FP8), (scale_shape((depth, columns), (128, 128)), jnp.float32)],
-            lambda values, scales: Quantized(values, scales, (128, 128)),
-        ),
+        "fp8": (fp8, lambda values, scales: Quantized(values, scales, (128, 128))),
+        "fp8_rows": (fp8, lambda values, scales: Quantized(values, scales, (128, 128), 128)),
         "mxfp4": (
             [((columns, depth // 32, 16), jnp.uint8), ((columns, depth // 32), jnp.uint8)],
             lambda values, scales: Mxfp4(values, scales, 0),
