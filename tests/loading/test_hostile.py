@@ -348,7 +348,7 @@ class TestArguments:
     @pytest.mark.parametrize("load", [load_target, load_draft_head])
     @pytest.mark.parametrize("place", [5, None, 1.5, b"x", ["a"], object()], ids=type)
     def test_places_of_other_types(self, load, place):
-        with pytest.raises(TypeError, match="a checkpoint is a folder, a GGUF file or a hub id"):
+        with pytest.raises(TypeError, match="a checkpoint must be a folder, a GGUF file or a hub id"):
             load(place)
 
     @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ class TestArguments:
         [
             ({"dtype": 5}, "dtype must be a string"),
             ({"ignore_config_keys": "zoom"}, "ignore_config_keys must be a list of strings"),
-            ({"allow_nonfinite": "no"}, "allow_nonfinite must be true or false"),
+            ({"allow_nonfinite": "no"}, "allow_nonfinite must be True or False"),
         ],
         ids=str,
     )
