@@ -411,7 +411,7 @@ def test_free_is_the_limit_less_what_is_in_use(monkeypatch):
             return self.stats
 
     device = Device()
-    monkeypatch.setattr(memory, "_device", lambda: device)
+    monkeypatch.setattr(memory, "default_device", lambda: device)
     assert memory.free_bytes() is None
     device.stats = {"bytes_in_use": 5}
     assert memory.free_bytes() is None
