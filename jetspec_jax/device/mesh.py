@@ -63,8 +63,11 @@ def make_mesh(
     there = list(jax.devices() if devices is None else devices)
     count = tensor * expert
     if count > len(there):
-        sizes = f"tensor_parallel_size {tensor} x expert_parallel_size {expert}"
-        raise ValueError(f"{sizes} needs {count} devices, and there are {len(there)}")
+        possible = [f"{t} x {e}" for e in _divisors(expert) for t in range(1, len(there) // e + 1)]
+        raise ValueError(
+            f"tensor_parallel_size {tensor} x expert_parallel_size {expert} needs {count} devices, and there "
+            f"are {len(there)}; possible: {', '.join(possible)}"
+        )
     return _mesh(np.asarray(there[:count], object).reshape(expert, tensor))
 
 
@@ -107,6 +110,10 @@ def shardings(mesh: Mesh, specs: Any) -> Any:
 
 def _mesh(devices: np.ndarray) -> Mesh:
     return Mesh(devices, shards.ALL, axis_types=(AxisType.Auto,) * len(shards.ALL))
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def describe_mesh(mesh: Mesh | None) -> str:
