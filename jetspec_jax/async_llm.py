@@ -22,7 +22,7 @@ from jetspec_jax.arguments import (
 )
 from jetspec_jax.cache.pages import pages_for
 from jetspec_jax.decode.settings import serving_algorithm
-from jetspec_jax.device.compilations import Compilations
+from jetspec_jax.device.compilations import num_compiled
 from jetspec_jax.device.memory import DeviceMemoryError, fits, room_beside
 from jetspec_jax.device.mesh import without_mesh
 from jetspec_jax.engine.admission import CheckedRequest, check_models, check_request
@@ -148,7 +148,7 @@ class AsyncLLM:
             for mesh in meshes:
                 check_engine_memory(plan.on(mesh))
         self._engines.fit(None if xla else plan)
-        self._compilations, self._max_waiting = Compilations(), max_waiting
+        self._compiled_before, self._max_waiting = num_compiled(), max_waiting
         # Running requests by id, and how to abort them.
         self._running: dict[str, tuple[Sequence[Request], Callable[[], object]]] = {}
 
@@ -339,7 +339,7 @@ class AsyncLLM:
     ) -> None:
         """As `LLM.warm_up`, for any number of requests."""
         await asyncio.to_thread(self.llm.warm_up, None, sampling_params, background=background)
-        self._compilations.restart()
+        self._compiled_before = num_compiled()
 
     @property
     def warm(self) -> bool:
@@ -352,7 +352,7 @@ class AsyncLLM:
 
     def stats(self) -> EngineStats:
         """Statistics of all copies together; from any thread, without waiting."""
-        return self._engines.stats() + EngineStats(compilations=self._compilations.count)
+        return self._engines.stats() + EngineStats(compilations=num_compiled() - self._compiled_before)
 
     def follow(self) -> None:
         """As `LLM.follow`."""

@@ -184,8 +184,6 @@ class LLM:
         max_slots = either("max_slots", max_slots, "max_num_seqs", max_num_seqs)
         max_slots = MAX_SLOTS if max_slots is None else max_slots
         check_type("compilation_cache", compilation_cache, str | Path, 'a folder, "auto" or "off"')
-        if isinstance(ignore_config_keys, str) or not isinstance(ignore_config_keys, Collection):
-            raise TypeError(f"ignore_config_keys must be a list of keys, not {shown(ignore_config_keys)}")
         check_given(proposer, proposer_weights)
         proposer_weights = jax.tree.map(jnp.asarray, proposer_weights)
         resolved = resolve_dtype(dtype)

@@ -100,7 +100,7 @@ def gpu_problem() -> str | None:
     split = math.prod(mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes)
     if split > 1:
         return f"XLA splits the program over {split} devices, and cannot split a kernel"
-    device = _default_device()
+    device = default_device()
     if device.platform not in ("gpu", "cuda", "rocm"):
         return f"no GPU: the default device is a {device.platform}"
     capability = compute_capability()
@@ -115,21 +115,22 @@ def gpu_problem() -> str | None:
 def compute_capability() -> tuple[int, ...] | None:
     """Major and minor version of the default device, if that is an NVIDIA GPU."""
     # Other makers' GPUs have no such attribute, or an architecture's name in it ("gfx942").
-    version = re.fullmatch(r"(\d+)\.(\d+)", getattr(_default_device(), "compute_capability", ""))
+    version = re.fullmatch(r"(\d+)\.(\d+)", getattr(default_device(), "compute_capability", ""))
     return None if version is None else tuple(map(int, version.groups()))
 
 
 def device_kind() -> str:
     """The default device's kind, by which tables of tuned configurations are sorted."""
-    return _default_device().device_kind
+    return default_device().device_kind
 
 
 def processors() -> int:
     """The default device's multiprocessors; an H100's and H200's, 132, where there is none."""
-    return getattr(_default_device(), "core_count", None) or 132
+    return getattr(default_device(), "core_count", None) or 132
 
 
-def _default_device() -> Any:
+def default_device() -> Any:
+    """JAX's default device."""
     config: Any = jax.config  # whose flags have types from JAX 0.12 on
     device = config.jax_default_device
     return jax.local_devices(backend=device)[0] if device is None or isinstance(device, str) else device

@@ -35,11 +35,6 @@ class PagedStore:
         """Stores of equal layouts have the same row indices."""
         return type(self), *self.k.shape[:2]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of keys and values."""
-        return sum(pool.size * pool.dtype.itemsize for pool in (self.k, self.v))
-
     def specs(self, axes: tuple[str, ...]) -> Self:
         """Partition specs of the store, which is sharded by KV heads."""
         spec = PartitionSpec(None, None, axes)
@@ -61,10 +56,6 @@ class PagedStore:
         """The pool, block tables and lengths that attention reads."""
         return PagedPrefix(self.k, self.v, slots.block_tables, slots.lengths)
 
-    def commit(self, slots: Slots, stash: KV, path: Int32[Array, "B R"], count: Int[Array, "B"]) -> Self:
-        """The store with the path's rows after each slot's committed tokens."""
-        return self.commit_alike([self], slots, [stash], path, count)[0]
-
     @classmethod
     def commit_alike(
         cls,
@@ -74,7 +65,7 @@ class PagedStore:
         path: Int32[Array, "B R"],
         count: Int[Array, "B"],
     ) -> list[Self]:
-        """`commit` of several stores of the same layout in one write, which saves a launch per layer."""
+        """Writes the rows of all stores at once, which saves a launch per layer."""
         first = stores[0]
         num_pages, page_size = first.k.shape[:2]
         step = jnp.arange(path.shape[1], dtype=jnp.int32)[None, :]

@@ -55,11 +55,6 @@ class RecurrentStore:
         """Stores of equal layouts have the same sizes."""
         return type(self), self.rows.shape, self.state.shape
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of rows and states."""
-        return sum(array.size * array.dtype.itemsize for array in (self.rows, self.state))
-
     def specs(self, axes: tuple[str, ...]) -> Self:
         """Partition specs of the store: states are sharded by heads, rows by the heads' channels."""
         return replace(self, rows=PartitionSpec(None, None, axes), state=PartitionSpec(None, axes))
@@ -81,16 +76,6 @@ class RecurrentStore:
         """The slots' rows and states, with zeros for slots without tokens."""
         return _zero_unless(slots.lengths > 0, RecurrentPrefix(self.rows, self.state))
 
-    def commit(
-        self, slots: Slots, stash: RecurrentRows, path: Int32[Array, "B R"], count: Int[Array, "B"]
-    ) -> Self:
-        """The store after the first ``count`` nodes of each slot's path."""
-        # A slot with a count of 0 keeps its bits, even if it is free.
-        keep = (slots.lengths > 0) | (count == 0)
-        old = _zero_unless(keep, RecurrentPrefix(self.rows, self.state))
-        state = advance(old.state, stash.k, stash.delta, stash.decay, path, count)
-        return replace(self, rows=_last_rows(old.rows, stash.rows, path, count), state=state)
-
     @classmethod
     def commit_alike(
         cls,
@@ -100,8 +85,16 @@ class RecurrentStore:
         path: Int32[Array, "B R"],
         count: Int[Array, "B"],
     ) -> list[Self]:
-        """`commit` of each store."""
-        return [store.commit(slots, rows, path, count) for store, rows in zip(stores, stash, strict=True)]
+        """The stores after the first ``count`` nodes of each slot's path."""
+        # A slot with a count of 0 keeps its bits, even if it is free.
+        keep = (slots.lengths > 0) | (count == 0)
+        written = []
+        for store, new in zip(stores, stash, strict=True):
+            old = _zero_unless(keep, RecurrentPrefix(store.rows, store.state))
+            state = advance(old.state, new.k, new.delta, new.decay, path, count)
+            rows = _last_rows(old.rows, new.rows, path, count)
+            written.append(replace(store, rows=rows, state=state))
+        return written
 
 
 def empty_recurrent_store(num_slots: int, recurrence: Recurrence, dtype: jnp.dtype) -> RecurrentStore:

@@ -30,11 +30,6 @@ class Store(Protocol):
         """A hashable value; stores of equal layouts can be committed together."""
         ...
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on the device."""
-        ...
-
     def specs(self, axes: tuple[str, ...]) -> "Store":
         """The store with partition specs in place of arrays, for a mesh with these axes."""
         ...
@@ -58,10 +53,6 @@ class Store(Protocol):
         """The arrays that the layer's attention or recurrence reads for a block; pages are not copied."""
         ...
 
-    def commit(self, slots: Slots, stash: Any, path: Int32[Array, "B R"], count: Int[Array, "B"]) -> "Store":
-        """The store with the first ``count[b]`` nodes of each path; see the function `commit`."""
-        ...
-
     @classmethod
     def commit_alike(
         cls,
@@ -71,7 +62,7 @@ class Store(Protocol):
         path: Int32[Array, "B R"],
         count: Int[Array, "B"],
     ) -> Sequence["Store"]:
-        """`commit` of several stores of the same layout in few launches."""
+        """Stores of one layout with the first ``count[b]`` nodes of each path; see `commit`."""
         ...
 
 

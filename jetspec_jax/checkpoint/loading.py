@@ -35,6 +35,7 @@ from jetspec_jax.device.partition import check_partition, is_split, why_whole
 from jetspec_jax.device.peers import say_apart
 from jetspec_jax.device.processes import check_devices, compare, spans
 from jetspec_jax.models import Weights
+from jetspec_jax.sampling.grammar import Vocabulary
 from pallas_kernels import shards
 
 _log = logging.getLogger("jetspec_jax")
@@ -74,6 +75,11 @@ class Target:
     def meshes(self) -> Meshes:
         """The meshes of the target and of its copies."""
         return self.mesh, *(copy.mesh for copy in self.copies)
+
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens as llguidance reads them; raises the errors of `Vocabulary`."""
+        return Vocabulary(self.tokenizer, self.config.vocab_size, self.eos_token_ids)
 
     def __repr__(self) -> str:
         has = "a" if self.tokenizer is not None else "no"

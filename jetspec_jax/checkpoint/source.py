@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jetspec_jax.arguments import check_type, shown
+from jetspec_jax.arguments import check_flag, check_type, shown
 from jetspec_jax.checkpoint.content import content_of, read_object
 from jetspec_jax.checkpoint.gguf.config import read_config
 from jetspec_jax.checkpoint.gguf.header import is_gguf, read_header
@@ -74,25 +74,19 @@ class Source:
     fp8_activations: bool | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mxfp4, str):
-            raise TypeError(f"mxfp4 must be a string, not {type(self.mxfp4).__name__}")
+        check_type("mxfp4", self.mxfp4, str, "a string")
         if self.mxfp4 not in MXFP4_WORDS:
             words = f"{', '.join(MXFP4_WORDS[:-1])} or {MXFP4_WORDS[-1]}"
             raise ValueError(f"mxfp4 must be {words}, not {self.mxfp4!r}")
-        if not isinstance(self.fp8_activations, bool | None):
-            raise TypeError(f"fp8_activations must be true, false or None, not {shown(self.fp8_activations)}")
-        path, dtype, keys = self.path_or_id, self.dtype, self.ignore_config_keys
-        if not isinstance(path, str | os.PathLike):
-            raise TypeError(f"a checkpoint is a folder, a GGUF file or a hub id, not {type(path).__name__}")
-        if not isinstance(self.tokenizer, str | os.PathLike | None):
-            raise TypeError(f"tokenizer must be a folder or a hub id, not {type(self.tokenizer).__name__}")
-        if not isinstance(_name_of(dtype), str):
-            raise TypeError(f"dtype must be a string, not {type(dtype).__name__}")
+        check_type("fp8_activations", self.fp8_activations, bool | None, "true, false or None")
+        check_type("a checkpoint", self.path_or_id, str | os.PathLike, "a folder, a GGUF file or a hub id")
+        check_type("tokenizer", self.tokenizer, str | os.PathLike | None, "a folder or a hub id")
+        check_type("dtype", _name_of(self.dtype), str, "a string")
+        keys = self.ignore_config_keys
         listed = isinstance(keys, Collection) and not isinstance(keys, str | bytes)
         if not listed or not all(isinstance(key, str) for key in keys):
-            raise TypeError(f"ignore_config_keys must be a list of strings, not {keys!r}")
-        if not isinstance(self.allow_nonfinite, bool):
-            raise TypeError(f"allow_nonfinite must be true or false, not {self.allow_nonfinite!r}")
+            raise TypeError(f"ignore_config_keys must be a list of strings, not {shown(keys)}")
+        check_flag("allow_nonfinite", self.allow_nonfinite)
 
     @property
     def weights_dtype(self) -> jnp.dtype:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from jetspec_jax.checkpoint.files import is_inside, new_folder, refuse_existing, write_files
 from jetspec_jax.checkpoint.reading import INDEX
-from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES, ParameterPath, expected_parameters, stored_types
+from jetspec_jax.checkpoint.tensor_plan import ParameterPath, expected_parameters, stored_types
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, parse_config
 from jetspec_jax.models import Weights, dtype_of, kept_packed, quantization_of
 from jetspec_jax.models.key_table import Key
@@ -58,11 +58,11 @@ def save_checkpoint(
         FileExistsError: The folder exists.
         ValueError: The config is invalid, the parameters are not the config's or have an unsupported type, or
             an extra file would be outside the folder.
-        TypeError: An argument has the wrong type.
         OSError: The disk is full or cannot be written.
     """
     folder, extra_files = Path(folder), extra_files or {}
-    _check_types(raw_config, weights, dtype, extra_files, max_shard_bytes)
+    if outside := [name for name in extra_files if not is_inside(name)]:
+        raise ValueError(f"extra_files lie outside the folder: {outside}")
     refuse_existing(folder)
     leaves = nnx.traversals.flatten_mapping(weights)
     if config is None:
@@ -114,26 +114,6 @@ def save_checkpoint(
             del made  # frees the tensors before the next file's are made
             (partial / file).chmod(0o644)  # the library creates it with mode 0o600
         write_files(partial, {**files, **extra_files})
-
-
-def _check_types(raw_config: Any, weights: Any, dtype: Any, extra_files: Any, max_shard_bytes: Any) -> None:
-    """Raises TypeError for wrong types, and ValueError for values out of range."""
-    for name, value in (("raw_config", raw_config), ("weights", weights), ("extra_files", extra_files)):
-        if not isinstance(value, Mapping):
-            raise TypeError(f"{name} must be a mapping, not {type(value).__name__}")
-    if not isinstance(dtype, str | None):
-        raise TypeError(f"dtype must be a string or None, not {type(dtype).__name__}")
-    if dtype is not None and dtype not in (words := [str(known) for known in FILE_DTYPES.values()]):
-        raise ValueError(f"dtype must be one of {', '.join(words)}, or None, not {dtype!r}")
-    if not isinstance(max_shard_bytes, int) or isinstance(max_shard_bytes, bool):
-        raise TypeError(f"max_shard_bytes must be an integer, not {max_shard_bytes!r}")
-    if max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes must be at least 1, not {max_shard_bytes}")
-    for name in extra_files:
-        if not isinstance(name, str):
-            raise TypeError(f"extra_files must be named by strings, not {name!r}")
-        if not is_inside(name):
-            raise ValueError(f"extra_files: {name!r} lies outside the folder")
 
 
 @dataclass(frozen=True)

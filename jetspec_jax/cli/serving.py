@@ -44,10 +44,5 @@ def _serve(arguments: argparse.Namespace) -> int:
     if not is_first():
         AsyncLLM(**given).follow()
         return 0
-    run(
-        lambda: AsyncLLM(**given),
-        settings,
-        name=str(arguments.target or DEMO),
-        stopping=stopping,
-    )
+    run(lambda: AsyncLLM(**given), settings, str(arguments.target or DEMO), stopping)
     return 0

@@ -28,27 +28,3 @@ from jetspec_jax.config.target import (
     parse_eos_token_ids,
     parse_model_config,
 )
-
-__all__ = [
-    "IGNORE_OPTION",
-    "MAX_SELECTED",
-    "SCALE_BANDS",
-    "DraftHeadConfig",
-    "DraftScales",
-    "Experts",
-    "LayerConfig",
-    "ModelConfig",
-    "Recurrence",
-    "Rope",
-    "SelectorConfig",
-    "causality_by_engine",
-    "check_head_fits",
-    "default_tap_layers",
-    "dialect_of",
-    "is_draft_head",
-    "parse_config",
-    "parse_draft_head_config",
-    "parse_eos_token_ids",
-    "parse_model_config",
-    "read_json",
-]

@@ -2,24 +2,12 @@
 
 import jax
 
-
-class Compilations:
-    """The number of programs that this process has compiled since the last start."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Resets the count."""
-        self._before = _COUNT[0]
-
-    @property
-    def count(self) -> int:
-        """The number of compiled programs."""
-        return _COUNT[0] - self._before
-
-
 _COUNT = [0]
+
+
+def num_compiled() -> int:
+    """The number of programs that this process has compiled since the import of this module."""
+    return _COUNT[0]
 
 
 def _listen(event: str, duration_secs: float, **_: str | int) -> None:

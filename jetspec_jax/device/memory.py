@@ -23,6 +23,7 @@ from jetspec_jax.device.partition import check_partition, parameter_specs, sprea
 from jetspec_jax.device.processes import gathered, same_processes, spans
 from jetspec_jax.models import abstract, dtype_of, weights_of, without_quantization
 from pallas_kernels import shards
+from pallas_kernels.dispatch import default_device
 
 #: Bytes by purpose.
 Bytes = Mapping[str, int]
@@ -54,7 +55,7 @@ def free_bytes(mesh: Mesh | None = None) -> int | None:
     The free memory of a CPU is the system's, and is divided among simulated devices. On a mesh of several
     processes, each process considers its local devices.
     """
-    devices = [_device()] if mesh is None else mesh.local_devices
+    devices = [default_device()] if mesh is None else mesh.local_devices
     free = [_free_bytes(device, len(devices)) for device in devices]
     known = [size for size in free if size is not None]
     return min(known, default=None) if len(known) == len(free) else None
@@ -89,7 +90,7 @@ def check_memory(
             fitting.setdefault(other.setting, other.value)
     width = max(map(len, parts))
     count = size_of(mesh)
-    kind = (_device() if mesh is None else mesh.local_devices[0]).device_kind
+    kind = (default_device() if mesh is None else mesh.local_devices[0]).device_kind
     where, fullest = (f"each of {count} x {kind}", " on the fullest") if count > 1 else (kind, "")
     lines = [f"too little memory on {where}: {_gib(total)} needed, {_gib(free)} free{fullest}"]
     lines += [f"  {name:<{width}}  {_gib(size):>11}" for name, size in parts.items()]
@@ -131,7 +132,7 @@ def with_more_devices(
         return  # training has no such setting
     shape = {} if mesh is None else mesh.shape
     experts, tensor = (shape.get(axis, 1) for axis in (shards.EXPERT, shards.TENSOR))
-    devices = jax.devices((_device() if mesh is None else mesh.devices.flat[0]).platform)
+    devices = jax.devices((default_device() if mesh is None else mesh.devices.flat[0]).platform)
     size = 1 << tensor.bit_length()
     while size * experts <= len(devices):
         larger = make_mesh(size, experts, devices=devices)
@@ -163,7 +164,7 @@ def largest_parameter_bytes(
 
 def fp8_problem(mesh: Mesh | None = None) -> str | None:
     """The reason why the GPUs cannot compute with FP8; None if they can, or if there are no GPUs."""
-    device = _device() if mesh is None else mesh.local_devices[0]
+    device = default_device() if mesh is None else mesh.local_devices[0]
     version = re.fullmatch(r"(\d+)\.(\d+)", getattr(device, "compute_capability", None) or "")
     if version is None or tuple(map(int, version.groups())) >= _FP8_CAPABILITY:
         return None
@@ -201,12 +202,6 @@ def _parameter_bytes(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, me
 def _parameter_shapes(config: ModelConfig | DraftHeadConfig) -> Mapping[tuple[str | int, ...], Sequence[int]]:
     leaves = nnx.traversals.flatten_mapping(weights_of(abstract(config)))
     return {path: leaf.shape for path, leaf in leaves.items()}
-
-
-def _device() -> Any:
-    """JAX's default device."""
-    chosen: Any = getattr(jax.config, "jax_default_device", None)
-    return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
 
 
 def _free_bytes(device: Any, sharing: int) -> int | None:

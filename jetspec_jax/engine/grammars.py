@@ -3,9 +3,7 @@
 Shapes: L live slots, N nodes, D draft depth.
 """
 
-import threading
 from collections.abc import Collection, Mapping, Sequence
-from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
@@ -16,13 +14,9 @@ from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord
 from jetspec_jax.decode.three_programs import propose, settle, verify
 from jetspec_jax.device.processes import spans
-from jetspec_jax.sampling.grammar import Matcher, Vocabulary
+from jetspec_jax.sampling.grammar import Matcher
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import TokenTree
-
-# Vocabularies by target, because they take a moment to make; freed with the target.
-_VOCABULARIES: WeakKeyDictionary[Target, Vocabulary] = WeakKeyDictionary()
-_LOCK = threading.Lock()
 
 
 def matcher_for(target: Target, params: SamplingParams, stop_ids: Collection[int]) -> Matcher | None:
@@ -36,17 +30,7 @@ def matcher_for(target: Target, params: SamplingParams, stop_ids: Collection[int
         return None
     if spans(target.mesh):
         raise ValueError("structured_outputs need a model that one process has; several share this one")
-    return vocabulary_of(target).matcher(wanted, stop_ids)
-
-
-def vocabulary_of(target: Target) -> Vocabulary:
-    """The target's tokens as llguidance reads them, cached; raises the errors of `Vocabulary`."""
-    with _LOCK:
-        known = _VOCABULARIES.get(target)
-        if known is None:
-            known = Vocabulary(target.tokenizer, target.config.vocab_size, target.eos_token_ids)
-            _VOCABULARIES[target] = known
-    return known
+    return target.vocabulary.matcher(wanted, stop_ids)
 
 
 def run_constrained(

@@ -50,7 +50,7 @@ def close_objects(schema: dict[str, Any]) -> None:
         for key, part in _parts(node):
             left.append((part, document, key not in _DEFINITIONS and (within or key in _COMBINING)))
         if "$ref" in node:
-            target = _target(document, node["$ref"])
+            target = referred(document, node["$ref"])
             if target is None and within:
                 return  # the reference may mean any schema, so none is known to be alone
             left.append((target, document, within))
@@ -98,17 +98,16 @@ def _lists_its_keys(node: dict[str, Any]) -> bool:
     )
 
 
-def _target(document: Any, reference: Any) -> Any:
-    """The schema that a pointer such as ``#/$defs/a`` refers to; None for another reference."""
+def referred(document: Any, reference: Any) -> Any:
+    """The schema at a pointer such as ``#/$defs/a``; None if there is none, or for another reference."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None
     target = document
     for part in reference[1:].split("/")[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(target, list) and name in (places := [*map(str, range(len(target)))]):
-            target = target[places.index(name)]
-        elif isinstance(target, dict):
-            target = target.get(name)
+        if isinstance(target, list):
+            place = int(name) if name.isdecimal() and len(name) < 9 else len(target)
+            target = target[place] if place < len(target) else None
         else:
-            return None
+            target = target.get(name) if isinstance(target, dict) else None
     return target

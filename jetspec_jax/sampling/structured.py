@@ -67,11 +67,6 @@ class StructuredOutputsParams:
             if (text := getattr(self, name)) is not None:
                 _check_grammar(name, text)
 
-    @property
-    def kind(self) -> str:
-        """The name of the given field."""
-        return self.source[0]
-
     @cached_property
     def source(self) -> tuple[str, str]:
         """The name of the given field, and its text: choices as a JSON list, a schema with closed objects."""

@@ -63,21 +63,12 @@ class Server(uvicorn.Server):
         yield
 
 
-def run(
-    make_llm: Callable[[], AsyncLLM],
-    settings: ServeSettings,
-    *,
-    name: str = "demo",
-    stopping: Stopping | None = None,
-) -> None:
-    """Serves until a signal.
-
-    ``make_llm`` is called after the port is bound. Without ``stopping`` the server never stops.
-    """
+def run(make_llm: Callable[[], AsyncLLM], settings: ServeSettings, name: str, stopping: Stopping) -> None:
+    """Serves until a signal; ``make_llm`` is called after the port is bound."""
     with contextlib.closing(bind(settings.host, settings.port)) as listener:
         llm = make_llm()
         show_logs(LOG_LEVELS[settings.uvicorn_log_level])
-        asyncio.run(serve_at(llm, listener, settings, name, Stopping() if stopping is None else stopping))
+        asyncio.run(serve_at(llm, listener, settings, name, stopping))
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -8,7 +8,6 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
 
 from jetspec_jax.checkpoint.loading import Target
-from jetspec_jax.engine.grammars import vocabulary_of
 from jetspec_jax.sampling import compiling
 from jetspec_jax.sampling.structured import StructuredOutputsParams
 from jetspec_jax.serve.errors import ApiError
@@ -82,7 +81,7 @@ class GrammarTrials:
         )
 
     async def _started(self) -> Process:
-        vocabulary = await asyncio.to_thread(vocabulary_of, self._target)
+        vocabulary = await asyncio.to_thread(lambda: self._target.vocabulary)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", compiling.__file__, str(self._seconds), str(MOST_BYTES)),
             stdin=PIPE,

@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Mapping
 from functools import reduce
 from typing import Any, NamedTuple
-from urllib.parse import unquote
 
+from jetspec_jax.sampling.closed_schema import referred
 from jetspec_jax.serve.bodies import read_json
 
 _NAMES = {
@@ -107,7 +107,7 @@ class ObjectSchema:
             part = left.pop(0)
             if isinstance(part, Mapping):
                 found.append(part)
-                left += [self._at(part.get("$ref")), *_listed(part.get("allOf"))]
+                left += [referred(self._root, part.get("$ref")), *_listed(part.get("allOf"))]
         return found
 
     def _of_property(self, name: str) -> _Allowed:
@@ -148,21 +148,8 @@ class ObjectSchema:
             if len(self._references) == _MOST_REFERENCES:
                 return _ANYTHING
             self._references[pointer] = _ANYTHING
-            self._references[pointer] = self._allowed(self._at(pointer))
+            self._references[pointer] = self._allowed(referred(self._root, pointer))
         return self._references[pointer]
-
-    def _at(self, pointer: Any) -> Any:
-        """The node at a pointer such as ``#/$defs/Name``; None if there is none."""
-        if not isinstance(pointer, str) or not pointer.startswith("#"):
-            return None
-        node: Any = self._root
-        for step in pointer[1:].split("/")[1:]:
-            key = unquote(step).replace("~1", "/").replace("~0", "~")
-            if isinstance(node, list) and key.isdecimal() and len(key) < 9:
-                node = dict(enumerate(node)).get(int(key))
-            else:
-                node = node.get(key) if isinstance(node, Mapping) else None
-        return node
 
 
 def _listed(value: Any) -> list[Any]:

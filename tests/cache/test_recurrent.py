@@ -17,6 +17,7 @@ from jetspec_jax.cache.recurrent import RecurrentStore, empty_recurrent_store
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import after_forward, chain_path, commit, empty_stores
 from jetspec_jax.config import Recurrence
+from jetspec_jax.device.memory import array_bytes
 from jetspec_jax.models.layers import KV, RecurrentRows
 from pallas_kernels.gated_delta import gated_delta
 from tests.decode.tiny import TINY
@@ -204,7 +205,7 @@ def test_stores_of_a_model_are_committed_together():
     path, count = jnp.asarray([[0, 2], [1, -1]], jnp.int32), jnp.asarray([2, 1], jnp.int32)
     written = jax.jit(commit)(stores, slots, stash, path, count)
     for store, own, after in zip(stores, stash, written, strict=True):
-        alone = jax.jit(lambda store, own: store.commit(slots, own, path, count))(store, own)
+        [alone] = jax.jit(lambda store, own: commit([store], slots, [own], path, count))(store, own)
         assert bits(alone) == bits(after)
     assert bits(written[2]) != bits(written[3])
     with pytest.raises(ValueError, match="a recurrent layer keeps a state for each slot"):
@@ -216,8 +217,8 @@ def test_bytes():
     sizes = Recurrence(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128, kernel=4)
     store = jax.eval_shape(partial(empty_recurrent_store, 2, sizes, BFLOAT16))
     assert (store.rows.dtype, store.state.dtype) == (jnp.bfloat16, jnp.float32)
-    assert store.num_bytes == 2 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)
-    assert round(30 * store.num_bytes / 2 / 2**20, 1) == 61.4
+    assert array_bytes(store) == 2 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)
+    assert round(30 * array_bytes(store) / 2 / 2**20, 1) == 61.4
 
 
 def test_what_a_layer_is_told():

@@ -15,6 +15,7 @@ from jetspec_jax.cache.ring import RingStore, ring_pages
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import chain_path, commit, empty_stores
 from jetspec_jax.decode.settings import PLAIN, make_decoder
+from jetspec_jax.device.memory import array_bytes
 from jetspec_jax.engine.plan import EnginePlan, empty_state
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.models.layers import KV
@@ -100,7 +101,7 @@ def test_only_full_layers_grow_with_the_capacity():
     def bytes_of(capacity):
         plan = EnginePlan(decoder, EngineSize.of(config, 3, capacity), FLOAT32)
         state = jax.eval_shape(lambda: empty_state(plan))
-        return [store.num_bytes for store in state.stores]
+        return list(map(array_bytes, state.stores))
 
     # A window of 128 looks back at 127 tokens in at most 3 pages of 64.
     rings = [3 * pages * 64 * row for pages in (3, 1, 6)]

@@ -133,7 +133,7 @@ class TestPairs:
 )
 def test_a_gpu_without_fp8_is_named(version, named, monkeypatch):
     device = SimpleNamespace(compute_capability=version, device_kind="NVIDIA A100")
-    monkeypatch.setattr(memory, "_device", lambda: device)
+    monkeypatch.setattr(memory, "default_device", lambda: device)
     problem = memory.fp8_problem()
     assert (problem == "NVIDIA A100 has no FP8 (compute capability 8.0, below 8.9)") == named
     assert named or problem is None

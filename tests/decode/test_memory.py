@@ -106,7 +106,7 @@ def test_stores_are_counted_as_they_are_allocated():
     assert parts[stores] == array_bytes(state)
     row = TINY.layers[0].kv_size * 4
     assert array_bytes((state.stores, state.proposer)) == tokens * row * (TINY.num_layers + 1)
-    assert sum(store.num_bytes for store in state.stores) == tokens * row * TINY.num_layers
+    assert array_bytes(state.stores) == tokens * row * TINY.num_layers
     assert list(parts)[:2] == [stores, "workspace for 3 x 16 nodes"]
     assert_lists([f"  {name} GiB" for name in parts], PARTS)
     # Plain decoding has no head's context.
@@ -411,7 +411,7 @@ def test_free_is_the_limit_less_what_is_in_use(monkeypatch):
             return self.stats
 
     device = Device()
-    monkeypatch.setattr(memory, "_device", lambda: device)
+    monkeypatch.setattr(memory, "default_device", lambda: device)
     assert memory.free_bytes() is None
     device.stats = {"bytes_in_use": 5}
     assert memory.free_bytes() is None

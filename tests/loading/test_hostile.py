@@ -348,7 +348,7 @@ class TestArguments:
     @pytest.mark.parametrize("load", [load_target, load_draft_head])
     @pytest.mark.parametrize("place", [5, None, 1.5, b"x", ["a"], object()], ids=type)
     def test_places_of_other_types(self, load, place):
-        with pytest.raises(TypeError, match="a checkpoint is a folder, a GGUF file or a hub id"):
+        with pytest.raises(TypeError, match="a checkpoint must be a folder, a GGUF file or a hub id"):
             load(place)
 
     @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ class TestArguments:
         [
             ({"dtype": 5}, "dtype must be a string"),
             ({"ignore_config_keys": "zoom"}, "ignore_config_keys must be a list of strings"),
-            ({"allow_nonfinite": "no"}, "allow_nonfinite must be true or false"),
+            ({"allow_nonfinite": "no"}, "allow_nonfinite must be True or False"),
         ],
         ids=str,
     )
@@ -377,20 +377,17 @@ class TestArguments:
             load_draft_head(folder, target="demo")
 
     @pytest.mark.parametrize(
-        ("settings", "kind", "message"),
+        ("settings", "message"),
         [
-            ({"raw_config": 5}, TypeError, "raw_config must be a mapping"),
-            ({"weights": {"embed_tokens": 5}}, ValueError, "not those of the config"),
-            ({"dtype": 5}, TypeError, "dtype must be a string"),
-            ({"dtype": "int8"}, ValueError, "dtype must be one of float32, bfloat16, float16, or None"),
-            ({"max_shard_bytes": 0}, ValueError, "max_shard_bytes must be at least 1"),
-            ({"extra_files": {"../x": ""}}, ValueError, r"'\.\./x' lies outside the folder"),
+            ({"weights": {"embed_tokens": 5}}, "not those of the config"),
+            ({"dtype": "int8"}, "is int8; supported types to store"),
+            ({"extra_files": {"../x": ""}}, r"outside the folder: \['\.\./x'\]"),
         ],
         ids=str,
     )
-    def test_saving(self, tmp_path, folder, settings, kind, message):
+    def test_saving(self, tmp_path, folder, settings, message):
         given = {"raw_config": V4, "weights": load_target(folder).weights, **settings}
         before = sorted(tmp_path.iterdir())
-        with pytest.raises(kind, match=message):
+        with pytest.raises(ValueError, match=message):
             save_checkpoint(tmp_path / "new", **given)
         assert sorted(tmp_path.iterdir()) == before

@@ -6,15 +6,18 @@ import sys
 
 import pytest
 
-from jetspec_jax.checkpoint.library import without_advice
+from jetspec_jax.checkpoint.library import import_transformers
 
 
-def test_the_advice_on_pytorch_alone_is_hidden(caplog):
-    log = logging.getLogger("transformers")
-    with without_advice():
-        log.warning("PyTorch was not found. Models won't be available.")
-        log.warning("another warning")
-    log.warning("PyTorch was not found.")
+def test_the_advice_on_pytorch_alone_is_hidden(caplog, tmp_path, monkeypatch):
+    says = "import logging; log = logging.getLogger('transformers').warning\n"
+    says += "log('PyTorch was not found. Models will not be available.'); log('another warning')"
+    (tmp_path / "transformers.py").write_text(says)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    del sys.modules["transformers"]
+    import_transformers()
+    logging.getLogger("transformers").warning("PyTorch was not found.")
     assert [one.message for one in caplog.records] == ["another warning", "PyTorch was not found."]
 
 
