@@ -17,7 +17,6 @@ from bench.common.kernel_trace import Kernel
 from bench.common.scene import random_weights
 from bench.common.shapes import SHAPES
 from bench.round import phases
-from bench.round.attention import implementation_of
 from bench.round.command import groups
 from bench.round.measure import ROUNDS, CaseRuns, RoundCase, Setup
 from bench.round.report import host_work, row_of, tables_of
@@ -66,6 +65,7 @@ class TestReport:
         assert report["shapes"]["hidden_size"] == TINY.target.hidden_size
         assert report["compilation_cache"] is True  # of the tests themselves
         assert report["rounds_per_dispatch"] == ROUNDS
+        assert report["implementation"] in implementations()
         assert all(value > 0 for value in report["ceilings"].values())
 
         plain, tree = report["rows"]
@@ -73,7 +73,6 @@ class TestReport:
         assert [row["bucket"] for row in (plain, tree)] == [1, 16]
         for row in (plain, tree):
             assert (row["batch"], row["context"]) == (2, 70)
-            assert row["implementation"] in implementations()
             # 70 tokens and room for 3 rounds of up to 8, in pages of 64.
             assert row["capacity"] == 128
             assert list(row["phases_ms"]) == ["propose", "verify", "settle"]
@@ -160,6 +159,7 @@ class TestReport:
             ),
             ("--shape tiny --tensor-parallel-size 1000", "needs 1000 devices"),
             ("--shape tiny --temperature -1", "temperature"),
+            ("--shape tiny --implementation cuda", "tree_attention has no implementation 'cuda'"),
         ],
     )
     def test_bad_arguments_are_named(self, arguments, message, refusal):
@@ -247,10 +247,3 @@ def test_a_profile_adds_the_time_of_collectives_and_the_idle_time():
     [table] = [rows for title, rows in tables_of([row]) if title == "What each device exchanges in a round"]
     shown = {name: table[0][name] for name in ("sums", "gathers", "us", "launches", "idle us")}
     assert shown == pytest.approx({"sums": 1, "gathers": 1, "us": 9, "launches": 1.5, "idle us": 10})
-
-
-def test_attention_is_that_of_the_layers_that_have_some():
-    target = SHAPES["qwen3.6-35b-a3b"].target
-    assert target.layers[0].recurrence is not None
-    case = RoundCase(batch=2, context=70, budget=12)
-    assert implementation_of(target, SETUP.scene(case, TINY), 16, FLOAT32, "xla") == "xla"
