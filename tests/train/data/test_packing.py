@@ -69,12 +69,6 @@ def test_short_documents_fill_their_windows():
     assert lengths.sum() / (2048 * (len(packed.first) - 1)) > 0.99
 
 
-@pytest.mark.parametrize("lengths", [[4, 0], [4, 17]])
-def test_a_piece_that_cannot_be_packed_is_refused(lengths):
-    with pytest.raises(ValueError, match=r"must have 1\.\.16 tokens"):
-        pack(np.array(lengths), 16, 0)
-
-
 def test_each_token_of_a_kept_document_lies_in_one_window_and_documents_stay_whole(documents):
     windows = Windows(documents, WINDOW, 3)
     alone = Windows(documents, WINDOW)
