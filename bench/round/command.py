@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
         "shapes": shapes_of(shape.target, shape.head),
         "dtype": str(dtype),
         "implementation": setup.implementation,
-        "rounds_per_dispatch": ROUNDS,
+        "rounds_per_dispatch": setup.rounds,
         "compilation_cache": bool(getattr(jax.config, "jax_compilation_cache_dir", None)),
         "peak_memory_bytes": peak,
         "ceilings": ceilings.entry(),
