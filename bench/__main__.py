@@ -75,6 +75,7 @@ _REPLAYED = "`python -m bench serve` measures a server of the demo pair, or any 
 REPLACED = {
     **dict.fromkeys(("acceptance --oracle", "acceptance --no-oracle"), _ORACLE),
     "collectives": "`python -m bench round --tensor-parallel-size 2 --profile` shows the time of sums",
+    "decode --plot-budget": "acceptance by depth is of the largest of `--budgets`",
     "diagnose": "`python -m bench acceptance` shows where rounds end, `python -m bench profile` the ranks",
     "loading": "`python -m bench startup` measures a server's start, after the models are loaded",
     "load projected": _PROJECTED,

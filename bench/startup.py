@@ -21,7 +21,7 @@ from bench.common.shapes import SHAPES
 from jetspec_jax import AsyncLLM, SamplingParams, enable_compilation_cache
 from jetspec_jax.checkpoint.source import resolve_dtype
 from jetspec_jax.cli.options import MODELS
-from jetspec_jax.cli.parser import accept_formerly
+from jetspec_jax.cli.server_options import ENGINE
 from jetspec_jax.demo import DEMO
 from jetspec_jax.progress import Progress
 
@@ -44,16 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f'"{DEMO}", the embedded pair, or a shape of random weights: {", ".join(SHAPES)} (default: {DEMO})'
     )
     add("--shape", default=DEMO, help=shapes)
-    add("--budget", type=int, default=32, help="most nodes of a tree, root included (default: 32)")
-    add("--algorithm", help='tree algorithm (default: a server\'s, "auto" on a GPU)')
-    slots = add("--max-num-seqs", type=int, default=16, help="slots (default: 16)")
-    accept_formerly(parser, slots, "--max-slots")
-    capacity = add("--max-model-len", type=int, help="tokens of a slot (default: a server's)")
-    accept_formerly(parser, capacity, "--capacity")
+    usual = {"budget": 32, "dtype": "auto", "compilation_cache": "off"}
+    MODELS.add(parser, ["algorithm", *usual], **usual)
+    ENGINE.add(parser, ["max_slots", "capacity"], max_slots=16)
     add("--prompt-tokens", type=int, default=200, help="tokens of the first prompt (default: 200)")
     add("--max-tokens", type=int, default=64, help="tokens of the first answer (default: 64)")
-    MODELS.add(parser, ["dtype"], dtype="auto")
-    add("--compilation-cache", default="off", help='folder, "auto" or "off" (default: off, to compile cold)')
     add_report_arguments(parser, "startup", picture=False)
 
 
@@ -110,15 +105,10 @@ _NOTES = [
 
 def _llm(arguments: argparse.Namespace) -> AsyncLLM:
     """The engine's owner, with its models on the device."""
-    given = {
-        "budget": arguments.budget,
-        "max_slots": arguments.max_num_seqs,
-        "capacity": arguments.max_model_len,
-    }
-    given |= {"algorithm": arguments.algorithm, "compilation_cache": arguments.compilation_cache}
+    given = MODELS.given(arguments)  # also the options of `ENGINE`
     if arguments.shape == DEMO:
-        return AsyncLLM(DEMO, dtype=arguments.dtype, **given)
-    return AsyncLLM(*random_pair(arguments.shape, resolve_dtype(arguments.dtype)), **given)
+        return AsyncLLM(DEMO, **given)
+    return AsyncLLM(*random_pair(arguments.shape, resolve_dtype(given.pop("dtype"))), **given)
 
 
 async def _measure(llm: AsyncLLM, arguments: argparse.Namespace) -> dict[str, float]:

@@ -49,13 +49,11 @@ MESH = Group(
             int,
             flag="--data-parallel-size",
             former_names=("--data-parallel",),
-            metavar="N",
         ),
         Option(
             "fsdp",
             "shards of a copy's weights and optimiser, which compute other sequences",
             int,
-            metavar="N",
         ),
         Option(
             "expert",
@@ -63,7 +61,6 @@ MESH = Group(
             int,
             flag="--expert-parallel-size",
             former_names=("--expert-parallel",),
-            metavar="N",
         ),
         Option(
             "tensor",
@@ -71,7 +68,6 @@ MESH = Group(
             int,
             flag="--tensor-parallel-size",
             former_names=("--tensor-parallel",),
-            metavar="N",
         ),
     ),
 )

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Collection, Iterable
 
 from jetspec_jax.cli.options import MODELS
+from pallas_kernels.dispatch import gpu_problem
 
 
 def add_switch(
@@ -24,6 +25,11 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
 def add_breadth_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the width and the candidates of trees."""
     MODELS.add(parser, ["width", "candidates"])
+
+
+def best_attention() -> str:
+    """The default implementation of tree attention, by name, so that every report names it."""
+    return "xla" if gpu_problem() else "pallas_triton"
 
 
 def check_known(option: str, given: Iterable[str], known: Collection[str]) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from bench.common.methods import check_fixed_budgets, fixed_budget_names
-from bench.common.options import add_breadth_arguments, add_switch, check_least
+from bench.common.options import add_breadth_arguments, add_switch, best_attention, check_least
 from bench.common.prompts import Prompt, load_prompts
 from bench.common.scene import random_weights
 from bench.common.shapes import find_pair_shape
@@ -24,7 +24,6 @@ from jetspec_jax.demo import DEMO
 from jetspec_jax.device.groups import meshes_for, say_unused
 from jetspec_jax.device.mesh import size_of
 from jetspec_jax.tree import BUCKETS, DEFAULT_ALGORITHM, algorithm_names, bucket_for, get_algorithm
-from pallas_kernels.dispatch import gpu_problem
 from train.data.prompt_sets import FORMS, PROMPT_SETS, PUBLISHED, Part
 
 
@@ -46,9 +45,7 @@ def add_pair_arguments(
         max_tokens: The default number of tokens per prompt.
         copies: Whether several copies of the pair (data parallelism) can decode the prompts.
     """
-    # A default by name, so that every report names its implementation.
-    best = "xla" if gpu_problem() else "pallas_triton"
-    usual = {"target": DEMO, "implementation": best, "compilation_cache": "auto"}
+    usual = {"target": DEMO, "implementation": best_attention(), "compilation_cache": "auto"}
     fields = [*usual, "draft_head", "ignore_config_keys", "fp8_activations"]
     fields += PARALLEL if copies else PARALLEL[:-1]
     MODELS.add(parser, fields, **usual, ignore_config_keys=[])

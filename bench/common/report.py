@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # matplotlib is imported when a picture is drawn
     from matplotlib.figure import Figure
 
 # Arguments without influence on what is measured: paths, what is shown, and the default number of prompts.
-_PLACES = ("usual_prompts", "run", "resume", "compilation_cache", "json", "plot", "plot_budget", "table")
+_PLACES = ("usual_prompts", "run", "resume", "compilation_cache", "json", "plot", "table")
 # Options whose value is yes or no; other yes and no are switches.
 _ANSWERED = ("fp8_activations",)
 # Options that are repeated for each value.

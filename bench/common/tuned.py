@@ -16,6 +16,19 @@ def read_table(path: Path) -> dict[str, list[Entry]]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
+def has_entry(path: Path, device_kind: str, key: Entry) -> bool:
+    """Whether the table has an entry with a key, which is a part of the entry."""
+    return any(key.items() <= entry.items() for entry in read_table(path).get(device_kind, []))
+
+
+def keep(path: Path, device_kind: str, key: Entry, found: Entry) -> None:
+    """Adds the entry of a key to the table, or replaces it; a device's entries are sorted by their keys."""
+    table = read_table(path)  # another run may have added entries
+    others = [entry for entry in table.get(device_kind, []) if not key.items() <= entry.items()]
+    entries = sorted([*others, {**key, **found}], key=lambda entry: [entry[name] for name in key])
+    write_table(path, {**table, device_kind: entries})
+
+
 def write_table(path: Path, table: Mapping[str, Sequence[Entry]]) -> None:
     """Writes the table atomically, with an entry per line."""
     devices = [

@@ -1,9 +1,8 @@
 """The requests that a benchmark decodes at each temperature: prompts with their seeds and later turns."""
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -48,7 +47,10 @@ def make_workloads(
     *,
     batch: int = 1,
 ) -> dict[float, Workload]:
-    """The workload of each temperature, in ascending order.
+    """The workload of each temperature, in ascending order; prompt i has seed i.
+
+    Later turns of a conversation become further prompts, after plain decoding's answers to the earlier turns.
+    Every method gives these same answers, so every method gets the same prompts.
 
     Args:
         arguments: The command line, with `bench.common.pair.add_pair_arguments`.
@@ -58,74 +60,31 @@ def make_workloads(
         batch: The most prompts decoded at once while earlier turns are answered.
 
     Raises:
-        ValueError: See `make_workload`; or the chat template has no argument for thinking.
+        ValueError: A prompt cannot be encoded, or does not fit into the target's context with its answer; or
+            the chat template has no argument for thinking.
     """
     template = template_arguments(target, arguments.enable_thinking)
-    return {
-        temperature: make_workload(
-            target,
-            prompts,
-            temperature,
-            max_tokens=arguments.max_tokens,
-            task=arguments.task,
-            arguments=template,
-            batch=batch,
-            implementation=arguments.implementation,
-        )
-        for temperature in sorted(set(temperatures))
-    }
-
-
-def make_workload(
-    target: Target,
-    prompts: Sequence[Prompt],
-    temperature: float,
-    *,
-    max_tokens: int,
-    task: str | None,
-    arguments: Mapping[str, Any],
-    batch: int,
-    implementation: str | None,
-) -> Workload:
-    """Prompts as requests of one temperature; prompt i has seed i.
-
-    Later turns of a conversation become further prompts, after plain decoding's answers to the earlier turns.
-    Every method gives these same answers, so every method gets the same prompts.
-
-    Args:
-        target: The target.
-        prompts: The prompts.
-        temperature: The temperature.
-        max_tokens: The most tokens of an answer.
-        task: The task of all prompts, for algorithms that route; "set" is the task that the prompt set gives
-            each prompt, None is no task.
-        arguments: Arguments of the target's chat template.
-        batch: The most prompts decoded at once while earlier turns are answered.
-        implementation: The tree attention used for earlier turns.
-
-    Raises:
-        ValueError: A prompt cannot be encoded, or does not fit into the target's context with its answer.
-    """
-    work = Workload([], [], [], [])
-    turn = list(prompts)
-    while turn:
-        first = len(work.prompts)
-        ids = encode_prompts(target, turn, arguments)
-        params = [
-            SamplingParams(temperature=temperature, seed=first + i, max_tokens=max_tokens)
-            for i in range(len(turn))
-        ]
-        for prompt, tokens, sampling in zip(turn, ids, params, strict=True):
-            try:
-                check_request(target, tokens, sampling)
-            except ValueError as error:
-                raise ValueError(f"prompt {prompt.id}: {error}") from error
-            work.routing.append(_hints(prompt, task))
-        work.prompts.extend(turn)
-        work.ids.extend(ids)
-        work.params.extend(params)
-        turn = _next_turn(target, turn, ids, params, batch, implementation)
-    return work
+    works = {temperature: Workload([], [], [], []) for temperature in sorted(set(temperatures))}
+    for temperature, work in works.items():
+        turn = list(prompts)
+        while turn:
+            first = len(work.prompts)
+            ids = encode_prompts(target, turn, template)
+            params = [
+                SamplingParams(temperature=temperature, seed=first + i, max_tokens=arguments.max_tokens)
+                for i in range(len(turn))
+            ]
+            for prompt, tokens, sampling in zip(turn, ids, params, strict=True):
+                try:
+                    check_request(target, tokens, sampling)
+                except ValueError as error:
+                    raise ValueError(f"prompt {prompt.id}: {error}") from error
+                work.routing.append(_hints(prompt, arguments.task))
+            work.prompts.extend(turn)
+            work.ids.extend(ids)
+            work.params.extend(params)
+            turn = _next_turn(target, turn, ids, params, batch, arguments.implementation)
+    return works
 
 
 def _hints(prompt: Prompt, task: str | None) -> Hints | None:

@@ -7,7 +7,6 @@ report is written after each run of a group. ``--resume`` measures the methods w
 """
 
 import argparse
-import functools
 import itertools
 from typing import Any
 
@@ -23,7 +22,7 @@ from bench.common.pair import (
     load_pair,
     read_prompts,
 )
-from bench.common.report import add_report_arguments, check_report, measured_on, publish, shown
+from bench.common.report import add_report_arguments, check_report, measured_on, publish
 from bench.common.workload import make_workloads
 from bench.decode.measure import Bench
 from bench.decode.record import begin_report, finish_report, finished_methods, with_measured
@@ -51,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="continue the report at --json: measure the methods that it lacks",
     )
-    add("--plot-budget", type=int, help="budget whose acceptance by depth is shown (default: the largest)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -64,9 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
     check_numbers(arguments, "width", "candidates", "repeats", "batch")
     check_trees(arguments)
     check_report(arguments)
-    budget = arguments.plot_budget
-    if budget is not None and budget not in arguments.budgets:
-        raise ValueError(f"--plot-budget {budget} is not among --budgets {shown(arguments.budgets)}")
     algorithms = choose_algorithms(arguments.algorithms, arguments.algorithm_option, arguments.profile)
     prompts = read_prompts(arguments)
     enable_compilation_cache(arguments.compilation_cache)
@@ -121,12 +116,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _publish(report: dict[str, Any], arguments: argparse.Namespace) -> None:
     from bench.decode.plot import draw_decode
 
-    rows = report["rows"]
-    budget = arguments.plot_budget or max(row["budget"] for row in rows if row["algorithm"])
     given = report["arguments"]
     title = (
         f"{given['target']}: {given['num_prompts']} prompts of {given['prompts']} x {given['max_tokens']} "
         f"tokens, batch {given['batch']}, {measured_on(report)}"
     )
-    draw = functools.partial(draw_decode, budget=budget)
-    publish(arguments, report, tables_of(rows, budget), report["notes"], draw, title=title)
+    publish(arguments, report, tables_of(report["rows"]), report["notes"], draw_decode, title=title)

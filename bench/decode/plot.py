@@ -18,7 +18,7 @@ from bench.common.picture import (
 )
 from bench.common.report import measured_on
 from bench.common.timing import median
-from bench.decode.report import at_budget, temperatures_of
+from bench.decode.report import at_largest_budget, temperatures_of
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "p", "h")
 LABELS = {"tau": "acceptance length τ (tokens per round)", "speed-up": "speed relative to plain decoding"}
@@ -33,15 +33,9 @@ NOTE = (
 )
 
 
-def draw_decode(report: Report, budget: int | None = None) -> Figure:
-    """A column per temperature: tokens per round and speed by budget, and acceptance by depth.
-
-    Args:
-        report: The report.
-        budget: The budget whose acceptance by depth is drawn; None is the largest.
-    """
+def draw_decode(report: Report) -> Figure:
+    """A column per temperature: tokens per round and speed by budget, and acceptance by depth."""
     rows = report["rows"]
-    shown: int = budget or max(row["budget"] for row in rows if row["algorithm"])
     temperatures = temperatures_of(rows)
     names = list(dict.fromkeys(row["algorithm"] for row in rows if row["algorithm"]))
     styles = {name: _style(i) for i, name in enumerate(names)}
@@ -57,7 +51,7 @@ def draw_decode(report: Report, budget: int | None = None) -> Figure:
         for axis, key in zip(column[:2], LABELS, strict=True):
             _by_budget(axis, at_temperature, key, styles)
         column[0].set_title(_temperature(temperature), fontsize=10)
-        _by_depth(column[2], at_temperature, shown, styles)
+        _by_depth(column[2], at_temperature, styles)
     for axis, label in zip(axes[:, 0], (*LABELS.values(), "share of rounds"), strict=True):
         axis.set_ylabel(label)
     # Labels are placed after all panels of a row are drawn: only then are the shared limits known.
@@ -165,16 +159,16 @@ def _ends(
     return [*ends, *((last, row[key], name, GREY) for name, row in named)]
 
 
-def _by_depth(axis: Axes, rows: Sequence[Row], budget: int, styles: Mapping[str, Mapping[str, Any]]) -> None:
+def _by_depth(axis: Axes, rows: Sequence[Row], styles: Mapping[str, Mapping[str, Any]]) -> None:
     """At most six curves: the chain, and the algorithms with the most tokens per round."""
-    ranked = sorted(at_budget(rows, budget), key=lambda row: row["tau"], reverse=True)
+    ranked = sorted(at_largest_budget(rows), key=lambda row: row["tau"], reverse=True)
     chain = [row for row in ranked if row["method"] == "chain"]
     trees = [row for row in ranked if row["method"] != "chain"]
     for row in trees[: FEW - 1] + chain:
         style = styles.get(row["algorithm"] or "", {"color": GREY, "linestyle": "dashed", "linewidth": 1.2})
         depths = range(1, len(row["acceptance"]) + 1)
         axis.plot(depths, row["acceptance"], label=row["algorithm"] or "linear chain", **style)
-    axis.set_xlabel(f"least number of accepted drafted tokens; budget {budget}")
+    axis.set_xlabel(f"least number of accepted drafted tokens; budget {trees[0]['budget']}")
     axis.set_ylim(0, 1.02)
     left_out = len(trees) - (FEW - 1)
     title = f"the {FEW - 1} longest of {len(trees)}" if left_out > 0 else None

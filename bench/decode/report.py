@@ -102,8 +102,8 @@ class Rows:
         return self._firsts[key]
 
 
-def tables_of(rows: Sequence[Mapping[str, Any]], budget: int) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Two titled tables per temperature: all methods, and acceptance by depth at one budget."""
+def tables_of(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Two titled tables per temperature: all methods, and acceptance by depth at the largest budget."""
     tables = []
     for temperature in temperatures_of(rows):
         at_temperature = [row for row in rows if row["temperature"] == temperature]
@@ -118,15 +118,16 @@ def tables_of(rows: Sequence[Mapping[str, Any]], budget: int) -> list[tuple[str,
         depths = [d for d in DEPTHS if d <= len(at_temperature[0]["acceptance"])]
         by_depth = [
             {"method": row["method"], **{str(d): row["acceptance"][d - 1] for d in depths}}
-            for row in at_budget(at_temperature, budget)
+            for row in at_largest_budget(at_temperature)
         ]
         title = f"T = {temperature:g}: share of rounds that accepted at least this many drafted tokens"
         tables.append((title, by_depth))
     return tables
 
 
-def at_budget(rows: Sequence[Mapping[str, Any]], budget: int) -> list[Mapping[str, Any]]:
-    """The rows of all algorithms with one budget, and the chain's."""
+def at_largest_budget(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows of all algorithms with the largest budget, and the chain's."""
+    budget = max(row["budget"] for row in rows if row["algorithm"])
     return [row for row in rows if row["method"] == "chain" or (row["algorithm"] and row["budget"] == budget)]
 
 

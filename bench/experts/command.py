@@ -15,12 +15,11 @@ import jax.numpy as jnp
 from bench.common.comparison import TOLERANCES, all_right, report_of
 from bench.common.floors import Ceilings, measure_ceilings
 from bench.common.options import check_known, check_least
-from bench.common.report import check_report, opening_of, publish
+from bench.common.report import check_report, publish
 from bench.experts.cases import GROUPED, ExpertWeights, experts_by, random_layer
 from bench.experts.check import check_choices, check_experts
 from bench.experts.report import notes_of, tables_of, title_of
 from bench.experts.speed import time_shape
-from bench.experts.tune import tune_experts
 from pallas_kernels.expert_choice import ExpertChoice, RouterRule
 from pallas_kernels.expert_mlp import implementations
 from pallas_kernels.expert_mlp.shapes import SHAPES, ExpertShape
@@ -32,14 +31,10 @@ DEFAULT_SHAPES = ("qwen3-30b-a3b", "gpt-oss-20b", "gemma4-26b-a4b")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compares, measures, prints the tables, and writes the JSON and the plot; or tunes."""
+    """Compares, measures, prints the tables, and writes the JSON and the plot."""
     shapes = _shapes(arguments)
-    arguments.json = arguments.json or Path(f"results/experts{'-tuning' if arguments.tune else ''}.json")
+    arguments.json = arguments.json or Path("results/experts.json")
     check_report(arguments)
-    if arguments.tune:
-        return tune_experts(
-            shapes, arguments.rows, arguments.dtypes[0], arguments.json, opening_of("kernel", arguments)
-        )
     seed = arguments.seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     dtype, names = arguments.dtypes[0], list(dict.fromkeys([arguments.implementation, *arguments.baselines]))
     ceilings: Ceilings | None = None
@@ -83,12 +78,10 @@ def _shapes(arguments: argparse.Namespace) -> list[ExpertShape]:
     check_known("dtypes", arguments.dtypes, TOLERANCES)
     check_known("implementation", [arguments.implementation], implementations())
     check_known("baselines", arguments.baselines, BASELINES)
-    if arguments.weights != "plain" and (
-        arguments.tune or not GROUPED.keys().isdisjoint(arguments.baselines)
-    ):
-        raise ValueError(f"--weights {arguments.weights} goes with neither --tune nor {', '.join(GROUPED)}")
-    if arguments.prefixes or arguments.batch != 1 or arguments.again:
-        raise ValueError("--operation experts has no --prefixes, --batch and --again")
+    if arguments.weights != "plain" and not GROUPED.keys().isdisjoint(arguments.baselines):
+        raise ValueError(f"--weights {arguments.weights} does not go with {', '.join(GROUPED)}")
+    if arguments.prefixes or arguments.batch != 1 or arguments.tune or arguments.again:
+        raise ValueError("--operation experts has no --prefixes, --batch, --tune and --again")
     check_least(arguments, 1, "repeats", "rows")
     tiny = ExpertShape("tiny", 4, 32, 16, RouterRule(2))
     for name in (arguments.implementation, *arguments.baselines):

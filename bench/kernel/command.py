@@ -73,14 +73,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--repeats", type=int, default=5, help="timings by the host's clock, interleaved (default: 5)")
     add("--seed", type=int, help="seed of the comparisons (default: random; the report has it)")
-    paths = "results/kernel.json, experts.json or matmul.json; with --tune [NAME-]tuning.json"
+    paths = "results/kernel.json, experts.json or matmul.json; with --tune [matmul-]tuning.json"
     add("--json", type=Path, help=f"path of the report (default: {paths})")
     add(
         "--plot",
         type=Path,
         help="path of the picture, an SVG (default: beside the report)",
     )
-    add_switch(parser, "--tune", "search for the best configurations instead, on a GPU")
+    add_switch(parser, "--tune", "search for the best configurations instead, on a GPU; not for experts")
     add(
         "--limit-seconds",
         type=float,

@@ -1,11 +1,11 @@
-"""The search for the kernel's best tiles: the candidates, their order, and the table of results.
+"""The search for the kernel's best tiles: the candidates and their order.
 
 Shapes: N block rows, H query heads, G key/value heads, E head size.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -57,6 +57,11 @@ class Task(NamedTuple):
     head_size: int
     rows: int
     calls: tuple[tuple[AttentionShape, int], ...]
+
+    @property
+    def key(self) -> Entry:
+        """What the table's entry has beside its configuration."""
+        return {"dtype": self.dtype, "head_size": self.head_size, "rows": self.rows}
 
     def __str__(self) -> str:
         return f"{self.dtype}, head size {self.head_size}, {self.rows} rows"
@@ -165,30 +170,3 @@ def search(
     numbers = [max(1, round(factor * multiprocessors)) for factor in PROGRAMS]
     try_all(replace(c, programs=number) for c in leaders() for number in numbers)
     return [(scores[config], config) for config in ranking()]
-
-
-def with_entry(
-    table: Mapping[str, Sequence[Entry]], device_kind: str, task: Task, config: Config
-) -> dict[str, list[Entry]]:
-    """The table with a task's entry added or replaced, in ascending order of rows."""
-    key = _key(task)
-    kept = [entry for entry in table.get(device_kind, []) if _key_of(entry) != key]
-    dtype, head_size, rows = key
-    added = {"dtype": dtype, "head_size": head_size, "rows": rows, "config": asdict(config)}
-    return {
-        **{kind: list(entries) for kind, entries in table.items()},
-        device_kind: sorted([*kept, added], key=_key_of),
-    }
-
-
-def has_entry(table: Mapping[str, Sequence[Entry]], device_kind: str, task: Task) -> bool:
-    """Whether the table has a task's entry for a device."""
-    return any(_key_of(entry) == _key(task) for entry in table.get(device_kind, []))
-
-
-def _key(task: Task) -> tuple[str, int, int]:
-    return task.dtype, task.head_size, task.rows
-
-
-def _key_of(entry: Entry) -> tuple[str, int, int]:
-    return entry["dtype"], entry["head_size"], entry["rows"]

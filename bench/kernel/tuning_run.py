@@ -15,18 +15,10 @@ from bench.common.comparison import TOLERANCES, compare_rows
 from bench.common.floors import Ceilings, measure_ceilings
 from bench.common.programs import BURST_SECONDS, MOST_DISPATCHES, Program, compile_together, kernel_micros
 from bench.common.report import show, write_report
-from bench.common.tuned import read_table, write_table
+from bench.common.tuned import has_entry, keep
 from bench.kernel.cases import Attend, AttentionCall, attend_by, chain, layer_call, layer_tables, random_pool
 from bench.kernel.speed import KERNELS, AttentionCase, pages_read, work_of
-from bench.kernel.tuning import (
-    OutOfTime,
-    Score,
-    Task,
-    has_entry,
-    search,
-    tasks_of,
-    with_entry,
-)
+from bench.kernel.tuning import OutOfTime, Score, Task, search, tasks_of
 from jetspec_jax.progress import Progress
 from pallas_kernels.tree_attention import PagedPrefix, config, pallas_triton
 from pallas_kernels.tree_attention.shapes import AttentionShape
@@ -73,8 +65,7 @@ def tune(
     # An H200's number, if the device does not report it.
     multiprocessors = int(getattr(device, "core_count", 132))
     tasks = tasks_of(shapes, dtypes, rows)
-    table = read_table(table_path)
-    todo = [task for task in tasks if again or not has_entry(table, device.device_kind, task)]
+    todo = [task for task in tasks if again or not has_entry(table_path, device.device_kind, task.key)]
     if len(todo) < len(tasks):
         print(f"{len(tasks) - len(todo)} of {len(tasks)} entries are there already; --again tunes them again")
     make_score = make_score or _scores_on_gpu(dtypes)
@@ -90,9 +81,7 @@ def tune(
         if not ranking:
             Progress.write(f"no configuration runs: {task}")
             continue
-        # Read again: another run may have added entries of other shapes.
-        table = with_entry(read_table(table_path), device.device_kind, task, ranking[0][1])
-        write_table(table_path, table)
+        keep(table_path, device.device_kind, task.key, {"config": asdict(ranking[0][1])})
         results.append(_result(task, ranking, len(prefixes)))
     if results:
         shown = [
@@ -123,21 +112,13 @@ def _result(task: Task, ranking: Sequence[tuple[float, Any]], prefixes: int) -> 
 
 def _scores_on_gpu(dtypes: Sequence[str]) -> MakeScore:
     ceilings = {dtype: measure_ceilings(jnp.dtype(dtype), repeats=3) for dtype in dtypes}
-    return lambda task, prefixes: Scorer(task, prefixes, ceilings[task.dtype])
+    return lambda task, prefixes: score_of(task, prefixes, ceilings[task.dtype])
 
 
-class Scorer:
-    """Times the configurations of a task on the GPU."""
-
-    def __init__(self, task: Task, prefixes: Sequence[int], ceilings: Ceilings):
-        """Makes the inputs, and the reference's results at the shortest prefix."""
-        self._calls = [
-            _Inputs(shape, rows, task.dtype, sorted(prefixes), ceilings) for shape, rows in task.calls
-        ]
-
-    def __call__(self, configs: Sequence[config.Config]) -> list[float]:
-        """Sums of seconds over seconds at the floor; infinity for a configuration that fails or is wrong."""
-        return np.sum([call.score(configs) for call in self._calls], axis=0).tolist()
+def score_of(task: Task, prefixes: Sequence[int], ceilings: Ceilings) -> Score:
+    """Times a task's configurations on the GPU; the score of one that fails or is wrong is infinity."""
+    calls = [_Inputs(shape, rows, task.dtype, sorted(prefixes), ceilings) for shape, rows in task.calls]
+    return lambda configs: np.sum([call.score(configs) for call in calls], axis=0).tolist()
 
 
 class _Inputs:

@@ -18,7 +18,7 @@ import numpy as np
 
 from bench.common.programs import UNCOMPILABLE, Program, compile_together, kernel_micros
 from bench.common.report import show, write_report
-from bench.common.tuned import Entry, read_table, write_table
+from bench.common.tuned import Entry, has_entry, keep
 from bench.matmul.cases import SPEC, Case, calls_of, chain, product_by, random_rows, random_weights
 from bench.matmul.check import judge
 from jetspec_jax.progress import Progress
@@ -113,8 +113,7 @@ def tune_products(
         score: Times configurations; tests pass a function that needs no GPU.
     """
     started, kind = time.monotonic(), jax.devices()[0].device_kind
-    known = {_key_of(entry) for entry in read_table(table_path).get(kind, [])}
-    todo = [case for case in cases if again or _key(case) not in known]
+    todo = [case for case in cases if again or not has_entry(table_path, kind, _key(case))]
     rows: list[dict[str, Any]] = []
     remaining = list(todo)
     for case in Progress(todo, desc="tune", unit="entry"):
@@ -129,12 +128,9 @@ def tune_products(
             continue
         best, i = min(ran)
         times = {"implementation": _name_of(configs[i]), "micros": best, "xla_micros": xla}
-        added: Entry = {**_named(case), **times, "config": asdict(configs[i])}
-        # Read again: another run may have added entries of other shapes.
-        table = read_table(table_path)
-        kept = [entry for entry in table.get(kind, []) if _key_of(entry) != _key(case)]
-        write_table(table_path, {**table, kind: sorted([*kept, added], key=_key_of)})
-        rows.append({**added, "shape": case.shape.name, "tried": len(ran)})
+        added = {**times, "config": asdict(configs[i])}
+        keep(table_path, kind, _key(case), added)
+        rows.append({**_key(case), **added, "shape": case.shape.name, "tried": len(ran)})
     if rows:
         show("Tuned", [{key: value for key, value in row.items() if key != "config"} for row in rows])
         write_report(json_path, {**opening, "benchmark": "matmul, tuning", "rows": rows})
@@ -172,14 +168,6 @@ def _score_on_gpu(case: Case, configs: Sequence[Config | MosaicConfig]) -> tuple
     return [sums.get(i + 1) for i in range(len(configs))], sums[0]
 
 
-def _named(case: Case) -> Entry:
+def _key(case: Case) -> Entry:
     shape = case.shape
     return {"stored": case.stored, "depth": shape.depth, "columns": shape.columns, "rows": case.rows}
-
-
-def _key(case: Case) -> tuple[Any, ...]:
-    return tuple(_named(case).values())
-
-
-def _key_of(entry: Entry) -> tuple[Any, ...]:
-    return tuple(entry[name] for name in ("stored", "depth", "columns", "rows"))

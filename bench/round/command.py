@@ -16,13 +16,18 @@ from jax.sharding import Mesh
 
 from bench.common.floors import measure_ceilings
 from bench.common.methods import CHAIN, check_fixed_budgets, fixed_budget_names
-from bench.common.options import add_breadth_arguments, add_program_arguments, add_switch, check_least
+from bench.common.options import (
+    add_breadth_arguments,
+    add_program_arguments,
+    add_switch,
+    best_attention,
+    check_least,
+)
 from bench.common.pair import load_pair, shapes_of
 from bench.common.report import add_report_arguments, check_report, opening_of, publish, settings_of
 from bench.common.scene import Scene, random_weights
 from bench.common.shapes import SHAPES, STORED, PairShape, find_pair_shape, stored_as, with_selector
 from bench.common.timing import peak_bytes
-from bench.round.attention import implementation_of
 from bench.round.measure import ROUNDS, CaseRuns, RoundCase, Setup, measure
 from bench.round.report import notes_of, row_of, tables_of
 from jetspec_jax import (
@@ -37,8 +42,8 @@ from jetspec_jax.device.memory import free_bytes
 from jetspec_jax.device.mesh import describe_mesh, size_of
 from jetspec_jax.device.partition import check_partition
 from jetspec_jax.progress import Progress
-from jetspec_jax.tree import DEFAULT_ALGORITHM, bucket_for
-from pallas_kernels.tree_attention import implementations
+from jetspec_jax.tree import DEFAULT_ALGORITHM
+from pallas_kernels.tree_attention import check_implementation
 
 # The share of free memory for the stores of all cases; programs need the rest.
 STORES_SHARE = 0.6
@@ -77,10 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_breadth_arguments(parser)
     add("--temperature", type=float, default=0.0, help="slot i has seed i (default: 0)")
     add("--top-p", type=float, help="with a temperature (default: all tokens)")
-    add("--implementation", help=f"tree attention: {', '.join(implementations())} (default: the best)")
     add("--rounds", type=int, default=ROUNDS, help="rounds per dispatch (default: %(default)s)")
     add("--repeats", type=int, default=7, help="timed dispatches, interleaved (default: 7)")
-    MODELS.add(parser, ["fp8_activations", *PARALLEL[:-1]])
+    fields = ["implementation", "fp8_activations", *PARALLEL[:-1]]
+    MODELS.add(parser, fields, implementation=best_attention())
     add_switch(
         parser,
         "--phases",
@@ -99,12 +104,6 @@ def run(arguments: argparse.Namespace) -> int:
     names, shape, make_weights = _models(arguments, dtype, setup.mesh)
     check_partition(shape.target, setup.mesh)
     cases = cases_of(arguments, shape, setup)
-    attention = {
-        case: implementation_of(
-            shape.target, setup.scene(case, shape), bucket_for(case.budget), dtype, setup.implementation
-        )
-        for case in cases
-    }
     weights = make_weights()
 
     measured: dict[RoundCase, CaseRuns] = {}
@@ -121,18 +120,18 @@ def run(arguments: argparse.Namespace) -> int:
         step("ceilings")
         ceilings = measure_ceilings(dtype, setup.repeats)
 
-    rows = []
-    for case, found in measured.items():
-        row = row_of(case, found, measured, shape, dtype.itemsize, setup, ceilings)
-        rows.append({**row, "implementation": attention[case]})
+    rows = [
+        row_of(case, found, measured, shape, dtype.itemsize, setup, ceilings)
+        for case, found in measured.items()
+    ]
     report = {
         **opening_of("round", arguments),
         "devices": size_of(setup.mesh),
         **names,
         "shapes": shapes_of(shape.target, shape.head),
         "dtype": str(dtype),
-        "implementation": ", ".join(sorted(set(attention.values()))),
-        "rounds_per_dispatch": ROUNDS,
+        "implementation": setup.implementation,
+        "rounds_per_dispatch": setup.rounds,
         "compilation_cache": bool(getattr(jax.config, "jax_compilation_cache_dir", None)),
         "peak_memory_bytes": peak,
         "ceilings": ceilings.entry(),
@@ -153,8 +152,10 @@ def _setup(arguments: argparse.Namespace) -> Setup:
 
     Raises:
         ValueError: A setting is out of range, or phases are to be timed on several devices.
+        NotImplementedError: The implementation of tree attention cannot run on this device.
     """
     check_least(arguments, 1, "rounds", "repeats")
+    check_implementation(arguments.implementation)
     shared = any(
         size is not None for size in (arguments.tensor_parallel_size, arguments.expert_parallel_size)
     )

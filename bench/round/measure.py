@@ -77,7 +77,7 @@ class Setup:
     width: int | None
     rounds: int
     repeats: int
-    implementation: str | None
+    implementation: str
     phases: bool
     profile: bool
     candidates: int | None = None

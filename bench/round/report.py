@@ -1,6 +1,5 @@
 """The rows of ``python -m bench round``, one per case, and its tables and notes."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean
 from typing import Any
@@ -11,13 +10,10 @@ from bench.common.kernel_trace import summarise
 from bench.common.methods import CHAIN
 from bench.common.shapes import PairShape
 from bench.common.timing import median
-from bench.round.measure import ROUNDS, CaseRuns, RoundCase, Setup
+from bench.round.measure import CaseRuns, RoundCase, Setup
 from bench.round.work import round_work
 from jetspec_jax.device.mesh import size_of
 from jetspec_jax.tree import bucket_for
-
-# The default length of an output, for which the number of waits is given.
-TOKENS = 256
 
 
 def row_of(
@@ -83,20 +79,11 @@ def row_of(
         "times_chain": None if chain is None else median(found.seconds) / median(chain.seconds),
         "tokens_per_round": found.tokens_per_round,
         "experts_touched": mean(found.experts_touched.values()) if found.experts_touched else None,
-        **host_work(found.tokens_per_round),
         "compile_seconds": found.compile_seconds,
         "temporary_bytes": found.temporary_bytes,
         "dispatch_seconds": found.seconds,
         "single_seconds": found.single_seconds,
         "profile": profile,
-    }
-
-
-def host_work(tokens_per_round: float) -> dict[str, float]:
-    """The dispatches of loops per round, and the waits for an output: one for each dispatch."""
-    return {
-        "dispatches_per_round": 1 / ROUNDS,
-        f"waits_per_{TOKENS}_tokens": math.ceil(TOKENS / (tokens_per_round * ROUNDS)),
     }
 
 
@@ -115,7 +102,6 @@ def tables_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[dic
                 "x plain": row["times_plain"],
                 **({} if row["times_chain"] is None else {"x chain": row["times_chain"]}),
                 "tokens": row["tokens_per_round"],
-                f"waits/{TOKENS} tokens": row[f"waits_per_{TOKENS}_tokens"],
                 "compile s": row["compile_seconds"]["decode"],
             }
             for name, row in zip(names, rows, strict=True)
@@ -148,9 +134,6 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
         f"{ceilings['matmul'] / 1e12:,.2f} TFLOP/s, whichever takes longer; both measured here.",
         "Singly, ms: each round is a program of its own, launched while the one before runs, and fetched "
         "while the next one runs, as by engines on a GPU; all other times are of loops on the device.",
-        f"Host: a loop has one dispatch and one wait for {ROUNDS} rounds: "
-        f"{1 / ROUNDS:g} dispatches per round, and for {TOKENS} tokens {TOKENS} / (tokens per "
-        f"round x {ROUNDS}) waits, rounded up.",
         "Compile: tracing and compiling the program of the rounds, "
         + ("with a persistent cache." if report["compilation_cache"] else "without a persistent cache."),
     ]

@@ -1,6 +1,5 @@
 """``python -m bench kernel --operation experts`` on tiny shapes: wrong kernels are caught, reports add up."""
 
-import json
 from dataclasses import replace
 
 import jax
@@ -13,7 +12,6 @@ from bench.common.floors import Ceilings
 from bench.experts import cases as expert_cases
 from bench.experts import command as experts
 from bench.experts import speed as expert_speed
-from bench.experts import tune as expert_tune
 from bench.experts.cases import expert_work, experts_by, random_choices, random_layer, touched
 from bench.experts.check import check_experts
 from pallas_kernels.activation import Activation
@@ -21,7 +19,7 @@ from pallas_kernels.dispatch import Implementation
 from pallas_kernels.expert_choice import RouterRule
 from pallas_kernels.expert_choice import api as choice_api
 from pallas_kernels.expert_choice import reference as choice_reference
-from pallas_kernels.expert_mlp import api, pallas_triton, reference
+from pallas_kernels.expert_mlp import api, reference
 from pallas_kernels.expert_mlp.shapes import ExpertShape
 
 PLAIN = ExpertShape("plain", 8, 32, 24, RouterRule(2), tokens=(1, 4))
@@ -68,8 +66,9 @@ class TestCommand:
             ("--implementation pallas_triton", "pallas_triton: expert_mlp: pallas_triton cannot run: no GPU"),
             (
                 "--implementation xla --weights fp8 --baselines ragged_dot",
-                "--weights fp8 goes with neither --tune nor ragged_dot, tokamax",
+                "--weights fp8 does not go with ragged_dot, tokamax",
             ),
+            ("--tune", "--operation experts has no --prefixes, --batch, --tune and --again"),
         ],
     )
     def test_refusals(self, arguments, message, refusal, monkeypatch):
@@ -147,27 +146,3 @@ def test_a_routers_kernel_counts_alone():
     assert expert_speed.counted_of("expert_choice", "pallas_triton") == "expert_choice"
     assert expert_speed.counted_of("expert_choice", "xla") is None
     assert expert_speed.counted_of("expert_mlp", "pallas_triton") is None
-
-
-def test_tuning(tmp_path, monkeypatch, capsys):
-    configs = expert_tune.candidates(expert_speed.config_of(PLAIN, 4, 2), 2)
-    assert len(set(configs)) == len(configs) > 20
-    monkeypatch.setattr(expert_tune, "candidates", lambda *_: configs[:3])
-
-    def run(x, *arrays, activation, config):
-        if config == configs[0]:
-            raise NotImplementedError("too large")
-        return x
-
-    def micros(programs, name):
-        return [{"expert_mlp_hidden": 3.0 - i, "expert_mlp_output": 1.0 + i} for i, _ in enumerate(programs)]
-
-    monkeypatch.setattr(pallas_triton, "expert_mlp", run)
-    monkeypatch.setattr(expert_tune, "kernel_micros", micros)
-    path = tmp_path / "tuning.json"
-    assert expert_tune.tune_experts([PLAIN], [4], "bfloat16", path, {"command": "python"}) == 0
-    hidden, output = json.loads(path.read_text())["rows"]
-    assert hidden["micros"] == [None, 3.0, 2.0]
-    assert output["micros"] == [None, 1.0, 2.0]
-    assert (hidden["best"], output["best"]) == (hidden["configs"][2], output["configs"][1])
-    assert "expert_mlp_output" in capsys.readouterr().out

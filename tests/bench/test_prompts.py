@@ -9,7 +9,7 @@ from bench.common import workload
 from bench.common.pair import add_pair_arguments, read_prompts
 from bench.common.prompts import Prompt, encode_prompts, load_prompts, template_arguments
 from bench.common.report import settings_of
-from bench.common.workload import make_workload
+from bench.common.workload import make_workloads
 from jetspec_jax import Completion
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer
 from jetspec_jax.demo import DEMO_PROMPTS, DEMO_TARGET
@@ -101,9 +101,8 @@ class TestEncoding:
 
 
 def make(target, prompts, task=None):
-    return make_workload(
-        target, prompts, 0.0, max_tokens=4, task=task, arguments={}, batch=1, implementation="xla"
-    )
+    arguments = argparse.Namespace(max_tokens=4, task=task, enable_thinking=None, implementation="xla")
+    return make_workloads(arguments, target, prompts, [0.0])[0.0]
 
 
 class TestWorkload:

@@ -74,7 +74,8 @@ class TestSettings:
         ["exactness", "--dtypes", "float32"],
         ["profile", "--nodes", "tree"],
         ["round", "--shape", "tiny", "--no-phases", "--profile"],
-        ["kernel", "--operation", "experts", "--baselines", "--tune"],
+        ["kernel", "--operation", "matmul", "--tune"],
+        ["kernel", "--operation", "experts", "--baselines"],
         ["train", "--window", "32", "--remat"],
     ],
 )

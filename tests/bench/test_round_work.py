@@ -43,7 +43,7 @@ def touched():
             width=3,
             rounds=rounds,
             repeats=1,
-            implementation=None,
+            implementation="xla",
             phases=False,
             profile=False,
         )

@@ -10,19 +10,10 @@ import numpy as np
 import pytest
 
 from bench.common.floors import Ceilings
-from bench.common.tuned import read_table, write_table
+from bench.common.tuned import has_entry, keep, read_table, write_table
 from bench.kernel import tuning_run
 from bench.kernel.speed import AttentionCase, work_of
-from bench.kernel.tuning import (
-    STAGES,
-    OutOfTime,
-    Task,
-    has_entry,
-    makes_sense,
-    search,
-    tasks_of,
-    with_entry,
-)
+from bench.kernel.tuning import STAGES, OutOfTime, Task, makes_sense, search, tasks_of
 from pallas_kernels.tree_attention import config as config_module
 from pallas_kernels.tree_attention import pallas_triton
 from pallas_kernels.tree_attention.config import Config, config_for
@@ -128,12 +119,14 @@ class TestTable:
     def test_an_entry_is_added_in_order_or_replaced(self, tmp_path, monkeypatch):
         path = tmp_path / "tuned.json"
         assert read_table(path) == {}
-        other = with_entry({}, "other device", QWEN, BEST)
-        table = other
+        best = {"config": asdict(BEST)}
+        keep(path, "other device", QWEN.key, best)
+        other = read_table(path)
         for rows in (1024, 4, 256):
-            table = with_entry(table, "device", QWEN._replace(rows=rows), BEST)
-        table = with_entry(table, "device", QWEN._replace(dtype="float32"), BEST)
-        table = with_entry(table, "device", QWEN, replace(BEST, num_warps=8))
+            keep(path, "device", QWEN._replace(rows=rows).key, best)
+        keep(path, "device", QWEN._replace(dtype="float32").key, best)
+        keep(path, "device", QWEN.key, {"config": asdict(replace(BEST, num_warps=8))})
+        table = read_table(path)
         assert [(entry["dtype"], entry["rows"]) for entry in table["device"]] == [
             ("bfloat16", 4),
             ("bfloat16", 256),
@@ -141,12 +134,9 @@ class TestTable:
             ("float32", 256),
         ]
         assert table["other device"] == other["other device"]
-        assert has_entry(table, "device", QWEN)
-        assert not has_entry(table, "device", QWEN._replace(head_size=64))
-        assert not has_entry(table, "third device", QWEN)
-
-        write_table(path, table)
-        assert read_table(path) == table
+        assert has_entry(path, "device", QWEN.key)
+        assert not has_entry(path, "device", QWEN._replace(head_size=64).key)
+        assert not has_entry(path, "third device", QWEN.key)
         assert len(path.read_text().splitlines()) == 2 + 2 * 2 + 5
         # As the kernel reads it: the first entry that holds the call's rows.
         monkeypatch.setattr(config_module, "tuned", lambda: table)
@@ -229,7 +219,7 @@ def test_only_what_is_right_is_timed(monkeypatch):
     monkeypatch.setattr(tuning_run, "kernel_micros", kernel_micros)
     monkeypatch.setattr(tuning_run, "LAYERS", 4)
     ceilings = Ceilings(reduction=1e3, copy=1e3, matmul=1e3)
-    scores = tuning_run.Scorer(task, (32, 64), ceilings)([wrong, right])
+    scores = tuning_run.score_of(task, (32, 64), ceilings)([wrong, right])
     floors = [ceilings.seconds(work_of(AttentionCase(shape, 5, prefix, 1, "float32"))) for prefix in (32, 64)]
     assert scores == [float("inf"), pytest.approx(sum(3 / floor for floor in floors))]
     assert [int(program.arguments[0].prefix.lengths[0]) for program in timed] == [32, 64]

@@ -31,7 +31,7 @@ from tests.families.goldens import (
 )
 from tests.float64 import Rounding, assert_rounded, reference_of
 from tests.marks import wide
-from train.loss.attention import causal_attend
+from train.loss.attention import CausalAttend
 
 PAGE = 4
 
@@ -94,7 +94,7 @@ def test_under_training(family, target):
     @jax.jit
     def forward(weights, tokens):
         model, positions = bind(target.config, weights), Block.chain(tokens).depths
-        return model.logits(model(tokens, positions, causal_attend()).hidden)
+        return model.logits(model(tokens, positions, CausalAttend()).hidden)
 
     assert_logits_of_ids(family, forward(target.weights, jnp.asarray(IDS)), golden_logits(family))
 

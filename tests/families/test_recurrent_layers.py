@@ -12,7 +12,7 @@ from tests.families import step_by_step
 from tests.families.goldens import golden_file, golden_target
 from tests.float64 import Rounding, assert_rounded, reference_of
 from tests.marks import wide
-from train.loss.attention import causal_attend
+from train.loss.attention import CausalAttend
 
 # Of products of 32 terms at most: 32 roundings are 2e-6 of the terms' sizes.
 TOLERANCE = 1e-5
@@ -115,7 +115,7 @@ def test_attention():
     @jax.jit
     def run(weights, x):
         layer = bind(target.config, weights).layers[3].self_attn
-        return layer(x, Block.chain(jnp.zeros((1, 40), jnp.int32)).depths, causal_attend())[0]
+        return layer(x, Block.chain(jnp.zeros((1, 40), jnp.int32)).depths, CausalAttend())[0]
 
     rounded = Rounding()
     samples = step_by_step.attention(raw, tensors, rounded.sampled(x), range(-1, 39), rounded)

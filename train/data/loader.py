@@ -43,20 +43,11 @@ def batches(
     Args:
         windows: The windows of an epoch.
         batch: Windows per batch of this process.
-        seed: Seed of the order.
+        seed: Seed of the order, below 2**32.
         process_index: The index of this process.
         process_count: The number of processes.
         ahead: Batches to read ahead; does not affect their contents.
-
-    Raises:
-        ValueError: A setting is out of its range.
     """
-    if batch < 1:
-        raise ValueError(f"a batch must have at least 1 window, not {batch}")
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"the seed of the order must lie in 0..2**32 - 1, not {seed}")
-    if not 0 <= process_index < process_count:
-        raise ValueError(f"process {process_index} is none of {process_count}: 0..{process_count - 1} are")
     local = slice(process_index * batch, (process_index + 1) * batch)
 
     def read(indices: Int[np.ndarray, "G"]) -> Window:

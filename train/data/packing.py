@@ -30,17 +30,10 @@ def pack(lengths: Int[np.ndarray, "n"], window: int, seed: int) -> Packed:
         2 2 2 2 2 2 1 1 | 3 3 3 3 3 0 0 0 | 4 4 4 4 . . . .
 
     Args:
-        lengths: Tokens of each piece, at most ``window``.
+        lengths: Tokens of each piece, 1..``window``.
         window: Tokens of a window.
         seed: Decides among pieces of equal length.
-
-    Raises:
-        ValueError: A piece has no tokens, or more than a window.
     """
-    if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= window:
-        raise ValueError(
-            f"pieces must have 1..{window} tokens to be packed, not {lengths.min()}..{lengths.max()}"
-        )
     # The raw output of a bit generator is the same in all versions of NumPy.
     order = np.lexsort((np.random.Philox(key=seed).random_raw(len(lengths)), -lengths))
     owner = np.zeros(len(lengths), np.int64)

@@ -104,41 +104,13 @@ class Encoder:
         first = next(turns, len(entry.value)) or len(entry.value)
         return self._ids(self._render(entry, entry.value[:first], add_generation_prompt=True)).tobytes()
 
-    def document(self, entry: Entry) -> Document:
-        """The whole text, with the tokens to learn marked.
-
-        In a conversation these are the answers and their end-of-turn tokens; in a text, all tokens but the
-        first.
-
-        Raises:
-            ValueError: No token would be marked; the answers' tokens cannot be found in the chat template's
-                output; or the template renders earlier turns differently in longer conversations, so that
-                `documents` returns several.
-        """
-        documents = self.documents(entry)
-        if entry.kind != MESSAGES:
-            return documents[0]
-        answers = [number for number, message in enumerate(entry.value) if message["role"] == "assistant"]
-        found = documents[0]
-        whole = found.tokens
-        if entry.value[-1]["role"] != "assistant":
-            whole = self._ids(self._render(entry, entry.value))
-        if len(documents) > 1 or not _begins(whole, found):
-            raise ValueError(
-                f"{entry.where}: the chat template writes message {answers[0]} differently once others "
-                "follow, so one document cannot teach all turns; some templates drop the thoughts of earlier "
-                "turns"
-            )
-        learn = np.zeros(len(whole), bool)
-        learn[: _learnt(found)] = found.learn[: _learnt(found)]
-        return Document(whole, learn)
-
     def documents(self, entry: Entry) -> list[Document]:
         """Documents that teach every assistant turn after the history that the target saw.
 
-        Turns share a document as long as the chat template renders them the same in the longer conversation.
-        A template that drops earlier reasoning gives several documents. Turns that are excluded from learning
-        are only history.
+        The tokens to learn are marked: in a conversation the answers and their end-of-turn tokens, in a text
+        all tokens but the first. Turns share a document as long as the chat template renders them the same in
+        the longer conversation. A template that drops earlier reasoning gives several documents. Turns that
+        are excluded from learning are only history.
 
         Raises:
             ValueError: No token would be marked; the answers' tokens cannot be found in the chat template's

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Int32, Shaped
 
 from train.data.documents import Documents
-from train.data.packing import pack
+from train.data.packing import Packed, pack
 
 
 class Window(TypedDict):
@@ -58,59 +58,16 @@ class Contents(NamedTuple):
 
 
 class Windows:
-    """Documents cut into consecutive windows of one length, as a source for grain.
+    """Documents in windows of one length, as a source for grain.
 
-    A document of 10 tokens in windows of 4; the last is padded::
+    A document is cut into consecutive pieces of at most a window. A window's first token cannot be predicted
+    in it, so a piece without a token to learn after its first is omitted. Each window has one piece. A
+    document of 10 tokens in windows of 4; the last is padded::
 
         a b c d | e f g h | i j . .
 
-    A window's first token cannot be predicted in it, so a window without a token to learn after its first is
-    omitted.
-
-    Attributes:
-        documents: The documents.
-        window: Tokens of a window.
-    """
-
-    def __init__(self, documents: Documents, window: int):
-        """Makes the index from the lengths and spans of the documents.
-
-        Raises:
-            ValueError: The window is shorter than 2, or there are no documents or none with tokens to learn.
-        """
-        self.documents, self.window = documents, window
-        self._document, self._start = learnable_pieces(documents, window)
-
-    def __len__(self) -> int:
-        return len(self._document)
-
-    def __getitem__(self, index: int) -> Window:
-        """A window by its index.
-
-        Raises:
-            IndexError: There is none.
-            ValueError: Its shard is damaged.
-        """
-        _check_index(self, index)
-        document, start = self.documents[int(self._document[index])], int(self._start[index])
-        tokens, learn = np.zeros(self.window, np.int32), np.zeros(self.window, bool)
-        part = slice(start, start + self.window)
-        count = min(len(document.tokens) - start, self.window)
-        tokens[:count], learn[:count] = document.tokens[part], document.learn[part]
-        return {"tokens": tokens, "learn": learn, "real": np.array(count, np.int32)}
-
-    @property
-    def contents(self) -> Contents:
-        """What the windows hold."""
-        lengths = piece_lengths(self.documents, self._document, self._start, self.window)
-        return _contents(self, self._document, int(lengths.sum()))
-
-
-class PackedWindows:
-    """Packed windows, as a source for grain; only documents longer than a window are cut.
-
-    The pieces are the windows of `Windows` without padding. Each has a token to learn, and its positions
-    begin at 0. Documents of 3, 2 and 6 tokens in windows of 8, and their ``starts``::
+    With a seed windows are packed: each has several pieces, whose positions begin at 0. Documents of 3, 2 and
+    6 tokens in windows of 8, and their ``starts``::
 
         c c c c c c b b | a a a . . . . .
         0 0 0 0 0 0 6 6 | 0 0 0 3 3 3 3 3
@@ -118,18 +75,31 @@ class PackedWindows:
     Attributes:
         documents: The documents.
         window: Tokens of a window.
+        seed: The seed of the plan of packed windows, or None. The plan depends on nothing else but the
+            documents and the window.
     """
 
-    def __init__(self, documents: Documents, window: int, seed: int):
-        """Plans the windows; the plan depends only on documents, window and seed.
+    def __init__(self, documents: Documents, window: int, seed: int | None = None):
+        """Plans the windows from the lengths and spans of the documents.
 
         Raises:
-            ValueError: As for `Windows`.
+            ValueError: The window is shorter than 2, or there are no documents or none with tokens to learn.
         """
-        self.documents, self.window = documents, window
-        self._document, self._start = learnable_pieces(documents, window)
-        self._length = piece_lengths(documents, self._document, self._start, window)
-        self._packed = pack(self._length, window, seed)
+        if window < 2:
+            raise ValueError(f"a window must have at least 2 tokens, not {window}")
+        if not len(documents):
+            raise ValueError(f"{documents.folder} holds no {documents.split} documents")
+        self.documents, self.window, self.seed = documents, window, seed
+        self._document, self._start = index_windows(documents.lengths, documents.spans, window)
+        count = len(self._document)
+        if not count:
+            raise ValueError(
+                f"{documents.folder}: no window of {window} tokens of its {documents.split} documents has a "
+                "token to be learnt after its first"
+            )
+        self._length = np.minimum(documents.lengths[self._document] - self._start, window)
+        alone = Packed(np.arange(count), np.arange(count + 1))
+        self._packed = alone if seed is None else pack(self._length, window, seed)
 
     def __len__(self) -> int:
         return len(self._packed.first) - 1
@@ -141,7 +111,8 @@ class PackedWindows:
             IndexError: There is none.
             ValueError: A shard is damaged.
         """
-        _check_index(self, index)
+        if not 0 <= index < len(self):
+            raise IndexError(f"there are {len(self)} windows, asked for {index}")
         tokens, learn = np.zeros(self.window, np.int32), np.zeros(self.window, bool)
         starts, end = np.zeros(self.window, np.int32), 0
         for piece in self._packed.pieces[self._packed.first[index] : self._packed.first[index + 1]]:
@@ -151,64 +122,21 @@ class PackedWindows:
             tokens[begin:end], learn[begin:end] = document.tokens[part], document.learn[part]
             starts[begin:end] = begin
         starts[end:] = end
-        return {"tokens": tokens, "learn": learn, "real": np.array(end, np.int32), "starts": starts}
+        window: Window = {"tokens": tokens, "learn": learn, "real": np.array(end, np.int32)}
+        return window if self.seed is None else {**window, "starts": starts}
 
     @property
     def contents(self) -> Contents:
         """What the windows hold."""
-        return _contents(self, self._document, int(self._length.sum()))
-
-
-def make_windows(documents: Documents, window: int, seed: int, *, packing: bool) -> Windows | PackedWindows:
-    """The windows of an epoch, packed or not.
-
-    Raises:
-        ValueError: As for `Windows`.
-    """
-    return PackedWindows(documents, window, seed) if packing else Windows(documents, window)
-
-
-def learnable_pieces(documents: Documents, window: int) -> tuple[Int[np.ndarray, "n"], Int[np.ndarray, "n"]]:
-    """As `index_windows`.
-
-    Raises:
-        ValueError: The window is shorter than 2, or there are no documents or none with tokens to learn.
-    """
-    if window < 2:
-        raise ValueError(f"a window must have at least 2 tokens, not {window}")
-    if not len(documents):
-        raise ValueError(f"{documents.folder} holds no {documents.split} documents")
-    document, start = index_windows(documents.lengths, documents.spans, window)
-    if not len(document):
-        raise ValueError(
-            f"{documents.folder}: no window of {window} tokens of its {documents.split} documents has a "
-            "token to be learnt after its first"
-        )
-    return document, start
-
-
-def piece_lengths(
-    documents: Documents, document: Int[np.ndarray, "n"], start: Int[np.ndarray, "n"], window: int
-) -> Int[np.ndarray, "n"]:
-    """Tokens of the pieces of `learnable_pieces`."""
-    return np.minimum(documents.lengths[document] - start, window)
-
-
-def _contents(windows: Windows | PackedWindows, document: Int[np.ndarray, "n"], tokens: int) -> Contents:
-    kept, lengths = np.unique(document), windows.documents.lengths
-    cut = int((lengths[kept] > windows.window).sum())
-    return Contents(len(windows), windows.window, len(kept), len(lengths) - len(kept), tokens, cut)
-
-
-def _check_index(windows: Windows | PackedWindows, index: int) -> None:
-    if not 0 <= index < len(windows):
-        raise IndexError(f"there are {len(windows)} windows, asked for {index}")
+        kept, lengths = np.unique(self._document), self.documents.lengths
+        cut, omitted = int((lengths[kept] > self.window).sum()), len(lengths) - len(kept)
+        return Contents(len(self), self.window, len(kept), omitted, int(self._length.sum()), cut)
 
 
 def index_windows(
     lengths: Int[np.ndarray, "n"], spans: Int[np.ndarray, "m 3"], window: int
 ) -> tuple[Int[np.ndarray, "w"], Int[np.ndarray, "w"]]:
-    """The windows with a token to learn: their documents, and their first tokens in these."""
+    """The pieces with a token to learn: their documents, and their first tokens in these."""
     counts = -(-lengths // window)
     first = np.cumsum(counts) - counts
     document, start, stop = spans.T
@@ -226,9 +154,9 @@ def index_windows(
     return owner[useful], place[useful]
 
 
-def check_enough(windows: Windows | PackedWindows, batch: int) -> None:
+def check_enough(windows: Windows, batch: int) -> None:
     """Raises ValueError if there are fewer packed windows than a batch of all processes."""
-    if isinstance(windows, PackedWindows) and len(windows) < batch:
+    if windows.seed is not None and len(windows) < batch:
         raise ValueError(
             f"packing leaves {len(windows)} windows of {windows.window} tokens, fewer than a batch of "
             f"{batch}; set fit.batch to at most {len(windows)}, a shorter window, or packing to false"

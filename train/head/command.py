@@ -53,7 +53,7 @@ def add_command(commands: Any) -> None:
     export.add_argument(
         "--for",
         dest="engine",
-        choices=list(ENGINES),
+        choices=ENGINES,
         default="jetspec",
         help="the engine that loads the head (default: jetspec; vllm and sglang read its format too)",
     )

@@ -11,12 +11,14 @@ The first three read the same file, which has all of their keys. If its key is m
 error: the head attends bidirectionally, and few of its tokens are accepted.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jetspec_jax.config import DraftHeadConfig, dialect_of
 from jetspec_jax.config.head_dialects import DFLASH, SPECULATORS
 
+#: The engines by their values of ``--for``.
+ENGINES = ("jetspec", "vllm", "sglang", "speculators")
 #: The keys of the published layout besides those of the decoder.
 _HEAD_KEYS = (
     *("architectures", "block_size", "dflash_config", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids"),
@@ -39,24 +41,6 @@ class Verifier(NamedTuple):
 
 #: An unknown target.
 UNNAMED = Verifier()
-
-
-class Engine(NamedTuple):
-    """One row of the table.
-
-    Attributes:
-        write: Makes the engine's ``config.json`` from one in the published layout, the config, and the
-            target.
-        own_flags: Whether the engine reads ``scaled_embeddings``, ``capped_logits``, and a selector without
-            convolutions.
-        names_target: Whether its config has the target's name, from which the engine loads the target.
-        needs_depth: Whether its config has the target's number of layers.
-    """
-
-    write: Callable[[dict[str, Any], DraftHeadConfig, Verifier], dict[str, Any]]
-    own_flags: bool = False
-    names_target: bool = False
-    needs_depth: bool = True
 
 
 def published_json(raw: Mapping[str, Any], config: DraftHeadConfig) -> dict[str, Any]:
@@ -118,19 +102,6 @@ def speculators_json(
     }
 
 
-def _published(published: dict[str, Any], _config: DraftHeadConfig, _verifier: Verifier) -> dict[str, Any]:
-    return published
-
-
-#: The engines by their values of ``--for``.
-ENGINES: Mapping[str, Engine] = {
-    "jetspec": Engine(_published, own_flags=True),
-    "vllm": Engine(_published),
-    "sglang": Engine(_published),
-    "speculators": Engine(speculators_json, names_target=True, needs_depth=False),
-}
-
-
 def engine_json(
     engine: str, raw: Mapping[str, Any], config: DraftHeadConfig, verifier: Verifier = UNNAMED
 ) -> dict[str, Any]:
@@ -139,7 +110,7 @@ def engine_json(
     Args:
         engine: One of `ENGINES`.
         raw: The head's ``config.json`` in either format.
-        config: The parsed ``raw``, with ``num_target_layers`` if the engine needs it.
+        config: The parsed ``raw``, with ``num_target_layers`` unless the engine is speculators.
         verifier: The target.
 
     Raises:
@@ -147,8 +118,8 @@ def engine_json(
     """
     if engine not in ENGINES:
         raise ValueError(f"unknown engine {engine!r}; heads are exported for {', '.join(ENGINES)}")
-    row, reasons = ENGINES[engine], []
-    if not row.own_flags:
+    reasons = []
+    if engine != "jetspec":
         if not config.scaled_embeddings:
             reasons.append("the head takes unscaled embeddings (scaled_embeddings=False)")
         if config.capped_logits:
@@ -162,16 +133,18 @@ def engine_json(
         raise ValueError(
             f"{engine} cannot express this head: {', and '.join(reasons)}, and it has no such key"
         )
-    if row.names_target and verifier.name is None:
-        verifier = _verifier_of(raw)
-    if row.names_target and verifier.name is None:
-        raise ValueError(f"a head for {engine} names its target; name it with --model")
-    if row.needs_depth and config.num_target_layers is None:
+    if engine == "speculators":
+        if verifier.name is None:
+            verifier = _verifier_of(raw)
+        if verifier.name is None:
+            raise ValueError("a head for speculators names its target; name it with --model")
+        return speculators_json(published_json(raw, config), config, verifier)
+    if config.num_target_layers is None:
         raise ValueError(
             f"a head for {engine} holds the target's number of layers, and this head's config does not say "
             "it; name the target with --model"
         )
-    return row.write(published_json(raw, config), config, verifier)
+    return published_json(raw, config)
 
 
 def _verifier_of(raw: Mapping[str, Any]) -> Verifier:

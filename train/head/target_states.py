@@ -18,7 +18,7 @@ from jaxtyping import Int, Shaped
 from jetspec_jax.checkpoint.files import replacing, write_json
 from jetspec_jax.config import read_json
 from jetspec_jax.progress import Progress
-from train.data.windows import PackedWindows, Window, Windows
+from train.data.windows import Window, Windows
 from train.loop.stages import Deadline
 
 #: Windows per shard; an interrupted run computes its unfinished shard again.
@@ -52,7 +52,7 @@ class TargetStates:
         bytes: Size of all states.
     """
 
-    def __init__(self, folder: Path, windows: Windows | PackedWindows, width: int, dtype: np.dtype[Any]):
+    def __init__(self, folder: Path, windows: Windows, width: int, dtype: np.dtype[Any]):
         """Computes only the size; reads and writes no file.
 
         Args:

@@ -29,7 +29,7 @@ from train.data.documents import Documents
 from train.data.holdout import evenly_spaced
 from train.data.loader import AHEAD, WindowSource, batches
 from train.data.manifest import HELDOUT, TRAIN
-from train.data.windows import PackedWindows, Windows, check_enough, make_windows
+from train.data.windows import Windows, check_enough
 from train.head.calibrate import calibrate
 from train.head.engines import published_json
 from train.head.evaluation import HeadEvaluator, HeldOut, evaluation_trees, held_out_prompts
@@ -108,7 +108,7 @@ def train_head(
         for budget in recipe.evaluation.budgets:
             trees = evaluation_trees(beginning.config, recipe.evaluation, budget)
             trees.check(target.config, beginning.config.depth)
-    windows = make_windows(documents, recipe.window, recipe.seed, packing=recipe.packing)
+    windows = Windows(documents, recipe.window, recipe.seed if recipe.packing else None)
     check_enough(windows, recipe.fit.batch)
     run = _HeadRun(work, recipe, frozen, mesh, beginning, held)
     folder, mark = work / "draft_head", work / "evaluation.json"
@@ -225,7 +225,7 @@ class _HeadRun:
         """The head's weights from the trained parameters."""
         return self.assemble(weights, self.trainee.frozen)
 
-    def target_states(self, windows: Windows | PackedWindows) -> TargetStates:
+    def target_states(self, windows: Windows) -> TargetStates:
         """The cache of the target's states of all windows; computes nothing yet."""
         config, target = self.beginning.config, self.evaluator.target.config
         width = target.hidden_size * (1 + len(config.tap_layers))

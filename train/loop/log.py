@@ -72,8 +72,7 @@ class TrainingLog:
         """
         self._files = _Files(folder, kept_steps, trackers) if main else None
         self._pending: list[tuple[int, Record, int]] = []
-        self._step, self._loss = kept_steps, math.nan
-        self._since, self._pausing = time.perf_counter(), False
+        self._loss, self._since = math.nan, time.perf_counter()
 
     def add(self, step: int, metrics: Mapping[str, Any], tokens: int) -> None:
         """Queues the metrics of a step, whose computation may still run.
@@ -82,23 +81,8 @@ class TrainingLog:
             step: The step's number, greater than all before it.
             metrics: Scalars and short vectors, as device arrays or numbers, including "loss".
             tokens: Tokens of the step's windows, including padding, in all processes.
-
-        Raises:
-            ValueError: The step is not above the last one, there is no loss, or the log adds a metric of that
-                name itself.
-            RuntimeError: The log is paused.
         """
-        if step <= self._step:
-            raise ValueError(f"step {step} comes after step {self._step}; steps are logged in order, once")
-        if "loss" not in metrics:
-            raise ValueError(
-                f"the metrics of step {step} have no loss, only {', '.join(metrics) or 'nothing'}"
-            )
-        _check_names(metrics, ("step", *MEASURED, *map(_rate, COUNTED)))
-        if self._pausing:
-            raise RuntimeError(f"step {step} was added while the log was paused, so it would have no time")
         self._pending.append((step, dict(metrics), tokens))
-        self._step = step
 
     def flush(self) -> float:
         """Waits for pending steps and writes them.
@@ -124,7 +108,7 @@ class TrainingLog:
             # JAX sorts the keys of dictionaries; the file keeps the given order.
             record = {name: values[name] for name in metrics} | dict(zip(MEASURED, measured, strict=True))
             counted = [name for name in COUNTED if name in values]
-            record |= {_rate(name): round(int(values[name]) / seconds, 1) for name in counted}
+            record |= {f"{name}_per_second": round(int(values[name]) / seconds, 1) for name in counted}
             rows.append(("train", step, record))
         self._write(rows)
         # A step that failed stays pending, so that a later flush raises again.
@@ -145,9 +129,7 @@ class TrainingLog:
 
         Raises:
             NonFiniteLoss: As by `flush`.
-            ValueError: The record has a key "step".
         """
-        _check_names(record, ("step",))
         self.flush()
         self._write([(kind, step, dict(record))])
 
@@ -159,14 +141,9 @@ class TrainingLog:
             NonFiniteLoss: As by `flush`, which is called first.
         """
         self.flush()
-        begun, outer = time.perf_counter(), self._pausing
-        self._pausing = True
-        try:
-            yield
-        finally:
-            self._pausing = outer
-            if not outer:
-                self._since += time.perf_counter() - begun
+        begun = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - begun
 
     def __enter__(self) -> "TrainingLog":
         return self
@@ -187,10 +164,6 @@ class TrainingLog:
     def _write(self, rows: Sequence[tuple[str, int, Record]]) -> None:
         if self._files is not None and rows:
             self._files.write([(kind, step, _plain(record)) for kind, step, record in rows])
-
-
-def _rate(name: str) -> str:
-    return f"{name}_per_second"
 
 
 def _failure(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
@@ -290,11 +263,6 @@ def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:
 
 def _no_number(token: str) -> None:
     raise ValueError(f"{token} is not JSON")
-
-
-def _check_names(record: Mapping[str, Any], reserved: Sequence[str]) -> None:
-    if taken := [name for name in reserved if name in record]:
-        raise ValueError(f"the log itself writes {', '.join(taken)}; use other names")
 
 
 def _plain(value: Any) -> Any:

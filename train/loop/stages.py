@@ -86,18 +86,6 @@ def _add_seconds(path: Path, name: str, seconds: float) -> None:
         write_json(path, {**known, name: round(known.get(name, 0.0) + seconds, 1)})
 
 
-#: Settings that recipes of earlier versions lack, with the behaviour of those versions.
-LATER = {
-    "mesh.expert": 1,
-    "mesh.tensor": 1,
-    "packing": False,
-    "objective.smoothing": 0.5,
-    "evaluation.temperatures": [0.0],
-    "stored": "bfloat16",
-    "calibration": None,
-}
-
-
 def claim(work: Path, settings: Mapping[str, Any], file: str = "recipe.json") -> None:
     """Claims a work folder for some settings, which are stored there in a file.
 
@@ -110,13 +98,6 @@ def claim(work: Path, settings: Mapping[str, Any], file: str = "recipe.json") ->
         write_json(path, given)
         return
     here, there = dotted(given), dotted(read_json(path))
-    for name in here.keys() - there.keys():
-        parts = name.split(".")
-        # A head's recipe may be part of a larger one.
-        if known := {parts[-1], ".".join(parts[-2:])} & LATER.keys():
-            there[name] = LATER[known.pop()]
-        elif parts[-2:-1] == ["calibration"] and "calibration" not in there:
-            there[name] = here[name]  # a last step, which changes nothing that was begun
     differing = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
     if differing:
         listed = "; ".join(f"{name}: {there.get(name)} there, {here.get(name)} here" for name in differing)

@@ -157,7 +157,6 @@ def train(
 
             def evaluated(step: int, best: Best) -> Best:
                 """Evaluates the weights, and returns the best so far."""
-                log.flush()
                 with log.paused():
                     bar.set_description(f"{label}, evaluating")
                     record, score = evaluate(state.weights)

@@ -14,28 +14,23 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from jetspec_jax.cache.block import causal_bits
-from jetspec_jax.models.layers import KV, History, Mix
+from jetspec_jax.models.layers import KV, History
 from pallas_kernels.tree_attention import tree_attention
 
 Implementation = Literal["cudnn", "xla"]
 
 
-def causal_attend(
-    implementation: Implementation | None = None, starts: Int[Array, "B T"] | None = None
-) -> Mix:
+@dataclass(frozen=True)
+class CausalAttend:
     """Causal attention within documents, by JAX's `dot_product_attention`.
 
-    Args:
+    Attributes:
         implementation: "cudnn", "xla", or None for the best that this device and dtype support.
         starts: For packed sequences; None is one document per sequence.
     """
-    return _CausalAttend(implementation, starts)
 
-
-@dataclass(frozen=True)
-class _CausalAttend:
-    implementation: Implementation | None
-    starts: Array | None
+    implementation: Implementation | None = None
+    starts: Int[Array, "B T"] | None = None
 
     def __call__(
         self,
@@ -47,6 +42,7 @@ class _CausalAttend:
         window: int | None,
         sinks: Float[Array, "H"] | None = None,
     ) -> Float[Array, "B T H E"]:
+        """See `Mix`."""
         if sinks is not None:
             return with_sinks(q, kv, scale=scale, window=window, sinks=sinks, starts=self.starts)
         starts, mask = self.starts, None

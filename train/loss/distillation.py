@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import Weights, bind
 from jetspec_jax.models.transformer import Transformer
-from train.loss.attention import best_implementation, causal_attend
+from train.loss.attention import CausalAttend, best_implementation
 from train.loss.blocks import Lessons, count_anchors, draft_blocks, learnable, lessons, sample_anchors
 from train.loss.objectives import (
     Count,
@@ -161,7 +161,7 @@ def _states(
     def states(target: Transformer, tokens: Array, starts: Array | None = None) -> tuple[Array, Array]:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
         positions = positions if starts is None else positions - starts
-        attend = causal_attend(implementation, starts)
+        attend = CausalAttend(implementation, starts)
         out = target(tokens, positions, attend, taps=head_config.tap_layers)
         return out.hidden, out.taps
 

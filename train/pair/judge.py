@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from jetspec_jax import Completion, Head, SamplingParams, Target
-from jetspec_jax.checkpoint.files import replacing
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.engine.admission import make_requests
 from jetspec_jax.engine.batch import Kind
@@ -29,6 +27,7 @@ from jetspec_jax.progress import Progress
 from train.data.holdout import hold_out
 from train.data.prompt_filters import same_words
 from train.data.regenerate import document_seed
+from train.loop.plot import save
 from train.pair.recipe import LEAST_CALIBRATED, LEAST_JUDGED, PairRecipe
 
 #: Why a held-out prompt is not judged.
@@ -251,8 +250,4 @@ def draw_judgement(report: Mapping[str, Any], name: str, path: Path) -> None:
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8)
-    with (
-        matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jetspec-jax"}),
-        replacing(path) as partial,
-    ):
-        figure.savefig(partial, format="svg", metadata={"Date": None})
+    save(figure, path)

@@ -165,21 +165,6 @@ def test_threads_end_with_the_iterator(documents):
     until(lambda: not reading_threads(), reading_threads)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"batch": 0}, "at least 1 window"),
-        ({"seed": -1}, r"0\.\.2\*\*32 - 1"),
-        ({"seed": 2**32}, r"0\.\.2\*\*32 - 1"),
-        ({"process_index": 2, "process_count": 2}, r"process 2 is none of 2"),
-        ({"process_index": -1}, "process -1 is none of 1"),
-    ],
-)
-def test_settings_out_of_range(documents, changes, message):
-    with pytest.raises(ValueError, match=message):
-        batches(Windows(documents, WINDOW), **{"batch": 2, "seed": 0, **changes})
-
-
 def test_nothing_to_learn(tmp_path, documents):
     with pytest.raises(ValueError, match="at least 2 tokens, not 1"):
         Windows(documents, 1)

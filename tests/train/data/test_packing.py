@@ -13,7 +13,7 @@ from train.data.documents import Documents
 from train.data.loader import batches
 from train.data.packing import pack
 from train.data.records import Document
-from train.data.windows import PackedWindows, Windows, check_enough
+from train.data.windows import Windows, check_enough
 
 WINDOW = 16
 
@@ -69,14 +69,8 @@ def test_short_documents_fill_their_windows():
     assert lengths.sum() / (2048 * (len(packed.first) - 1)) > 0.99
 
 
-@pytest.mark.parametrize("lengths", [[4, 0], [4, 17]])
-def test_a_piece_that_cannot_be_packed_is_refused(lengths):
-    with pytest.raises(ValueError, match=r"must have 1\.\.16 tokens"):
-        pack(np.array(lengths), 16, 0)
-
-
 def test_each_token_of_a_kept_document_lies_in_one_window_and_documents_stay_whole(documents):
-    windows = PackedWindows(documents, WINDOW, 3)
+    windows = Windows(documents, WINDOW, 3)
     alone = Windows(documents, WINDOW)
     pieces = sorted(tuple(w["tokens"][: w["real"]].tolist()) for w in (alone[i] for i in range(len(alone))))
     found, learnt = [], 0
@@ -103,7 +97,7 @@ def test_each_token_of_a_kept_document_lies_in_one_window_and_documents_stay_who
 @pytest.mark.parametrize("taken", [0, 7])
 def test_a_position_and_the_parts_of_processes_give_the_same_batches(documents, taken):
     def start(**part):
-        iterator = batches(PackedWindows(documents, WINDOW, 5), seed=5, **part)
+        iterator = batches(Windows(documents, WINDOW, 5), seed=5, **part)
         made.append(iterator)
         return iterator
 
@@ -127,7 +121,7 @@ def test_a_position_and_the_parts_of_processes_give_the_same_batches(documents, 
 
 
 def test_fewer_windows_than_a_batch_are_refused_with_the_remedies(documents):
-    windows = PackedWindows(documents, WINDOW, 0)
+    windows = Windows(documents, WINDOW, 0)
     check_enough(windows, len(windows))
     with pytest.raises(ValueError, match=rf"leaves {len(windows)} windows .* fit\.batch to at most"):
         check_enough(windows, len(windows) + 1)

@@ -218,8 +218,9 @@ class TestDocuments:
         if template is not None:
             tokenizer.chat_template = template
         encoder = Encoder(tokenizer)
-        document = encoder.document(chat(*messages))
-        turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+        [document] = encoder.documents(chat(*messages))
+        taught = messages if messages[-1]["role"] == "assistant" else messages[:-1]
+        turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in taught)
         assert document.tokens.tolist() == tokenizer.encode(turns, add_special_tokens=False)
         expected = [m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant"]
         assert answers(encoder, document) == expected
@@ -227,7 +228,7 @@ class TestDocuments:
     def test_answers_without_an_end_of_turn_token(self, tokenizer):
         tokenizer.chat_template = PLAIN_TEMPLATE
         encoder = Encoder(tokenizer)
-        document = encoder.document(chat(USER, {"role": "assistant", "content": "x"}, USER))
+        [document] = encoder.documents(chat(USER, {"role": "assistant", "content": "x"}, USER))
         assert answers(encoder, document) == [" x\n\n"]
 
     def test_the_end_of_sequence_ends_a_turn_where_it_is_no_special_token(self, tokenizer):
@@ -238,26 +239,24 @@ class TestDocuments:
         [end] = tokenizer.encode(";", add_special_tokens=False)
         conversation = chat(USER, {"role": "assistant", "content": "x"})
         whole, cut = Encoder(tokenizer), Encoder(tokenizer, end_ids=(end,))
-        assert answers(whole, whole.document(conversation)) == ["x;\n"]
-        assert answers(cut, cut.document(conversation)) == ["x;"]
+        assert answers(whole, *whole.documents(conversation)) == ["x;\n"]
+        assert answers(cut, *cut.documents(conversation)) == ["x;"]
 
     def test_of_a_text_all_but_the_first_token(self, tokenizer):
-        document = Encoder(tokenizer).document(Entry("f:3", "text", "import os\n"))
+        [document] = Encoder(tokenizer).documents(Entry("f:3", "text", "import os\n"))
         assert document.tokens.tolist() == tokenizer.encode("import os\n")
         assert document.learn.tolist() == [False] + [True] * (len(document.tokens) - 1)
 
     def test_a_template_that_drops_thoughts(self, tokenizer):
         tokenizer.chat_template = FORGETFUL_TEMPLATE
         thinking = Encoder(tokenizer, template_arguments={"think": True})
-        assert answers(thinking, thinking.document(chat(USER, ANSWER))) == [
-            "# hm\n" + ANSWER["content"] + "<|im_end|>"
-        ]
-        with pytest.raises(
-            ValueError, match="f:3: the chat template writes message 1 differently once others"
-        ):
-            thinking.document(chat(USER, ANSWER, *SECOND))
+        expected = ["# hm\n" + ANSWER["content"] + "<|im_end|>"]
+        assert answers(thinking, *thinking.documents(chat(USER, ANSWER))) == expected
+        first, second = thinking.documents(chat(USER, ANSWER, *SECOND))
+        assert answers(thinking, first) == expected
+        assert len(answers(thinking, second)) == 1
         silent = Encoder(tokenizer, template_arguments={"think": False})
-        assert len(answers(silent, silent.document(chat(USER, ANSWER, *SECOND)))) == 2
+        assert len(answers(silent, *silent.documents(chat(USER, ANSWER, *SECOND)))) == 2
 
 
 class TestRefusals:
@@ -267,12 +266,12 @@ class TestRefusals:
             ("prompt", chat(ANSWER), "no message stands before"),
             ("prompt", chat(SYSTEM), "a message of the system stands before"),
             ("prompt", chat(USER, ANSWER, ANSWER), "a message of the assistant stands before"),
-            ("document", chat(USER), "a document without assistant tokens"),
-            ("document", chat(ANSWER, USER), "the conversation begins with the assistant"),
-            ("document", Entry("f:3", "prompt", "x = "), 'a "prompt" has no continuation'),
+            ("documents", chat(USER), "a document without assistant tokens"),
+            ("documents", chat(ANSWER, USER), "the conversation begins with the assistant"),
+            ("documents", Entry("f:3", "prompt", "x = "), 'a "prompt" has no continuation'),
             # The newline of the header and those of the answer are one token.
             (
-                "document",
+                "documents",
                 chat(USER, {"role": "assistant", "content": "\nx = 1"}),
                 "where message 1 begins or ends, a token spans both sides",
             ),
@@ -282,7 +281,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match=f"f:3: {message}"):
             getattr(Encoder(tokenizer), form)(entry)
 
-    @pytest.mark.parametrize("form", ["prompt", "document"])
+    @pytest.mark.parametrize("form", ["prompt", "documents"])
     @pytest.mark.parametrize(
         ("template", "message"),
         [

@@ -113,10 +113,10 @@ def test_arguments_of_a_conversation_reach_its_template(encoder):
     template = "{{ word }}" + LLAMA
     encoder.tokenizer.chat_template = template
     entry = Entry("f:3", "messages", TALK[:2], template_arguments={"word": "w"})
-    assert marked(encoder, encoder.document(entry)).startswith("w<|im_start|>user")
+    assert marked(encoder, *encoder.documents(entry)).startswith("w<|im_start|>user")
     reserved = Entry("f:3", "messages", TALK[:2], template_arguments={"tokenize": True})
     with pytest.raises(ValueError, match="f:3: tokenize cannot be template arguments"):
-        encoder.document(reserved)
+        encoder.documents(reserved)
 
 
 def test_a_completion_is_learnt_after_its_prompt(encoder):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.train.head.tiny import write_documents
 from train.data.documents import Documents
-from train.data.windows import PackedWindows, make_windows
+from train.data.windows import Windows
 from train.head import target_states
 from train.head.target_states import TargetStates, check_bound
 from train.loop.stages import Deadline, OutOfTime
@@ -24,9 +24,9 @@ def documents(tmp_path_factory):
     return Documents.open(write_documents(tmp_path_factory.mktemp("data") / "documents"))
 
 
-@pytest.fixture(params=[True, False], ids=["packed", "alone"])
+@pytest.fixture(params=[3, None], ids=["packed", "alone"])
 def windows(request, documents):
-    return make_windows(documents, WINDOW, 3, packing=request.param)
+    return Windows(documents, WINDOW, request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +119,7 @@ def test_states_of_another_type_or_of_other_windows_are_not_read(tmp_path, windo
     assert target.calls == calls
     # Documents of the same lengths that were made again, with other tokens.
     other = Documents.open(write_documents(tmp_path / "documents", vocab_size=20))
-    again = make_windows(other, WINDOW, 3, packing=isinstance(windows, PackedWindows))
+    again = Windows(other, WINDOW, windows.seed)
     assert len(again) == len(windows)
     stored(folder, again, "float16").make(target, BATCH, Deadline())
     assert target.calls == 2 * calls

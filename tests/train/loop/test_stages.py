@@ -54,26 +54,3 @@ def test_a_damaged_recipe_is_named(tmp_path, damage):
     (tmp_path / "recipe.json").write_bytes(damage)
     with pytest.raises(ValueError, match=r"recipe\.json (is not valid JSON|must hold a JSON object)"):
         claim(tmp_path, {"seed": 0})
-
-
-def test_a_folder_of_an_earlier_version_goes_on(tmp_path):
-    (tmp_path / "recipe.json").write_text(json.dumps({"mesh": {"data": -1, "fsdp": 2}}))
-    claim(tmp_path, {"mesh": {"data": -1, "fsdp": 2, "expert": 1, "tensor": 1}})
-    with pytest.raises(ValueError, match=r"\(mesh\.tensor: 1 there, 2 here\)"):
-        claim(tmp_path, {"mesh": {"data": -1, "fsdp": 2, "expert": 1, "tensor": 2}})
-
-
-def test_folders_from_before_temperatures_were_evaluated_greedily(tmp_path):
-    (tmp_path / "recipe.json").write_text(json.dumps({"head": {"evaluation": {"width": 7}}}))
-    claim(tmp_path, {"head": {"evaluation": {"width": 7, "temperatures": (0.0,)}}})
-    with pytest.raises(
-        ValueError, match=r"\(head.evaluation.temperatures: \[0.0\] there, \[0.0, 0.7\] here\)"
-    ):
-        claim(tmp_path, {"head": {"evaluation": {"width": 7, "temperatures": (0.0, 0.7)}}})
-
-
-def test_folders_from_before_packing_were_not_packed(tmp_path):
-    (tmp_path / "recipe.json").write_text(json.dumps({"window": 8, "head": {"window": 8}}))
-    claim(tmp_path, {"window": 8, "packing": False, "head": {"window": 8, "packing": False}})
-    with pytest.raises(ValueError, match=r"\(packing: False there, True here\)"):
-        claim(tmp_path, {"window": 8, "packing": True, "head": {"window": 8, "packing": False}})

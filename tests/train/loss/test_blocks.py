@@ -11,7 +11,7 @@ from jetspec_jax import draft_logits
 from jetspec_jax.models import bind
 from tests.decode.tiny import TINY, random_head, random_target
 from tests.marks import wide
-from train.loss.attention import causal_attend
+from train.loss.attention import CausalAttend
 from train.loss.blocks import draft_blocks, lessons, sample_anchors
 
 B, T, K = 2, 10, 4
@@ -35,7 +35,7 @@ def block_logits(pair):
     def compute(weights, tokens, anchors, remat):
         module = bind(target.config, target.weights)
         positions = jnp.broadcast_to(jnp.arange(T)[None, :], tokens.shape)
-        out = module(tokens, positions, causal_attend(), taps=head.config.tap_layers)
+        out = module(tokens, positions, CausalAttend(), taps=head.config.tap_layers)
         bound = bind(head.config, weights)
         hidden = draft_blocks(bound, module, tokens, out.taps, anchors, remat=remat)[:, :, 1:]
         b, a, d, m = hidden.shape

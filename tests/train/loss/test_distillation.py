@@ -12,7 +12,7 @@ from jetspec_jax import logits
 from jetspec_jax.models import abstract, bind, weights_of
 from tests.decode.tiny import TINY, head_config, random_head, random_target
 from tests.marks import wide
-from train.loss.attention import causal_attend
+from train.loss.attention import CausalAttend
 from train.loss.blocks import draft_blocks, sample_anchors
 from train.loss.distillation import distillation_loss
 from train.loss.objectives import Objective
@@ -58,7 +58,7 @@ def drafts(target, heads):
         def compute(weights):
             module = bind(target.config, target.weights)
             places = jnp.broadcast_to(jnp.arange(T)[None, :], TOKENS.shape)
-            out = module(BATCH["tokens"], places, causal_attend(), taps=head.config.tap_layers)
+            out = module(BATCH["tokens"], places, CausalAttend(), taps=head.config.tap_layers)
             bound = bind(head.config, weights)
             hidden = draft_blocks(bound, module, BATCH["tokens"], out.taps, places)[:, :, 1:]
             flat = module.logits(hidden.reshape(B, T * (K - 1), -1))

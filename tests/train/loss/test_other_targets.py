@@ -10,7 +10,7 @@ import pytest
 from jetspec_jax import draft_logits
 from jetspec_jax.models import bind
 from tests.decode.tiny import HYBRID, TINY, random_head, random_target
-from train.loss.attention import causal_attend
+from train.loss.attention import CausalAttend
 from train.loss.blocks import draft_blocks
 
 CAP = 3.0
@@ -56,7 +56,7 @@ def drafts_in_training(target, head):
     def blocks(weights, head_weights):
         model, module = bind(target.config, weights), bind(head.config, head_weights)
         positions = jnp.broadcast_to(jnp.arange(IDS.shape[1])[None, :], IDS.shape)
-        taps = model(jnp.asarray(IDS), positions, causal_attend(), taps=head.config.tap_layers).taps
+        taps = model(jnp.asarray(IDS), positions, CausalAttend(), taps=head.config.tap_layers).taps
         anchors = jnp.full((2, 1), IDS.shape[1] - 1, jnp.int32)
         hidden = draft_blocks(module, model, jnp.asarray(IDS), taps, anchors)[:, 0, 1:]
         return model.logits(hidden, capped=head.config.capped_logits)

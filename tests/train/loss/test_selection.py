@@ -13,7 +13,7 @@ from jetspec_jax.config import SelectorConfig
 from jetspec_jax.models import bind
 from tests.decode.tiny import TINY, head_config, random_target, random_weights
 from tests.train.loss.test_distillation import ANCHORS, BATCH, KEY, LEARN, TOKENS, B, K, T
-from train.loss.attention import causal_attend
+from train.loss.attention import CausalAttend
 from train.loss.blocks import draft_blocks, sample_anchors
 from train.loss.objectives import Objective
 from train.loss.selection import SELECTION_LOSSES, Choices, selected_rows, selection_loss
@@ -107,7 +107,7 @@ def drafts(pair):
     def compute(weights):
         module = bind(target.config, target.weights)
         places = jnp.broadcast_to(jnp.arange(T)[None, :], TOKENS.shape)
-        out = module(BATCH["tokens"], places, causal_attend(), taps=config.tap_layers)
+        out = module(BATCH["tokens"], places, CausalAttend(), taps=config.tap_layers)
         head = bind(config, weights)
         hidden = draft_blocks(head, module, BATCH["tokens"], out.taps, places)[:, :, 1:]
         return hidden, module.logits(hidden.reshape(B, T * (K - 1), -1)).reshape(B, T, K - 1, -1)
