@@ -10,16 +10,17 @@ Shapes: A anchors, D draft depth, K candidates, G scales.
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from jetspec_jax.checkpoint.files import replacing
 from jetspec_jax.config import SCALE_BANDS, DraftScales
 from train.head.replay import Drafts
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 #: The scales whose likelihoods are computed; between them its logarithm is a parabola of the scale's.
 SCALES = tuple(2 ** (step / 3) for step in range(-6, 7))
@@ -158,6 +159,8 @@ def table_of(curves: Sequence[Curve]) -> list[dict[str, object]]:
 
 def draw_calibration(panels: Mapping[str, Sequence[Curve]], path: Path, title: str) -> None:
     """Writes a picture: a panel for each name, with a curve of observed shares for some depths."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(4.2 * len(panels), 4.4), layout="constrained")
     figure.suptitle(title)
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
@@ -167,7 +170,7 @@ def draw_calibration(panels: Mapping[str, Sequence[Curve]], path: Path, title: s
         figure.savefig(temporary, format=path.suffix.removeprefix(".") or "png")
 
 
-def _panel(axis: Axes, name: str, curves: Sequence[Curve]) -> None:
+def _panel(axis: "Axes", name: str, curves: Sequence[Curve]) -> None:
     axis.plot([0, 1], [0, 1], color="0.7", linewidth=1)
     for depth in (1, 2, 4, 8, 16):
         if depth > len(curves):
