@@ -177,7 +177,8 @@ def random_head(config: DraftHeadConfig, seed: int) -> Weights:
 def head_of_target(config: DraftHeadConfig, target: Target) -> Weights:
     """Initial weights copied from evenly spaced layers of the target, including its last layer.
 
-    The projection averages the taps, so the head's context features are close to those layers' inputs.
+    The projection averages the taps, so the head's context features are close to those layers' inputs. Norms
+    of queries and keys that the target lacks are ones; biases of its attention are left out.
 
     Raises:
         ValueError: The head's layers have other shapes than the target's, or the head has more layers.
@@ -190,7 +191,9 @@ def head_of_target(config: DraftHeadConfig, target: Target) -> Weights:
     width, taps = config.layers.hidden_size, len(config.tap_layers)
     given = {
         **random,  # keeps the feature norm, all ones
-        "layers": {i: _whole_layer(target, layer) for i, layer in enumerate(chosen)},
+        "layers": {
+            i: _as_qwen3(_whole_layer(target, layer), random["layers"][i]) for i, layer in enumerate(chosen)
+        },
         "norm": jax.tree.map(np.asarray, target.weights["norm"]),
         "fc": jnp.tile(jnp.eye(width, dtype=jnp.float32) / taps, (taps, 1)),
     }
@@ -212,6 +215,13 @@ def head_of_target(config: DraftHeadConfig, target: Target) -> Weights:
         )
     # Copied, because training donates the weights.
     return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), given)
+
+
+def _as_qwen3(layer: Weights, random: Weights) -> Weights:
+    """A layer with the norms of queries and keys of a random one, if it has none, and without biases."""
+    norms = {name: random["self_attn"][name] for name in ("q_norm", "k_norm")}
+    kept = {name: part for name, part in layer["self_attn"].items() if not name.endswith("_bias")}
+    return {**layer, "self_attn": {**norms, **kept}}
 
 
 def _whole_layer(target: Target, number: int) -> Weights:

@@ -107,6 +107,23 @@ def test_a_head_that_begins_as_the_target_has_its_layers_and_its_norm(target):
     )
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_norms_that_the_target_lacks_are_ones_and_its_biases_are_left_out(bias):
+    layers = tuple(dataclasses.replace(layer, qkv_bias=bias) for layer in TINY.layers)
+    config = dataclasses.replace(TINY, model_type="qwen2" if bias else "llama", layers=layers)
+    target = random_target(config, 0, tokenizer=word_tokenizer(TINY.vocab_size))
+    begun = begin_head(target, shape(start="target"), None, 0)
+    for layer, own in begun.weights["layers"].items():
+        there = {**target.weights["layers"][layer]["self_attn"]}
+        assert (there.pop("qkv_bias", None) is not None) == bias
+        attention = {**own["self_attn"]}
+        for name in ("q_norm", "k_norm"):
+            np.testing.assert_array_equal(attention.pop(name)["weight"], 1)
+        same(attention, there)
+        same(own["mlp"], target.weights["layers"][layer]["mlp"])
+    assert np.isfinite(draft_logits(target, Head(begun.config, begun.weights), [[1, 2, 3]])).all()
+
+
 def test_a_quantised_target_gives_widened_layers_and_is_named_in_the_head_s_config(target, tmp_path):
     config = dataclasses.replace(TINY, quantization=BLOCKS)
     quantised = dataclasses.replace(target, config=config, weights=quantised_weights(config, 0))
