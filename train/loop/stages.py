@@ -50,6 +50,10 @@ Stage = Callable[[], None]
 
 #: The seconds of each stage in all runs together, without those that were killed.
 SECONDS = "seconds.json"
+#: The folder of the marks of finished stages.
+DONE = "done"
+# Differences of recipes in an error.
+_MOST_SHOWN = 5
 
 
 def run_stages(work: Path, stages: dict[str, Stage], deadline: Deadline) -> None:
@@ -58,7 +62,7 @@ def run_stages(work: Path, stages: dict[str, Stage], deadline: Deadline) -> None
     Raises:
         OutOfTime: The limit was reached; the message lists the remaining stages.
     """
-    marks = work / "done"
+    marks = work / DONE
     marks.mkdir(parents=True, exist_ok=True)
     for name, stage in stages.items():
         mark = marks / name
@@ -100,9 +104,12 @@ def claim(work: Path, settings: Mapping[str, Any], file: str = "recipe.json") ->
     here, there = dotted(given), dotted(read_json(path))
     differing = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
     if differing:
-        listed = "; ".join(f"{name}: {there.get(name)} there, {here.get(name)} here" for name in differing)
+        # What holds others of them comes first.
+        shown = sorted(differing, key=lambda name: name.count("."))[:_MOST_SHOWN]
+        listed = "; ".join(f"{name}: {there.get(name)} there, {here.get(name)} here" for name in shown)
+        more = f"; {len(differing) - len(shown)} more" if len(differing) > len(shown) else ""
         raise ValueError(
-            f"{work} was made with another recipe ({listed}); give the same settings (--set NAME=VALUE) or "
+            f"{work} was made with another recipe ({listed}{more}); give the same options and settings, or "
             "name another folder"
         )
 

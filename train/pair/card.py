@@ -49,6 +49,10 @@ def card_of(
     others = "; ".join(f"{count} {reason}" for reason, count in report["prompts_not_judged"].items() if count)
     vllm = {"method": "dflash", "model": f"FOLDER/{WITHOUT_SELECTOR}", "num_speculative_tokens": depth}
     named = "name no licence: see its page before you share this head"
+    evaluated = ""
+    if prompts["evaluated"]:
+        sets = ", ".join(prompts["evaluated"])
+        evaluated = f", among them all that share {prompts['run']} words in a row with a text of {sets}"
     front = []
     if licence is not None:
         named = f"name the licence {licence}"
@@ -60,11 +64,11 @@ def card_of(
         *front,
         f"# A draft head for {target}",
         "",
-        "Made by `python -m train pair` of jetspec-jax. It makes decoding faster and changes no token.",
+        "Made by `python -m train pair` of jetspec-jax. A draft head changes no token that is decoded.",
         "",
         f"```sh\njetspec-jax serve --model {target} --draft-head FOLDER --budget {budget}\n```",
         "",
-        *(["On the device below plain decoding was as fast as trees.", ""] if budget == 1 else []),
+        *(["On the device below plain decoding was as fast as trees, or faster.", ""] if budget == 1 else []),
         f"`{WITHOUT_SELECTOR}/` has the head alone, for vLLM and SGLang, whose selectors differ:",
         "",
         f"```sh\nvllm serve {target} --speculative-config '{json.dumps(vllm)}'\n```",
@@ -79,8 +83,7 @@ def card_of(
         "## Training",
         "",
         f"There were {sum(kept.values()):,} prompts, held-out ones included ({_listed(kept)}). "
-        f"{sum(dropped.values()):,} others were dropped, among them all that share {prompts['run']} words in "
-        "a row with an evaluated text.",
+        f"{sum(dropped.values()):,} others were dropped{evaluated}; {prompts['left_out']:,} were not needed.",
         "",
         "## Licence",
         "",

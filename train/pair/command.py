@@ -86,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> int:
     print("seconds by stage: " + ", ".join(f"{name} {value:.0f}" for name, value in seconds.items()))
     print(f"the head is in {folder}, and its figures are in README.md there and in {work / 'judge.svg'}")
     if budget == 1:
-        print("on this device plain decoding is as fast for one prompt at a time")
+        print("on this device plain decoding is as fast or faster for one prompt at a time")
     else:
         print(f"to serve it: jetspec-jax serve --model {target} --draft-head {folder} --budget {budget}")
     return 0

@@ -25,6 +25,7 @@ from train.data.given import write_given
 from train.data.mixing import mix_counts
 from train.data.records import Document
 from train.data.regenerate import Prompts, regenerate, regeneration_settings
+from train.head.recipe import HeadRecipe
 from train.head.training import train_head
 from train.loop.log import read_log
 from train.loop.stages import Deadline, fresh
@@ -229,8 +230,8 @@ def cost_of(recipe: PairRecipe, rates: Rates, head: DraftHeadConfig, given: Sequ
     seconds = {
         "prompts": _written(recipe) / rates.tokens,
         "answers": answers / rates.tokens + begin,
-        "head": recipe.head.fit.steps * rates.step + 3 * begin,
-        "selector": recipe.selector.fit.steps * rates.step + 2 * begin,
+        "head": recipe.head.fit.steps * rates.step + 3 * begin + _evaluating(recipe.head, rates),
+        "selector": recipe.selector.fit.steps * rates.step + 2 * begin + _evaluating(recipe.selector, rates),
         # Texts, and fifteen passes over them at a fraction of the speed of training.
         "calibrate": calibrated / rates.tokens + 300 * rates.step + 2 * begin,
         # Plainly, and with the trees of each budget, about twice as fast.
@@ -243,10 +244,25 @@ def cost_of(recipe: PairRecipe, rates: Rates, head: DraftHeadConfig, given: Sequ
     return Cost({name: value / 60 for name, value in seconds.items()}, disk)
 
 
+def _evaluating(part: HeadRecipe, rates: Rates) -> float:
+    """Seconds of a training's evaluations: a tree's rows take as long as tokens of many texts together."""
+    evaluation, times = part.evaluation, -(-part.fit.steps // part.fit.evaluate_every)
+    # A round commits two tokens or more.
+    rounds = evaluation.prompts * evaluation.new_tokens * len(evaluation.temperatures) / 2
+    return times * rounds * sum(evaluation.budgets) / rates.tokens
+
+
 def fitted(
-    recipe: PairRecipe, rates: Rates, head: DraftHeadConfig, given: Sequence[int], minutes: float
+    recipe: PairRecipe,
+    rates: Rates,
+    head: DraftHeadConfig,
+    given: Sequence[int],
+    minutes: float,
+    spent: float,
 ) -> PairRecipe:
-    """The recipe scaled so that its stages take so many minutes; the other arguments are those of `cost_of`.
+    """The recipe scaled so that its stages take so many minutes, of which some are spent.
+
+    The other arguments are those of `cost_of`.
 
     Raises:
         ValueError: The time is too short even for the smallest recipe.
@@ -256,14 +272,14 @@ def fitted(
         return sum(cost_of(scaled(recipe, factor), rates, head, given).minutes.values())
 
     low, high = 0.0, 8.0
-    if (least := minutes_of(low)) > minutes:
+    if spent + (least := minutes_of(low)) > minutes:
         raise ValueError(
-            f"{minutes:g} minutes are too few: the smallest recipe takes about {math.ceil(least)} on this "
-            "device; give --total-minutes that many"
+            f"{minutes:g} minutes are too few: this check took {spent:.1f}, and the smallest recipe takes "
+            f"about {math.ceil(least)} more on this device; give --total-minutes {math.ceil(spent + least)}"
         )
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if minutes_of(middle) <= minutes else (low, middle)
+        low, high = (middle, high) if spent + minutes_of(middle) <= minutes else (low, middle)
     return scaled(recipe, low)
 
 

@@ -196,15 +196,18 @@ def default_table(
     # A step of the selector moves scores by the width and the root of the rank.
     selector_rate = 1.4 / (width * rank**0.5)
     of_target = {
-        "head": {"head": {"start": "checkpoint"} if begun else head},
+        "head": {
+            "head": {"start": "checkpoint"} if begun else head,
+            "evaluation": {"budgets": [16, 64] if gpu else [8, 16]},
+        },
         "selector": {"selector": {"rank": min(rank, vocab), "candidates": min(16, vocab)}},
         "judgement": {"budgets": [16, 64, 128] if gpu else [8, 16]},
         "slots": (256 if width < 2048 else 128) if gpu else 32,
     }
     prompt = chosen_or(Filters.max_tokens, "filters.max_tokens")
-    # The template takes up to 64 tokens. Given prompts and documents may be long.
+    # The template takes up to 64 tokens. Given prompts may be long.
     longest = prompt + chosen_or(PairRecipe.max_tokens, "max_tokens") + 64
-    window = max(1 << (longest - 1).bit_length(), 2048 if given or chosen.get("documents") else 512)
+    window = max(1 << (longest - 1).bit_length(), 2048 if given else 512)
     for name, peak in (("head", rate), ("selector", selector_rate)):
         window = chosen_or(window, f"{name}.window")  # the selector's is the head's
         # A batch has 16,384 tokens.
@@ -275,8 +278,14 @@ def with_steps(recipe: PairRecipe, head: int, selector: int) -> PairRecipe:
 
     def fitted(fit: Fit, steps: int) -> Fit:
         every = max(1, -(-steps // 6))
-        warmup = min(fit.warmup, steps // 10)
-        return replace(fit, steps=steps, warmup=warmup, save_every=every, evaluate_every=every)
+        return replace(
+            fit,
+            steps=steps,
+            warmup=min(fit.warmup, steps // 10),
+            save_every=every,
+            evaluate_every=every,
+            log_every=min(fit.log_every, max(1, every // 10)),
+        )
 
     return replace(
         recipe,

@@ -36,7 +36,7 @@ from train.head.recipe import HeadRecipe
 from train.head.recipe_file import find_table, record_of, toml_of
 from train.head.training import fingerprint, train_head
 from train.head.verdict import read_verdict
-from train.loop.stages import Deadline, Stage, claim, fresh, run_stages
+from train.loop.stages import DONE, Deadline, Stage, claim, fresh, run_stages
 from train.pair.card import WITHOUT_SELECTOR, card_of, licence_of
 from train.pair.cost import (
     MOST_HOURS,
@@ -142,8 +142,13 @@ def make_pair(options: Options, minutes: float | None = None) -> Path:
         DeviceMemoryError: The device cannot hold the target.
         OSError: The disk is full, or lacks the room for what will be made.
     """
-    if options.total_minutes is not None and not options.total_minutes > 0:
-        raise ValueError(f"--total-minutes must be above 0, not {options.total_minutes}")
+    for name, value in (("--total-minutes", options.total_minutes), ("--minutes", minutes)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be above 0, not {value}")
+    # Stages remove their leftovers, so the folder must not be another program's.
+    own = any((options.work / name).exists() for name in (CLAIM, DONE))
+    if not own and options.work.exists() and any(options.work.iterdir()):
+        raise ValueError(f"{options.work} is not empty, and no work folder of this command; name another one")
     made = _Pair(options, Deadline(minutes))
     if (options.work / CLAIM).exists():
         made.claim()
@@ -273,13 +278,16 @@ class _Pair:
         given = [*map(len, self.sources)]
         print(f"  {sum(given):,} prompts are given; {self.runs.count:,} evaluated runs of words", flush=True)
         answered(recipe, given)  # weights that do not suit the sources are an error too
+        if not recipe.writing:
+            self.check_count(sum(given), recipe)
         if jax.default_backend() == "cpu" and options.total_minutes is None and not options.yes:
             ask_for_hours(rough_hours(self.target.config, recipe, given))
         rates = self._trial(recipe)
         recipe = self.recipe = with_dropped_replaced(recipe, rates.kept)
         if options.total_minutes is not None:
-            left = options.total_minutes - (time.monotonic() - begun) / 60
-            recipe = self.recipe = fitted(recipe, rates, self.head_config, given, left)
+            spent = (time.monotonic() - begun) / 60
+            recipe = fitted(recipe, rates, self.head_config, given, options.total_minutes, spent)
+            self.recipe = recipe
         cost = cost_of(recipe, rates, self.head_config, given)
         print("\n".join(cost.lines()), flush=True)
         check_disk(self.work, cost.disk)
@@ -311,6 +319,14 @@ class _Pair:
         shutil.rmtree(folder)
         return rates
 
+    def check_count(self, count: int, recipe: PairRecipe) -> None:
+        """Raises ValueError if so many prompts are too few to hold some out."""
+        if count < 2 * recipe.heldout:
+            raise ValueError(
+                f"{count} prompts are left, and {2 * recipe.heldout} are needed, twice heldout; bring more "
+                f"prompts, or let the target write more (dropped: {drop_words(self.dropped)})"
+            )
+
     def prompts_stage(self) -> None:
         """Lets the target write prompts, keeps all that can be learnt from, and holds some of them out."""
         recipe, rng = self.recipe, np.random.default_rng([self.recipe.seed, 1])
@@ -322,12 +338,8 @@ class _Pair:
             found.check(recipe.filters.least_kept)
             written, self.dropped = found.prompts, self.dropped + found.dropped
         kept, overlapping = without_overlap(mixed(recipe, written, sources), self.runs)
-        if len(kept) < 2 * recipe.heldout:
-            raise ValueError(
-                f"{len(kept)} prompts are left, and {2 * recipe.heldout} are needed, twice heldout; bring "
-                "more prompts, or let the target write more (dropped: "
-                f"{drop_words(self.dropped + overlapping)})"
-            )
+        self.dropped += overlapping
+        self.check_count(len(kept), recipe)
         chosen = sorted(rng.permutation(len(kept))[: recipe.most_prompts].tolist())
         # Sorted by kind and form, so that temperatures alternate within each.
         prompts = sorted((kept[i] for i in chosen), key=lambda prompt: (prompt.kind, prompt.form))
@@ -352,7 +364,8 @@ class _Pair:
         counts = {
             "kept": Counter(f"{prompt.kind} {prompt.form}".strip() for prompt in prompts),
             "left_out": len(kept) - len(prompts),
-            "dropped": drop_words(self.dropped + overlapping),
+            "dropped": drop_words(self.dropped),
+            "evaluated": [given.partition("=")[0] for given in recipe.evaluated],
             "run": RUN,
         }
         write_json(self.work / "prompts.json", counts)

@@ -24,6 +24,7 @@ REPORT = {
     ],
 }
 PROMPTS = {"kept": {"free": 1200, "gsm8k plain": 30}, "dropped": {"free: too short": 7}, "run": 10}
+PROMPTS |= {"left_out": 25, "evaluated": ["gsm8k"]}
 
 
 @pytest.mark.parametrize(
@@ -77,4 +78,6 @@ def test_a_card_says_what_is_not_known_and_what_is_not_worth_it():
     text = card_of("owner/name", None, 11, {**REPORT, "recommended_budget": 1}, PROMPTS)
     assert text.startswith("# A draft head for owner/name\n")
     assert "name no licence: see its page before you share this head" in text
-    assert "plain decoding was as fast as trees" in text
+    assert "plain decoding was as fast as trees, or faster" in text
+    text = card_of("owner/name", None, 11, REPORT, {**PROMPTS, "evaluated": []})
+    assert "7 others were dropped; 25 were not needed." in text

@@ -234,6 +234,23 @@ def test_a_target_that_is_not_there_is_named(tmp_path, capsys):
     assert "train: nothing is neither a folder nor a hub id" in capsys.readouterr().err
 
 
+def test_a_folder_of_another_program_is_refused_and_stays(tmp_path, capsys):
+    (tmp_path / "beginning").mkdir()
+    (tmp_path / "beginning" / "mine.txt").write_text("mine")
+    assert main(["pair", "--target", "demo", "--yes", "--work", str(tmp_path)]) == 2
+    assert f"{tmp_path} is not empty, and no work folder of this command" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["beginning", "mine.txt"]
+
+
+def test_given_prompts_that_are_too_few_are_refused_before_the_trial(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(stages, "trial_texts", None)
+    prompts = tmp_path / "mine.jsonl"
+    prompts.write_text('{"prompt": "def f(x):"}\n' * 2)
+    words = "--target", "demo", "--yes", "--work", str(tmp_path / "work"), "--prompts", str(prompts)
+    assert main(["pair", *words, "--set", "writing=[]"]) == 2
+    assert "2 prompts are left, and 512 are needed, twice heldout" in capsys.readouterr().err
+
+
 def test_hours_on_a_cpu_are_not_spent_without_a_question(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(stages, "trial_texts", None)
     assert main(["pair", "--target", "demo", "--work", str(tmp_path / "work")]) == 2
@@ -244,6 +261,7 @@ def test_hours_on_a_cpu_are_not_spent_without_a_question(tmp_path, monkeypatch, 
     ("options", "message"),
     [
         (["--total-minutes", "0"], "--total-minutes must be above 0, not 0.0"),
+        (["--minutes", "-1"], "--minutes must be above 0, not -1.0"),
         (["--recipe", "nothing"], "no recipe nothing: name a TOML file or one of default-pair, smollm2-pair"),
         (["--set", "unknown=1"], "unknown key unknown; there are head, selector"),
         (["--set", "max_tokens=2000"], "do not fit the target's context of 2048"),

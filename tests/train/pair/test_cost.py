@@ -50,7 +50,8 @@ def head(one, recipe):
 def test_estimates_follow_the_sizes(head, recipe):
     found = cost_of(recipe, RATES, head, [])
     assert list(found.minutes) == ["prompts", "answers", "head", "selector", "calibrate", "judge"]
-    assert found.minutes["head"] == pytest.approx((12_000 * 0.05 + 60) / 60)
+    evaluating = 6 * 32 * 128 / 2 * (16 + 64) / RATES.tokens
+    assert found.minutes["head"] == pytest.approx((12_000 * 0.05 + 60 + evaluating) / 60)
     assert found.minutes["prompts"] == pytest.approx(32_000 * 192 * 0.5 / 20_000 / 60)
     assert found.lines()[-1].startswith("  in all about ")
     assert cost_of(recipe, RATES, head, [10**6]).minutes["answers"] == pytest.approx(
@@ -80,18 +81,28 @@ def test_answers_are_those_of_the_prompts_that_are_kept_and_mixed(head, recipe):
 
 @pytest.mark.parametrize("minutes", [12.0, 20.0, 60.0])
 def test_a_recipe_fits_its_time(head, recipe, minutes):
-    found = fitted(recipe, RATES, head, [], minutes)
-    assert sum(cost_of(found, RATES, head, []).minutes.values()) == pytest.approx(minutes, rel=0.02)
+    found = fitted(recipe, RATES, head, [], minutes, 1.5)
+    assert sum(cost_of(found, RATES, head, []).minutes.values()) == pytest.approx(minutes - 1.5, rel=0.02)
     found.check()
 
 
 def test_a_time_that_is_too_short_names_the_least(head, recipe):
     least = sum(cost_of(scaled(recipe, 0.0), RATES, head, []).minutes.values())
     with pytest.raises(
-        ValueError, match=r"1 minutes are too few: the smallest recipe takes about (\d+)"
+        ValueError, match=r"1 minutes are too few: this check took 0\.5, and the smallest recipe takes about"
     ) as short:
-        fitted(recipe, RATES, head, [], 1.0)
-    assert f"about {-(-least // 1):.0f} on this device" in str(short.value)
+        fitted(recipe, RATES, head, [], 1.0, 0.5)
+    assert f"about {-(-least // 1):.0f} more on this device" in str(short.value)
+    assert str(short.value).endswith(f"give --total-minutes {-(-(least + 0.5) // 1):.0f}")
+
+
+def test_evaluations_are_a_part_of_the_head_s_time(head, recipe):
+    evaluation = dataclasses.replace(recipe.head.evaluation, prompts=2 * recipe.head.evaluation.prompts)
+    more = dataclasses.replace(recipe, head=dataclasses.replace(recipe.head, evaluation=evaluation))
+    apart = [cost_of(each, RATES, head, []).minutes["head"] for each in (recipe, more)]
+    fit, rounds = recipe.head.fit, evaluation.prompts / 2 * evaluation.new_tokens / 2
+    seconds = fit.steps / fit.evaluate_every * rounds * sum(evaluation.budgets) / RATES.tokens
+    assert 60 * (apart[1] - apart[0]) == pytest.approx(seconds)
 
 
 def test_a_disk_without_room_is_named_before_anything_is_made(tmp_path, monkeypatch):
