@@ -287,12 +287,12 @@ def _program(
 
                 copy(x_ref.at[rows, terms], rings[0].at[slot])
                 if row_scales:
-                    own = pl.ds(rows.start, call.scales_width)
-                    copy(row_scales[0].at[i, own], rings[1].at[slot])
+                    scales = pl.ds(rows.start, call.scales_width)
+                    copy(row_scales[0].at[i, scales], rings[1].at[slot])
                 for own in range(call.groups):
                     columns = pl.ds(column * call.tile + own * COLUMNS, COLUMNS)
-                    place = (columns, terms) if call.quantised else (terms, columns)
-                    copy(values_ref.at[place], rings[-1 if call.quantised else 1].at[slot, own])
+                    tile = (columns, terms) if call.quantised else (terms, columns)
+                    copy(values_ref.at[tile], rings[-1 if call.quantised else 1].at[slot, own])
                 return n + 1
 
             return lax.fori_loop(first, last, step, n)
