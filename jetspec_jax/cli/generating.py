@@ -94,7 +94,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     plain = run(timed=arguments.stats, shown=False, budget=1)
     if arguments.stats:
         print(f"plain decoding: {plain.figures}", file=sys.stderr)
-        print(f"{found.speed / plain.speed:.2f} times as fast as plain decoding", file=sys.stderr)
+        if llm.settings.budget > 1:
+            print(f"{found.speed / plain.speed:.2f} times as fast as plain decoding", file=sys.stderr)
     return max(map(_check, itertools.repeat(llm), requests, found.completions, plain.completions))
 
 

@@ -56,6 +56,13 @@ def test_a_cpu_decodes_plainly_unless_a_tree_is_named(capsys):
     assert cli._parser().parse_args(["tree", PROMPT]).budget == DEFAULT_BUDGET
 
 
+def test_plain_decoding_is_not_compared_with_itself(capsys):
+    code, _, err = run(capsys, "generate", "--check", "--stats", "--budget", "1", "--max-tokens", "6", PROMPT)
+    assert code == 0
+    assert "plain decoding: 6 tokens in " in err
+    assert "times as fast" not in err
+
+
 def test_json_is_one_object_with_the_figures(capsys, llm):
     code, out, _ = run(
         capsys,
