@@ -53,7 +53,7 @@ SECONDS = "seconds.json"
 #: The folder of the marks of finished stages.
 DONE = "done"
 # Differences of recipes in an error.
-_MOST_SHOWN = 5
+_MOST_SHOWN = 10
 
 
 def run_stages(work: Path, stages: dict[str, Stage], deadline: Deadline) -> None:

@@ -57,9 +57,9 @@ def test_a_damaged_recipe_is_named(tmp_path, damage):
 
 
 def test_of_many_differences_the_outermost_are_named(tmp_path):
-    claim(tmp_path, {"target": "one", "config": {str(i): {"size": i} for i in range(9)}})
+    claim(tmp_path, {"target": "one", "config": {str(i): {"size": i} for i in range(20)}})
     with pytest.raises(ValueError, match="was made with another recipe") as error:
         claim(tmp_path, {"target": "other", "config": {}})
     said = str(error.value)
     assert "(target: one there, other here; config.0.size: 0 there, None here; " in said
-    assert "; 5 more); give the same options" in said
+    assert "; 11 more); give the same options" in said
