@@ -24,8 +24,8 @@ from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.state import Stores, split
 from jetspec_jax.device.mesh import shardings
 from jetspec_jax.device.partition import parameter_specs, spread
-from jetspec_jax.models import Weights, abstract, quantization_of, weights_of
-from jetspec_jax.models.quantized import SCALES, stored_in_order, terms_last
+from jetspec_jax.models import Weights, abstract, weights_of
+from jetspec_jax.models.quantized import SCALES, stored_in_order
 from pallas_kernels.mxfp4 import BLOCK, Mxfp4
 from pallas_kernels.quantized import FP8
 
@@ -56,9 +56,10 @@ def random_weights(
     shapes = weights_of(module)
     if mesh is not None:
         placed = shardings(mesh, parameter_specs(config, mesh))
-    normal, quantization = _random_like(shapes, seed, 0.02, placed), quantization_of(config)
-    if quantization is not None and quantization.row_group is not None:
-        normal = _with_terms_last(normal, module)
+    normal = nnx.traversals.flatten_mapping(_random_like(shapes, seed, 0.02, placed))
+    for path, parameter in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+        order = parameter.get_metadata().get("memory_order")
+        normal[tuple(path)] = stored_in_order(normal[tuple(path)], order)
 
     def ones(path: tuple[Any, ...], value: Array) -> Array:
         # Biases of 1 would dominate every token's activations, and all tokens would choose the same experts.
@@ -67,17 +68,7 @@ def random_weights(
             return jnp.full_like(value, 0.02, device=value.sharding)
         return jnp.ones_like(value) if value.ndim == 1 and not name.endswith(("bias", "sinks")) else value
 
-    return jax.tree_util.tree_map_with_path(ones, normal)
-
-
-def _with_terms_last(weights: Weights, module: Any) -> Weights:
-    """Weights with those in FP8 stored as a checkpoint's are when rows are quantised."""
-    flat = nnx.traversals.flatten_mapping(weights)
-    for path, parameter in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-        if parameter.dtype == FP8:
-            order = terms_last(tuple(parameter.get_metadata()["axes"]))
-            flat[tuple(path)] = stored_in_order(flat[tuple(path)], order)
-    return nnx.traversals.unflatten_mapping(flat)
+    return jax.tree_util.tree_map_with_path(ones, nnx.traversals.unflatten_mapping(normal))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from flax import nnx
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import DraftHead, Transformer, abstract, dtype_of, quantization_of, quantized_blocks
 from jetspec_jax.models.key_table import Key, Skip
-from jetspec_jax.models.quantized import VALUES, is_quantized, terms_last
+from jetspec_jax.models.quantized import VALUES, is_quantized
 from jetspec_jax.models.scale_key import ScaleKey
 from jetspec_jax.models.selector import Selector
 from pallas_kernels.quantized import FP8
@@ -61,8 +61,8 @@ class Parameter:
     """A parameter of a module, and the tensors that may hold it.
 
     The first of the alternative ``forms`` is used for writing. The scales of a quantised parameter have as
-    ``block`` the values per scale along each axis. Devices store the axes in an ``order``, from major to
-    minor; None is as they are.
+    ``block`` the values per scale along each axis. ``order`` is the memory order of the axes on devices; None
+    is the default.
     """
 
     path: ParameterPath
@@ -128,10 +128,9 @@ def expected_parameters(
         for key in keyed:
             forms[key.form] += key.of(indices, shape)
         keys = tuple(map(tuple, forms.values()))
-        axes = tuple(parameter.get_metadata()["axes"])
+        metadata = parameter.get_metadata()
+        axes, order = tuple(metadata["axes"]), metadata.get("memory_order")
         if quantization is None or block is None or path == values:
-            multiplied = block is not None and quantization is not None and quantization.row_group is not None
-            order = terms_last(axes) if multiplied else None
             expected.append(Parameter(path, shapes[path], axes, keys, order=order))
             continue
         scales = [[ScaleKey.of_values(key, quantization, shape, block) for key in form] for form in keys]

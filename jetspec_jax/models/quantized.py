@@ -38,7 +38,10 @@ _PACKED_AXIS = 1
 
 
 class QuantizedParam(nnx.Module):
-    """A quantised parameter: values and scales as two parameters."""
+    """A quantised parameter: values and scales as two parameters.
+
+    Values whose products quantise rows have as metadata ``memory_order``, see `contracted_last`.
+    """
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class QuantizedParam(nnx.Module):
 
         ``row_group`` is that of `Quantized`.
         """
+        order = None if row_group is None else contracted_last(axes)
         if values.dtype == FP8:
             value_axes, scale_axes = axes, _axes_of_blocks(axes, scales.shape, block)
         else:
@@ -59,7 +63,8 @@ class QuantizedParam(nnx.Module):
             del others[_PACKED_AXIS]
             scale_axes = (*others, f"{packed}{BLOCKS}")
             value_axes = (*scale_axes, "block_bytes")
-        self.values, self.scales = nnx.Param(values, axes=value_axes), nnx.Param(scales, axes=scale_axes)
+        self.values = nnx.Param(values, axes=value_axes, memory_order=order)
+        self.scales = nnx.Param(scales, axes=scale_axes)
         self.block, self.row_group = block, row_group
 
     def __getitem__(self, index: Any) -> Narrow:
@@ -145,10 +150,10 @@ def quantize(module: Any, blocks: Mapping[Path, tuple[int, ...]], quantization: 
         setattr(place, name, QuantizedParam(values, scales, block, axes, row_group))
 
 
-def terms_last(axes: tuple[str, ...]) -> tuple[int, ...]:
-    """The axes of a matrix, those that its products sum over last.
+def contracted_last(axes: tuple[str, ...]) -> tuple[int, ...]:
+    """The memory order of a matrix's axes, from major to minor, with the contracted axes last.
 
-    Tensor cores multiply two operands in FP8 only if both are stored so.
+    Tensor cores multiply two FP8 operands only in this order.
     """
     first = int(axes[0] == "expert")
     count = 1 if axes[first] == "embed" else len(axes) - 1 - first
@@ -157,7 +162,7 @@ def terms_last(axes: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def stored_in_order(values: jax.Array, order: tuple[int, ...] | None) -> jax.Array:
-    """An array whose axes lie in memory in an order, from major to minor; None is as they are."""
+    """The array with a memory order of its axes, from major to minor; None keeps the array."""
     return values if order is None else jax.device_put(values, Format(Layout(order), values.sharding))
 
 

@@ -93,7 +93,7 @@ def _fastest(spec: str, x: Array, w: Array | Narrow) -> str:
     measured = fastest(device_kind(), problem.stored, *problem.sizes)
     if measured is not None and OPERATION.table[measured].unsupported(x, w, spec) is None:
         return measured
-    if problem.stored == "fp8_rows":
+    if problem.stored == "fp8_rows":  # the Mosaic kernel of quantised rows has not been timed
         return "pallas_triton"
     few = problem.rows <= _MOST_QUANTISED_ROWS
     if problem.stored == "plain" or not few or compute_capability() != pallas_mosaic.HOPPER:

@@ -20,7 +20,7 @@ from jetspec_jax.device.memory import weight_bytes
 from jetspec_jax.device.partition import check_partition
 from jetspec_jax.inspect.forward import next_token_logits
 from jetspec_jax.models import quantized_blocks
-from jetspec_jax.models.quantized import terms_last
+from jetspec_jax.models.quantized import contracted_last
 from pallas_kernels.quantized import FP8, Quantized
 from tests.families.goldens import FOLDER, MADE_OF_OTHERS, NAMES
 from tests.kernels.test_quantized_rows import at_no_boundary
@@ -343,7 +343,7 @@ class TestActivations:
         assert np.abs(got - expected).max() <= 1e-5 * np.abs(expected).max()
 
     @pytest.mark.parametrize("mesh", [None, (1, 4)])
-    def test_devices_store_the_terms_of_products_last(self, tmp_path, mesh):
+    def test_devices_store_contracted_axes_last(self, tmp_path, mesh):
         raw, tensors = make({**LARGER, "head_dim": 16, "intermediate_size": 64}, blocks(16, 16))
         folder, mesh = write(tmp_path / "x", raw, tensors), None if mesh is None else mesh_of(*mesh)
         orders = {"qkv_proj": (1, 2, 3, 0), "o_proj": (2, 0, 1)}
@@ -354,8 +354,8 @@ class TestActivations:
                 values = layer["self_attn" if name in ("qkv_proj", "o_proj") else "mlp"][name]["values"]
                 found = values.format.layout.major_to_minor
                 assert found == (order if wanted else tuple(range(values.ndim)))
-        assert terms_last(("expert", "embed", "gate_up", "expert_mlp")) == (0, 2, 3, 1)
-        assert terms_last(("expert", "expert_mlp", "embed")) == (0, 2, 1)
+        assert contracted_last(("expert", "embed", "gate_up", "expert_mlp")) == (0, 2, 3, 1)
+        assert contracted_last(("expert", "expert_mlp", "embed")) == (0, 2, 1)
 
     @pytest.mark.parametrize(
         ("config", "wrong"),
