@@ -126,8 +126,8 @@ def matmul(
         spare = padded + call.scales_width - call.block_rows - rows
         operands = [
             of_bits(jnp.pad(bits_of(values), fill)),
-            jnp.pad(row_scales, ((0, spare), (0, 0))).T,
             with_terms_last(w.values.reshape(depth, columns), 0),
+            jnp.pad(row_scales, ((0, spare), (0, 0))).T,
         ]
     else:
         operands = [jnp.pad(x.reshape(rows, depth), fill), w.values.reshape(depth, columns)]
@@ -227,14 +227,14 @@ class _Call:
         return -(-self.block_rows // unit) * unit
 
     def rings(self, fp8: Any) -> list[Any]:
-        """Buffers of rows and weights, between them of quantised rows' scales, or last of widened weights."""
+        """Buffers of rows, of weights, and of quantised rows' scales or else of widened weights."""
         rows = self.stages, self.block_rows, _DEPTH
         if self.quantised:
             weights = self.stages, self.groups, COLUMNS, _DEPTH
             return [
                 plgpu.SMEM(rows, fp8, transforms=FP8_TERMS_TRANSFORMS),
-                plgpu.SMEM((self.stages, self.scales_width), jnp.float32),
                 plgpu.SMEM(weights, fp8, transforms=FP8_TERMS_TRANSFORMS),
+                plgpu.SMEM((self.stages, self.scales_width), jnp.float32),
             ]
         weights, widened = (self.stages, self.groups, _DEPTH, COLUMNS), (self.groups, 2, _DEPTH, COLUMNS)
         return [
@@ -253,8 +253,9 @@ def _program(
     filled: Any,
     emptied: Any,
 ) -> None:
-    """A program: every so many items of work. The operands are rows, their scales if any, and weights."""
-    x_ref, *row_scales, values_ref = operands
+    """A program: every so many items of work. The operands are rows, weights, and the rows' scales if any."""
+    x_ref, values_ref, *row_scales = operands
+    x_ring, values_ring, last_ring = rings
     program, group = lax.axis_index("program"), lax.axis_index("warpgroup")
     count = lax.div(call.items - program + call.programs - 1, call.programs)
     problem = call.problem
@@ -285,14 +286,14 @@ def _program(
                 def copy(source: Any, ring: Any) -> None:
                     plgpu.copy_gmem_to_smem(source, ring, filled.at[slot])
 
-                copy(x_ref.at[rows, terms], rings[0].at[slot])
-                if row_scales:
-                    scales = pl.ds(rows.start, call.scales_width)
-                    copy(row_scales[0].at[i, scales], rings[1].at[slot])
-                for own in range(call.groups):
-                    columns = pl.ds(column * call.tile + own * COLUMNS, COLUMNS)
+                copy(x_ref.at[rows, terms], x_ring.at[slot])
+                for part in range(call.groups):
+                    columns = pl.ds(column * call.tile + part * COLUMNS, COLUMNS)
                     tile = (columns, terms) if call.quantised else (terms, columns)
-                    copy(values_ref.at[tile], rings[-1 if call.quantised else 1].at[slot, own])
+                    copy(values_ref.at[tile], values_ring.at[slot, part])
+                for row_scales_ref in row_scales:
+                    scales = pl.ds(rows.start, call.scales_width)
+                    copy(row_scales_ref.at[i, scales], last_ring.at[slot])
                 return n + 1
 
             return lax.fori_loop(first, last, step, n)
@@ -302,8 +303,8 @@ def _program(
     @pl.when(group < call.groups)
     def _multiply() -> None:
         plgpu.set_max_registers(_REGISTERS[call.groups], action="increase")
-        sums_of = _sums_of_quantised if call.quantised else _sums_of_widened
-        sum_steps = functools.partial(sums_of, call, rings, filled, emptied, group)
+        consumer = _Consumer(call, group, x_ring, values_ring, last_ring, filled, emptied)
+        sums_of_steps = consumer.of_quantised_rows if call.quantised else consumer.of_widened_weights
 
         def item(j: Array, n: Array) -> Array:
             rows, column, share, first, last = place(j)
@@ -314,109 +315,106 @@ def _program(
                 term = jnp.minimum(i, last - 1) * _DEPTH
                 return scales_ref[cell_of(term, problem.depth, problem.depth_block), cell]
 
-            n, sums = sum_steps(n, first, last, scale_of)
+            n, sums = sums_of_steps(n, first, last, scale_of)
             store_transposed(sums, out_ref.at[share, rows, pl.ds(start, COLUMNS)])
             return n
 
         lax.fori_loop(0, count, item, jnp.int32(0))
 
 
-def _sums_of_widened(
-    call: _Call,
-    rings: Sequence[Any],
-    filled: Any,
-    emptied: Any,
-    group: Array,
-    n: Array,
-    first: Array,
-    last: Array,
-    scale_of: Callable[[Array], Array],
-) -> tuple[Array, Array]:
-    """The sums of an item of a warpgroup, by widened weights; before them, the steps until after it.
+@dataclass(frozen=True, slots=True)
+class _Consumer:
+    """A warpgroup that multiplies. Its methods give the sums of an item's steps.
 
-    Args:
+    They take the number of the program's steps before the item, the item's first step of all terms, the step
+    after its last one, and a function that gives the weights' scale of a step. They return the number of
+    steps until after the item, and the sums.
+
+    Attributes:
         call: The launch.
-        rings: See `_Call.rings`.
+        group: The number of the warpgroup.
+        x_ring: Buffers of rows.
+        values_ring: Buffers of weights.
+        last_ring: Buffers of rows' scales or of widened weights, see `_Call.rings`.
         filled: Barriers of the rings' slots.
         emptied: Likewise.
-        group: The warpgroup.
-        n: Steps of the program before the item.
-        first: The item's first step of all terms.
-        last: The step after its last one.
-        scale_of: Gives the weights' scale of a step.
     """
-    x_ring, values_ring, wide_ref = rings
 
-    def widened(n: Array) -> Any:
-        return wide_ref.at[group, lax.rem(n, 2)]
+    call: _Call
+    group: Array
+    x_ring: Any
+    values_ring: Any
+    last_ring: Any
+    filled: Any
+    emptied: Any
 
-    def widen_next(n: Array, scale: Array) -> None:
-        slot = lax.rem(n, call.stages)
-        plgpu.barrier_wait(filled.at[slot])
-        widen(values_ring.at[slot, group], scale, widened(n))
+    def of_widened_weights(
+        self, n: Array, first: Array, last: Array, scale_of: Callable[[Array], Array]
+    ) -> tuple[Array, Array]:
+        """By weights that are widened, times their scale, while the previous step's are multiplied."""
 
-    def step(i: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        n, sums, *scales = carry
-        slot = lax.rem(n, call.stages)
-        scales = [*scales[1:], scale_of(i + _SCALES_AHEAD)]
+        def widened(n: Array) -> Any:
+            return self.last_ring.at[self.group, lax.rem(n, 2)]
 
-        def multiply(sums_ref: Any) -> None:
-            plgpu.wgmma(sums_ref, _transposed(widened(n)), _transposed(x_ring.at[slot]))
+        def widen_next(n: Array, scale: Array) -> None:
+            slot = lax.rem(n, self.call.stages)
+            plgpu.barrier_wait(self.filled.at[slot])
+            widen(self.values_ring.at[slot, self.group], scale, widened(n))
 
-            @pl.when(i + 1 < last)
-            def _meanwhile() -> None:
-                widen_next(n + 1, scales[0])
+        def step(i: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            n, sums, *scales = carry
+            slot = lax.rem(n, self.call.stages)
+            scales = [*scales[1:], scale_of(i + _SCALES_AHEAD)]
 
-        sums = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(sums))
-        plgpu.barrier_arrive(emptied.at[slot])
+            def multiply(sums_ref: Any) -> None:
+                plgpu.wgmma(sums_ref, _transposed(widened(n)), _transposed(self.x_ring.at[slot]))
+
+                @pl.when(i + 1 < last)
+                def _meanwhile() -> None:
+                    widen_next(n + 1, scales[0])
+
+            sums = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(sums))
+            plgpu.barrier_arrive(self.emptied.at[slot])
+            plgpu.commit_smem()
+            return n + 1, sums, *scales
+
+        carry = self._begin(n, first, scale_of)
+        widen_next(n, carry[2])
         plgpu.commit_smem()
-        return n + 1, sums, *scales
+        n, sums, *_ = lax.fori_loop(first, last, step, carry)
+        return n, sums
 
-    scales = [scale_of(first + i) for i in range(_SCALES_AHEAD)]
-    widen_next(n, scales[0])
-    plgpu.commit_smem()
-    n, sums, *_ = lax.fori_loop(first, last, step, (n, _zeros(call), *scales))
-    return n, sums
+    def of_quantised_rows(
+        self, n: Array, first: Array, last: Array, scale_of: Callable[[Array], Array]
+    ) -> tuple[Array, Array]:
+        """By both operands in FP8, each step's sums times the scales of their row and their column."""
+        shape = COLUMNS, self.call.block_rows
 
+        def step(i: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            n, sums, scale, *scales = carry
+            slot = lax.rem(n, self.call.stages)
+            plgpu.barrier_wait(self.filled.at[slot])
 
-def _sums_of_quantised(
-    call: _Call,
-    rings: Sequence[Any],
-    filled: Any,
-    emptied: Any,
-    group: Array,
-    n: Array,
-    first: Array,
-    last: Array,
-    scale_of: Callable[[Array], Array],
-) -> tuple[Array, Array]:
-    """Like `_sums_of_widened`, of quantised rows."""
-    x_ring, row_scales_ring, values_ring = rings
-    shape = COLUMNS, call.block_rows
+            def multiply(sums_ref: Any) -> Array:
+                weights = self.values_ring.at[slot, self.group]
+                plgpu.wgmma(sums_ref, weights, _transposed(self.x_ring.at[slot]))
+                return sums_ref[...]
 
-    def step(i: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        n, sums, scale, *scales = carry
-        slot = lax.rem(n, call.stages)
-        plgpu.barrier_wait(filled.at[slot])
+            products = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+            rows = self.last_ring.at[slot, pl.ds(0, self.call.block_rows)]
+            row_scales = _load(rows, plgpu.Layout.WGMMA.reduce(0))
+            plgpu.barrier_arrive(self.emptied.at[slot])
+            sums += products * lax.broadcast_in_dim(scale * row_scales, shape, (1,))
+            return n + 1, sums, *scales, scale_of(i + _SCALES_AHEAD)
 
-        def multiply(sums_ref: Any) -> Array:
-            plgpu.wgmma(sums_ref, values_ring.at[slot, group], _transposed(x_ring.at[slot]))
-            return sums_ref[...]
+        n, sums, *_ = lax.fori_loop(first, last, step, self._begin(n, first, scale_of))
+        return n, sums
 
-        products = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-        row_scales = _load(row_scales_ring.at[slot, pl.ds(0, call.block_rows)], plgpu.Layout.WGMMA.reduce(0))
-        plgpu.barrier_arrive(emptied.at[slot])
-        sums += products * lax.broadcast_in_dim(scale * row_scales, shape, (1,))
-        return n + 1, sums, *scales, scale_of(i + _SCALES_AHEAD)
-
-    scales = [scale_of(first + i) for i in range(_SCALES_AHEAD)]
-    n, sums, *_ = lax.fori_loop(first, last, step, (n, _zeros(call), *scales))
-    return n, sums
-
-
-def _zeros(call: _Call) -> Array:
-    """The sums of a warpgroup before its first step."""
-    return plgpu.layout_cast(jnp.zeros((COLUMNS, call.block_rows), jnp.float32), plgpu.Layout.WGMMA)
+    def _begin(self, n: Array, first: Array, scale_of: Callable[[Array], Array]) -> tuple[Array, ...]:
+        """What is carried into an item's first step: the number of steps, zero sums, the next scales."""
+        zeros = jnp.zeros((COLUMNS, self.call.block_rows), jnp.float32)
+        scales = (scale_of(first + i) for i in range(_SCALES_AHEAD))
+        return n, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), *scales
 
 
 def _load(ref: Any, layout: Any) -> Array:
