@@ -92,6 +92,9 @@ def test_random_weights_are_stored_as_they_are_said_to_be():
     assert own["values"].dtype == FP8
     assert 0.5 < own["values"].astype(jnp.float32).std() < 2
     assert (own["scales"] == jnp.float32(0.02)).all()
+    assert own["values"].format.layout.major_to_minor == (0, 1)
+    rows = random_weights(stored_as(SMALL, "fp8-activations").target, jnp.dtype(jnp.float32), 0)
+    assert rows["layers"][0]["mlp"]["down_proj"]["values"].format.layout.major_to_minor == (1, 0)
     packed = random_weights(kept_packed(parse_model_config(GPT_OSS)), jnp.dtype(jnp.float32), 0)
     own = packed["layers"][1]["mlp"]["experts"]["down_proj"]
     assert own["values"].dtype == own["scales"].dtype == jnp.uint8
