@@ -16,7 +16,7 @@ from bench.common.comparison import TOLERANCES, all_right, report_of
 from bench.common.floors import Ceilings, measure_ceilings
 from bench.common.options import check_known, check_least
 from bench.common.report import check_report, publish
-from bench.experts.cases import GROUPED, ExpertWeights, experts_by, random_layer
+from bench.experts.cases import GROUPED, STORED, ExpertWeights, experts_by, random_layer
 from bench.experts.check import check_choices, check_experts
 from bench.experts.report import notes_of, tables_of, title_of
 from bench.experts.speed import time_shape
@@ -78,6 +78,7 @@ def _shapes(arguments: argparse.Namespace) -> list[ExpertShape]:
     check_known("dtypes", arguments.dtypes, TOLERANCES)
     check_known("implementation", [arguments.implementation], implementations())
     check_known("baselines", arguments.baselines, BASELINES)
+    check_known("weights", [arguments.weights], STORED)
     if arguments.weights != "plain" and not GROUPED.keys().isdisjoint(arguments.baselines):
         raise ValueError(f"--weights {arguments.weights} does not go with {', '.join(GROUPED)}")
     if arguments.prefixes or arguments.batch != 1 or arguments.tune or arguments.again:

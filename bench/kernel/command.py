@@ -68,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--baselines", nargs="*", help=baselines)
     add(
         "--weights",
-        choices=list(STORED),
-        help="format of the weights (default: plain for --operation experts, all for matmul)",
+        help=f"format of the weights: {', '.join(STORED)}; for matmul fp8_rows too, whose rows are also "
+        "quantised (default: plain for --operation experts, all for matmul)",
     )
     add("--repeats", type=int, default=5, help="timings by the host's clock, interleaved (default: 5)")
     add("--seed", type=int, help="seed of the comparisons (default: random; the report has it)")

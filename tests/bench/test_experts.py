@@ -68,6 +68,10 @@ class TestCommand:
                 "--implementation xla --weights fp8 --baselines ragged_dot",
                 "--weights fp8 does not go with ragged_dot, tokamax",
             ),
+            (
+                "--implementation xla --weights fp8_rows",
+                "--weights must be one of plain, fp8, mxfp4, not 'fp8_rows'",
+            ),
             ("--tune", "--operation experts has no --prefixes, --batch, --tune and --again"),
         ],
     )

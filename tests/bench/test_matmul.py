@@ -33,8 +33,8 @@ def tiny(monkeypatch):
 def test_report(report_of):
     words = "--implementation xla --dtypes float32 --repeats 1 --seed 3"
     report = report_of("kernel", f"--operation matmul {words}")
-    only = report_of("kernel", f"--operation matmul --weights fp8 {words}")
-    assert [row["stored"] for row in only["rows"]] == ["fp8", "fp8"]
+    only = report_of("kernel", f"--operation matmul --weights fp8_rows {words}")
+    assert [row["stored"] for row in only["rows"]] == ["fp8_rows", "fp8_rows"]
     cases = [(row["shape"], row["stored"], row["rows"]) for row in report["rows"]]
     assert cases == [
         *((("dense", stored, rows)) for stored in ("plain", "fp8", "fp8_rows") for rows in (1, 3)),
