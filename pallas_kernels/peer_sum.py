@@ -1,18 +1,19 @@
 """Sums over the GPUs of one process, which write their terms into each other's memory, as Pallas Mosaic GPU.
 
-A sum is one kernel. Each of its blocks copies a chunk of the device's term to all devices, raises a flag on each
-of them, waits until all have raised its own, and adds up the chunks of all in the order of the devices. So all
-devices get the same bits. Copies and flags go over NVLink, or PCIe, by plain stores; nothing is multicast.
+A sum is one kernel. Each of its blocks copies a chunk of the device's term to all devices, raises a flag on
+each of them, waits until all have raised its own, and adds up the chunks in the order of the devices. So all
+devices get the same bits. Copies and flags are plain stores over NVLink or PCIe; nothing is multicast.
 
-The memory that others write to must exist on all devices before one of them begins a sum, and must hold nothing
-else. So it is an argument of the program, an `Exchange`, that lives as long as the model. XLA takes it for
-constant, and neither copies it nor orders anything by it.
+The memory that others write to must exist on all devices before one of them begins a sum, and must hold
+nothing else. So it is an argument of the program, an `Exchange`, which lives as long as the model. XLA takes
+it for constant: it neither copies it nor orders kernels by it.
 
-A block's chunks are received in two places in turns, counted by the block. Nobody writes to a place that is
-still read: a device begins its sum n + 1 after all have raised the flag of the sum n, and by then all have ended
+A block receives chunks in two places in turns, counted by the block. Nobody writes to a place that is still
+read: a device begins its sum n + 1 after all have raised its flag of the sum n, and by then all have ended
 the sum n - 1, which used the same place. Waiting lowers a flag again, so sums can be repeated without end.
 
-All devices must run the same sums in the same order, one after another.
+All devices must run the same sums in the same order, one after another. XLA runs a program's kernels in the
+order of its schedule, the same on all devices; not so the command buffers' scheduling mode CONCURRENT.
 
 Shapes: P devices, G blocks.
 """
@@ -22,10 +23,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Array, Float, Int32
 
 _BLOCKS = 128  # H100 and H200 have 132 processors: all blocks run at once
@@ -73,8 +77,10 @@ def peer_sum(x: Float[Array, "*shape"], exchange: Exchange, axes: tuple[str, ...
     tile = least * unrolled
     layout = plgpu.Layout.WG_STRIDED((tile,), vec_size=access)
 
+    sizes = tuple(lax.axis_size(axis) for axis in axes)
+
     def of_device(ref: Any, device: int) -> Any:
-        return plgpu.remote_ref(ref, device, device_id_type=pl.DeviceIdType.LOGICAL)
+        return plgpu.remote_ref(ref, dict(zip(axes, map(int, np.unravel_index(device, sizes)), strict=True)))
 
     def kernel(x_ref: Any, terms: Any, flags: Any, out_ref: Any) -> None:
         here, block = lax.axis_index(axes), lax.axis_index("blocks")
@@ -84,7 +90,7 @@ def peer_sum(x: Float[Array, "*shape"], exchange: Exchange, axes: tuple[str, ...
         def send(i: Array, _: None) -> None:
             rows = plgpu.layout_cast(x_ref[pl.ds(block * chunk + i * tile, tile)], layout)
             for device in range(parts):
-                of_device(terms, device)[place, here, block, pl.ds(i * tile, tile)] = rows
+                _store(layout, rows, of_device(terms.at[place, here, block, pl.ds(i * tile, tile)], device))
 
         def add(i: Array, _: None) -> None:
             total = functools.reduce(
@@ -118,6 +124,19 @@ def peer_sum(x: Float[Array, "*shape"], exchange: Exchange, axes: tuple[str, ...
 def _blocks(tiles: int) -> int:
     """The largest number of blocks that get equally many tiles."""
     return max(count for count in range(1, min(tiles, _BLOCKS) + 1) if tiles % count == 0)
+
+
+def _store(layout: plgpu.Layout, rows: Any, ref: Any) -> None:
+    """Stores whole vectors: Pallas would store single elements, as it knows no alignment of other devices."""
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
+    def store(_: Any, rows: Any, ref: Any) -> None:
+        begin, word = mgpu.memref_ptr(ref), ir.IntegerType.get_signless(32)
+        for at, register in zip(rows.layout.linear_thread_idxs(), rows.registers.flat, strict=True):
+            address = mgpu.getelementptr(begin, [arith.index_cast(word, at)], rows.mlir_dtype)
+            llvm.store(register, address, alignment=_ACCESS)
+
+    store(rows, ref)
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
