@@ -9,6 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec
 
+from jetspec_jax.device.peers import make_exchange
 from pallas_kernels import peer_sum, shards
 from tests.kernels.lowering import MOSAIC, gpu_mesh, lower_for_gpu
 from tests.meshes import mesh_of
@@ -98,3 +99,9 @@ def test_only_sums_inside_of_the_context_go_through_an_exchange():
         assert shards._EXCHANGE.get() is not None
         raise ZeroDivisionError
     assert shards._EXCHANGE.get() is None
+
+
+def test_there_is_no_exchange_without_gpus():
+    assert make_exchange(None, MOST, jnp.dtype(jnp.bfloat16)) is None
+    if jax.default_backend() == "cpu":
+        assert make_exchange(mesh_of(1, 2), MOST, jnp.dtype(jnp.bfloat16), lambda *_: True) is None
