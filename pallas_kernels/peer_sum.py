@@ -66,6 +66,7 @@ def unsupported(x: Array, exchange: Exchange) -> str | None:
     return None
 
 
+@functools.partial(jax.jit, static_argnames="axes")  # a program's sums of a shape are lowered once
 def peer_sum(x: Float[Array, "*shape"], exchange: Exchange, axes: tuple[str, ...]) -> Float[Array, "*shape"]:
     """The sum of ``x`` over the devices along the axes, which are all axes of the mesh."""
     parts = exchange.terms.shape[1]
