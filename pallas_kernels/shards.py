@@ -12,11 +12,16 @@ but on CPUs not for operations inside of conditions and loops: each of those mus
 one before.
 """
 
+import contextlib
+import contextvars
 import math
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Num, Shaped
+
+from pallas_kernels import peer_sum
 
 #: The axis that shards routed experts by number.
 EXPERT = "expert"
@@ -24,6 +29,17 @@ EXPERT = "expert"
 TENSOR = "tensor"
 #: The axes that together shard everything else.
 ALL = (EXPERT, TENSOR)
+_EXCHANGE: contextvars.ContextVar[peer_sum.Exchange | None] = contextvars.ContextVar("exchange", default=None)
+
+
+@contextlib.contextmanager
+def through(exchange: peer_sum.Exchange | None) -> Iterator[None]:
+    """Sums inside of the context go through an exchange if they can; see `peer_sum`."""
+    token = _EXCHANGE.set(exchange)
+    try:
+        yield
+    finally:
+        _EXCHANGE.reset(token)
 
 
 def count(*axes: str) -> int:
@@ -39,7 +55,12 @@ def index(*axes: str) -> Int[Array, ""] | int:
 
 def all_sum(x: Num[Array, "*shape"]) -> Num[Array, "*shape"]:
     """The sum over all shards; devices may round it in different orders."""
-    return jax.lax.psum(x, ALL) if count() > 1 else x
+    if count() == 1:
+        return x
+    exchange = _EXCHANGE.get()
+    if exchange is not None and peer_sum.unsupported(x, exchange) is None:
+        return peer_sum.peer_sum(x, exchange, ALL)
+    return jax.lax.psum(x, ALL)
 
 
 def gather(x: Shaped[Array, "*shape"]) -> Shaped[Array, "parts *shape"]:

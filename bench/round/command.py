@@ -41,6 +41,7 @@ from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.memory import free_bytes
 from jetspec_jax.device.mesh import describe_mesh, size_of
 from jetspec_jax.device.partition import check_partition
+from jetspec_jax.device.peers import MOST_SUMMED_ROWS, make_exchange
 from jetspec_jax.progress import Progress
 from jetspec_jax.tree import DEFAULT_ALGORITHM
 from pallas_kernels.tree_attention import check_implementation
@@ -207,7 +208,9 @@ def _models(
             names,
             shape,
             lambda: DecodeWeights(
-                random_weights(shape.target, dtype, 0, mesh), random_weights(shape.head, dtype, 1, mesh)
+                random_weights(shape.target, dtype, 0, mesh),
+                random_weights(shape.head, dtype, 1, mesh),
+                make_exchange(mesh, MOST_SUMMED_ROWS * shape.target.hidden_size, dtype),
             ),
         )
     if arguments.weights != "plain":

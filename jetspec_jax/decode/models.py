@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jetspec_jax.cache.pages import NO_PAGE
 from jetspec_jax.cache.slots import Slots
@@ -106,12 +106,17 @@ class Models:
 
         def run(weights: DecodeWeights, state: DecodeState, *given: Any) -> Any:
             of_proposer = WHOLE if proposer is None else split_proposer(proposer).weight_specs(mesh)
-            of_weights = DecodeWeights(parameter_specs(self.target, mesh), of_proposer)
+            of_exchange: Any = PartitionSpec(shards.ALL)
+            of_weights = DecodeWeights(parameter_specs(self.target, mesh), of_proposer, of_exchange)
             of_state = self.state_specs(state)
             of_others = [WHOLE] * len(given) if others is None else others
             returned = (of_state, WHOLE) if results is None else results
             specs = of_weights, of_state, *of_others
-            return everywhere(mesh, function, specs, returned)(weights, state, *given)
+            return everywhere(mesh, local, specs, returned)(weights, state, *given)
+
+        def local(weights: DecodeWeights, *others: Any) -> Any:
+            with shards.through(weights.exchange):
+                return function(weights, *others)
 
         return run
 

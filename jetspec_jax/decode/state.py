@@ -23,6 +23,7 @@ from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.slots import Sampling
 from jetspec_jax.sampling.token_sets import packed
 from jetspec_jax.tree import Hints, Reach, Routing
+from pallas_kernels.peer_sum import Exchange
 
 
 class DecodeWeights(NamedTuple):
@@ -31,10 +32,12 @@ class DecodeWeights(NamedTuple):
     Attributes:
         target: The target's parameters.
         proposer: The proposer's parameters; None in plain decoding.
+        exchange: Memory through which devices that share the models add up; None: XLA adds up.
     """
 
     target: Weights
     proposer: Any = None
+    exchange: Exchange | None = None
 
 
 class SlotSettings(NamedTuple):

@@ -12,10 +12,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels import shards
+from pallas_kernels.dispatch import compute_capability
+from pallas_kernels.peer_sum import Exchange, exchange_shapes
 
 _log = logging.getLogger("jetspec_jax")
 
+#: The most rows that are summed through an exchange. More are bound by bandwidth, and rare.
+MOST_SUMMED_ROWS = 256
 #: Whether the first GPU can access the second, by their indices in this process; None if unknown.
 Reaches = Callable[[int, int], bool | None]
 
@@ -31,6 +38,30 @@ def say_apart(meshes: Iterable[Mesh | None], reaches: Reaches | None = None) -> 
     groups = [apart(list(mesh.devices.flat), ask) for mesh in meshes if mesh is not None]
     if found := tuple(device.id for group in groups for device in group):
         _warn_once(found)
+
+
+def make_exchange(
+    mesh: Mesh | None, most: int, dtype: jnp.dtype, reaches: Reaches | None = None
+) -> Exchange | None:
+    """Memory for sums of at most ``most`` elements, if the devices can write to each other's; else None.
+
+    They must be the first GPUs of the only process: Mosaic takes a device's place in the mesh for its number.
+    """
+    if mesh is None or mesh.size == 1 or jax.process_count() > 1 or jax.__version_info__ < (0, 11, 2):
+        return None
+    devices = list(mesh.devices.flat)
+    if [device.id for device in devices] != list(range(mesh.size)) or devices[0].platform != "gpu":
+        return None
+    pairs = itertools.permutations((device.local_hardware_id for device in devices), 2)
+    ask = reaches or driver_reaches()
+    if (compute_capability() or (0, 0)) < (9, 0) or not all(ask(*pair) for pair in pairs):
+        return None
+    placed = NamedSharding(mesh, PartitionSpec(shards.ALL))
+    shapes = exchange_shapes(mesh.size, most, dtype)
+    sizes = [((mesh.size * each.shape[0], *each.shape[1:]), each.dtype) for each in shapes]
+    make = jax.jit(lambda: [jnp.zeros(*size) for size in sizes], out_shardings=[placed] * 2)
+    # Peers write as soon as their programs run, so it must be there.
+    return Exchange(*jax.block_until_ready(make()))
 
 
 def apart(devices: Sequence[Any], reaches: Reaches) -> list[Any]:

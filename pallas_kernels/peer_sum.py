@@ -1,0 +1,157 @@
+"""Sums over the GPUs of one process, which write their terms into each other's memory, as Pallas Mosaic GPU.
+
+A sum is one kernel. Each of its blocks copies a chunk of the device's term to all devices, raises a flag on
+each of them, waits until all have raised its own, and adds up the chunks in the order of the devices. So all
+devices get the same bits. Copies and flags are plain stores over NVLink or PCIe; nothing is multicast.
+
+The memory that others write to must exist on all devices before one of them begins a sum, and must hold
+nothing else. So it is an argument of the program, an `Exchange`, which lives as long as the model. XLA takes
+it for constant: it neither copies it nor orders kernels by it.
+
+A block receives chunks in two places in turns, counted by the block. Nobody writes to a place that is still
+read: a device begins its sum n + 1 after all have raised its flag of the sum n, and by then all have ended
+the sum n - 1, which used the same place. Waiting lowers a flag again, so sums can be repeated without end.
+
+All devices must run the same sums in the same order, one after another. XLA runs a program's kernels in the
+order of its schedule, the same on all devices; not so the command buffers' scheduling mode CONCURRENT.
+
+Shapes: P devices, G blocks.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+from jaxtyping import Array, Float, Int32
+
+_BLOCKS = 128  # H100 and H200 have 132 processors: all blocks run at once
+_THREADS = 128  # of a block
+_ACCESS = 16  # bytes of a thread's load or store
+_MOST_UNROLLED = 4  # loads of a thread before its first store
+_COUNT = 2  # the row of flags with the number of a block's sums; the others are the places'
+
+
+class Exchange(NamedTuple):
+    """A device's memory for the terms of all devices, and its flags. Both begin as zeros."""
+
+    terms: Float[Array, "places P G chunk"]
+    flags: Int32[Array, "3 G"]
+
+
+def exchange_shapes(parts: int, most: int, dtype: jnp.dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The shapes of a device's `Exchange` for sums over ``parts`` devices of at most ``most`` elements."""
+    chunk = -(-most // _BLOCKS)
+    return (
+        jax.ShapeDtypeStruct((2, parts, _BLOCKS, chunk), dtype),
+        jax.ShapeDtypeStruct((3, _BLOCKS), jnp.int32),
+    )
+
+
+def unsupported(x: Array, exchange: Exchange) -> str | None:
+    """Why a term cannot be summed through an exchange."""
+    if x.dtype != exchange.terms.dtype:
+        return f"the exchange is for {exchange.terms.dtype}, not {x.dtype}"
+    if x.size % (least := _THREADS * _ACCESS // x.dtype.itemsize):
+        return f"{x.size} elements, no multiple of {least}"
+    if (chunk := x.size // _blocks(x.size // least)) > exchange.terms.shape[-1]:
+        return f"a block's chunk of {chunk} elements, and there is room for {exchange.terms.shape[-1]}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames="axes")  # a program's sums of a shape are lowered once
+def peer_sum(x: Float[Array, "*shape"], exchange: Exchange, axes: tuple[str, ...]) -> Float[Array, "*shape"]:
+    """The sum of ``x`` over the devices along the axes, which are all axes of the mesh."""
+    parts = exchange.terms.shape[1]
+    access = _ACCESS // x.dtype.itemsize
+    least = _THREADS * access
+    blocks = _blocks(x.size // least)
+    chunk = x.size // blocks
+    unrolled = max(times for times in range(1, _MOST_UNROLLED + 1) if chunk // least % times == 0)
+    tile = least * unrolled
+    layout = plgpu.Layout.WG_STRIDED((tile,), vec_size=access)
+
+    sizes = tuple(lax.axis_size(axis) for axis in axes)
+
+    def of_device(ref: Any, device: int) -> Any:
+        return plgpu.remote_ref(ref, dict(zip(axes, map(int, np.unravel_index(device, sizes)), strict=True)))
+
+    def kernel(x_ref: Any, terms: Any, flags: Any, out_ref: Any) -> None:
+        here, block = lax.axis_index(axes), lax.axis_index("blocks")
+        count = flags[_COUNT, block]
+        place = lax.rem(count, 2)
+
+        def send(i: Array, _: None) -> None:
+            rows = plgpu.layout_cast(x_ref[pl.ds(block * chunk + i * tile, tile)], layout)
+            for device in range(parts):
+                _store(layout, rows, of_device(terms.at[place, here, block, pl.ds(i * tile, tile)], device))
+
+        def add(i: Array, _: None) -> None:
+            total = functools.reduce(
+                jnp.add,
+                (
+                    plgpu.layout_cast(terms[place, device, block, pl.ds(i * tile, tile)], layout).astype(
+                        jnp.float32
+                    )
+                    for device in range(parts)
+                ),
+            )
+            out_ref[pl.ds(block * chunk + i * tile, tile)] = total.astype(out_ref.dtype)
+
+        lax.fori_loop(0, chunk // tile, send, None)
+        for device in range(parts):
+            _raise_flag(of_device(flags.at[place, block], device))
+        _lower_flag(flags.at[place, block], parts)
+        flags[_COUNT, block] = count + 1
+        lax.fori_loop(0, chunk // tile, add, None)
+
+    call = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((x.size,), x.dtype),
+        grid=(blocks,),
+        grid_names=("blocks",),
+        compiler_params=plgpu.CompilerParams(skip_device_barrier=True),
+    )
+    return call(x.reshape(-1), exchange.terms, exchange.flags).reshape(x.shape)
+
+
+def _blocks(tiles: int) -> int:
+    """The largest number of blocks that get equally many tiles."""
+    return max(count for count in range(1, min(tiles, _BLOCKS) + 1) if tiles % count == 0)
+
+
+def _store(layout: plgpu.Layout, rows: Any, ref: Any) -> None:
+    """Stores whole vectors: Pallas would store single elements, as it knows no alignment of other devices."""
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
+    def store(_: Any, rows: Any, ref: Any) -> None:
+        begin, word = mgpu.memref_ptr(ref), ir.IntegerType.get_signless(32)
+        for at, register in zip(rows.layout.linear_thread_idxs(), rows.registers.flat, strict=True):
+            address = mgpu.getelementptr(begin, [arith.index_cast(word, at)], rows.mlir_dtype)
+            llvm.store(register, address, alignment=_ACCESS)
+
+    store(rows, ref)
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+def _raise_flag(_: Any, flag: Any) -> None:
+    """Adds 1 to a flag, of this device or another, after all stores of the block."""
+    mgpu.warpgroup_barrier()
+    mgpu.SemaphoreRef(mgpu.memref_ptr(flag)).signal(1)
+
+
+def _lower_flag(flag: Any, times: int) -> None:
+    """Waits until a flag of this device has been raised so often, and lowers it as often."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def wait(_: Any, flag: Any) -> None:
+        mgpu.SemaphoreRef(mgpu.memref_ptr(flag)).wait(times)
+
+    wait(flag)

@@ -1,0 +1,107 @@
+"""Sums through other devices' memory. No interpreter has several GPUs: one is given the terms of others."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import PartitionSpec
+
+from jetspec_jax.device.peers import make_exchange
+from pallas_kernels import peer_sum, shards
+from tests.kernels.lowering import MOSAIC, gpu_mesh, lower_for_gpu
+from tests.meshes import mesh_of
+
+pytestmark = [
+    pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="needs JAX 0.11.2"),
+    pytest.mark.usefixtures("no_type_checks"),
+]
+MOST = 128 * 4096
+
+
+def on_mesh(mesh, function):
+    each = PartitionSpec(shards.ALL)
+    return jax.shard_map(function, mesh=mesh, in_specs=(each, each), out_specs=each, check_vma=False)
+
+
+def add(x, exchange):
+    with shards.through(exchange):
+        return shards.all_sum(x)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("rows", [1, 33, 128])
+def test_lowers_for_cuda(parts, dtype, rows):
+    exchange = [
+        jax.ShapeDtypeStruct((parts * each.shape[0], *each.shape[1:]), each.dtype)
+        for each in peer_sum.exchange_shapes(parts, 2 * MOST, dtype)
+    ]
+    x = jax.ShapeDtypeStruct((parts, rows, 4096), dtype)
+    mesh = gpu_mesh(1, parts)
+    program = lower_for_gpu(on_mesh(mesh, add), x, peer_sum.Exchange(*exchange), mesh=mesh)
+    assert program.count(MOSAIC) == 1
+    assert "all_reduce" not in program
+    assert "nvshmem" not in program
+    assert "multimem" not in program
+
+
+@pytest.mark.parametrize("rows", [1, 3, 128])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_device_adds_terms_in_the_order_of_the_devices(monkeypatch, dtype, rows):
+    """The terms of the other two are there before; the place is that of the block's count."""
+    monkeypatch.setattr(peer_sum.plgpu, "remote_ref", lambda ref, device: ref)
+    monkeypatch.setattr(peer_sum, "_store", lambda layout, rows, ref: ref.__setitem__(..., rows))
+    monkeypatch.setattr(peer_sum, "_raise_flag", lambda flag: None)
+    monkeypatch.setattr(peer_sum, "_lower_flag", lambda flag, times: None)
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(rng.standard_normal((rows, 4096)), dtype)
+    shape, flags = peer_sum.exchange_shapes(3, MOST, dtype)
+    terms = jnp.asarray(rng.standard_normal(shape.shape), dtype)
+    exchange = peer_sum.Exchange(terms, jnp.zeros(flags.shape, jnp.int32).at[2].set(5))
+    assert peer_sum.unsupported(x, exchange) is None
+    monkeypatch.setattr(peer_sum.np, "unravel_index", lambda device, sizes: (0, 0))
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        got = on_mesh(mesh_of(1, 1), lambda x, e: peer_sum.peer_sum(x, e, shards.ALL))(x, exchange)
+    blocks = peer_sum._blocks(x.size * x.dtype.itemsize // 2048)
+    others = np.asarray(terms, np.float64)[1, 1:, :blocks, : x.size // blocks].reshape(2, rows, 4096)
+    exact = np.asarray(x, np.float64) + others.sum(axis=0)
+    # Two float32 sums of terms below 16, and the rounding of the result.
+    eps = float(jnp.finfo(dtype).eps)
+    bound = 2 * np.finfo(np.float32).eps * 16 + eps / 2 * np.abs(exact) * (1 + eps)
+    assert (np.abs(np.asarray(got, np.float64) - exact) <= bound).all()
+    assert (np.asarray(got, np.float64) != np.asarray(x, np.float64)).any()
+
+
+@pytest.mark.parametrize(
+    ("x", "why"),
+    [
+        (jnp.zeros((1, 4096)), "the exchange is for bfloat16, not float32"),
+        (jnp.zeros((1, 1000), jnp.bfloat16), "1000 elements, no multiple of 1024"),
+        (
+            jnp.zeros((256, 4096), jnp.bfloat16),
+            "a block's chunk of 8192 elements, and there is room for 4096",
+        ),
+    ],
+)
+def test_what_it_cannot_do_is_said_and_left_to_xla(x, why):
+    shapes = peer_sum.exchange_shapes(2, MOST, jnp.dtype(jnp.bfloat16))
+    exchange = peer_sum.Exchange(*(jnp.zeros(each.shape, each.dtype) for each in shapes))
+    assert peer_sum.unsupported(x, exchange) == why
+    got = on_mesh(mesh_of(1, 2), lambda x, _: add(x, exchange))(jnp.stack([x + 1, x + 2]), jnp.zeros(2))
+    assert (got == 3).all()
+
+
+def test_only_sums_inside_of_the_context_go_through_an_exchange():
+    with contextlib.suppress(ZeroDivisionError), shards.through(object()):
+        assert shards._EXCHANGE.get() is not None
+        raise ZeroDivisionError
+    assert shards._EXCHANGE.get() is None
+
+
+def test_there_is_no_exchange_without_gpus():
+    assert make_exchange(None, MOST, jnp.dtype(jnp.bfloat16)) is None
+    if jax.default_backend() == "cpu":
+        assert make_exchange(mesh_of(1, 2), MOST, jnp.dtype(jnp.bfloat16), lambda *_: True) is None
