@@ -27,7 +27,7 @@ PHASES: dict[str, Callable[[TreeDecoder, DecodeWeights, DecodeState, Made], Any]
 
 def repeat(decoder: TreeDecoder) -> Any:
     """The jitted `_repeat`, compiled like the decoder's rounds."""
-    return jit_rounds(_repeat, decoder.bucket, static_argnums=(0, 1), donate_argnums=3)
+    return jit_rounds(_repeat, decoder.bucket, decoder.mesh, static_argnums=(0, 1), donate_argnums=3)
 
 
 def _repeat(

@@ -192,7 +192,7 @@ class TreeDecoder(Round):
     @property
     def program(self) -> Any:
         """The jitted function of `decode`, with the decoder as its first argument; for ahead-of-time use."""
-        return jit_rounds(_decode, self.bucket)
+        return jit_rounds(_decode, self.bucket, self.mesh)
 
 
 @functools.cache

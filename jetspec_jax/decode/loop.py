@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, ArrayLike, Bool, Int
 
 from jetspec_jax.decode.state import DecodeState, RoundRecord
@@ -53,16 +54,24 @@ def repeat_rounds(
 # XLA's autotuner compares its Triton products with cuBLAS on weights that are in the cache, unlike those of a
 # model. Its choices are faster for one row, but slower for a tree, so Triton products are off for trees.
 TREE_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+# By default XLA keeps exchanges between devices out of CUDA graphs, so that the host launches what stands
+# between two of them. The names are its default ones and the last.
+_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,COLLECTIVES"
+MESH_OPTIONS = {
+    "xla_gpu_enable_command_buffer": _GRAPHS,
+    "xla_gpu_disable_async_collectives": "ALLREDUCE,ALLGATHER",
+}
 
 
 @functools.cache
 def jit_rounds(
     function: Callable[..., Any],
     bucket: int,
+    mesh: Mesh | None,
     static_argnums: int | tuple[int, ...] = 0,
     donate_argnums: int | tuple[int, ...] = 2,
 ) -> Any:
-    """`jax.jit` of a function that runs rounds of a bucket, with compiler options for the bucket.
+    """`jax.jit` of a function that runs rounds of a bucket, with compiler options for bucket and mesh.
 
     Equal arguments return the same jitted function, so nothing is compiled twice.
     """
@@ -70,5 +79,5 @@ def jit_rounds(
         function,
         static_argnums=static_argnums,
         donate_argnums=donate_argnums,
-        compiler_options={} if bucket == 1 else TREE_OPTIONS,
+        compiler_options=({} if bucket == 1 else TREE_OPTIONS) | ({} if mesh is None else MESH_OPTIONS),
     )

@@ -32,7 +32,8 @@ def propose(
     decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState, *live: Int[ArrayLike, "L"]
 ) -> TokenTree:
     """The first program: see `Round.propose`. The state is not donated."""
-    return jit_rounds(_propose, decoder.bucket, donate_argnums=())(decoder, weights, state, *live)
+    program = jit_rounds(_propose, decoder.bucket, decoder.mesh, donate_argnums=())
+    return program(decoder, weights, state, *live)
 
 
 def verify(
@@ -43,7 +44,8 @@ def verify(
     *live: Int[ArrayLike, "L"],
 ) -> Verified:
     """The second program: see `Round.verify`. The state is not donated; the result is only for `settle`."""
-    return jit_rounds(_verify, decoder.bucket, donate_argnums=())(decoder, weights, state, tree, *live)
+    program = jit_rounds(_verify, decoder.bucket, decoder.mesh, donate_argnums=())
+    return program(decoder, weights, state, tree, *live)
 
 
 def settle(
@@ -59,7 +61,7 @@ def settle(
 
     Returns the state, the record with a leading axis of one round, and whether each slot decodes in the next.
     """
-    program = jit_rounds(_settle, decoder.bucket)
+    program = jit_rounds(_settle, decoder.bucket, decoder.mesh)
     return program(decoder, weights, state, tree, verified, allowed, *live)
 
 
@@ -77,7 +79,7 @@ def compile_all(
 
     def results(function: Any, donated: int | tuple[int, ...], *arguments: Any) -> Any:
         with tracing:
-            lowered = jit_rounds(function, decoder.bucket, donate_argnums=donated).lower(
+            lowered = jit_rounds(function, decoder.bucket, decoder.mesh, donate_argnums=donated).lower(
                 decoder, weights, state, *arguments, *live
             )
         placements = lowered.compile().output_shardings

@@ -143,7 +143,7 @@ class Trace(Iterator[RoundTrace]):
         kept = state.adjust
         if not decoder.adjusts:
             state = replace(state, adjust=None)
-        traced_round = jit_rounds(_traced_round, decoder.bucket)
+        traced_round = jit_rounds(_traced_round, decoder.bucket, decoder.mesh)
         state, (record, passed) = traced_round(decoder, weights, state, *live)
         self._seen.append(passed)
         state = state if decoder.adjusts else replace(state, adjust=kept)
