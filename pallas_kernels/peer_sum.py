@@ -83,7 +83,7 @@ def peer_sum(x: Float[Array, "*shape"], exchange: Exchange, axes: tuple[str, ...
     def of_device(ref: Any, device: int) -> Any:
         return plgpu.remote_ref(ref, dict(zip(axes, map(int, np.unravel_index(device, sizes)), strict=True)))
 
-    def kernel(x_ref: Any, terms: Any, flags: Any, out_ref: Any) -> None:
+    def peer_sum(x_ref: Any, terms: Any, flags: Any, out_ref: Any) -> None:  # the kernel's name in traces
         here, block = lax.axis_index(axes), lax.axis_index("blocks")
         count = flags[_COUNT, block]
         place = lax.rem(count, 2)
@@ -113,7 +113,7 @@ def peer_sum(x: Float[Array, "*shape"], exchange: Exchange, axes: tuple[str, ...
         lax.fori_loop(0, chunk // tile, add, None)
 
     call = plgpu.kernel(
-        kernel,
+        peer_sum,
         out_type=jax.ShapeDtypeStruct((x.size,), x.dtype),
         grid=(blocks,),
         grid_names=("blocks",),

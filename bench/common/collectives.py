@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from pallas_kernels.peer_sum import peer_sum
+
 #: The kinds that programs have, by operation.
 KINDS = {"stablehlo.all_reduce": "sum", "stablehlo.all_gather": "gather"}
 _OTHERS = ("stablehlo.all_to_all", "stablehlo.collective_permute", "stablehlo.reduce_scatter")
@@ -29,7 +31,7 @@ class Collective(NamedTuple):
 
 
 def collectives(lowered: jax.stages.Lowered) -> list[Collective]:
-    """All collectives of a lowered program; those of a loop's body once.
+    """All collectives of a lowered program, sums by `peer_sum` included; those of a loop's body once.
 
     Raises:
         NotImplementedError: A collective is neither a sum nor a gather.
@@ -40,15 +42,16 @@ def collectives(lowered: jax.stages.Lowered) -> list[Collective]:
 
     def visit(op: Any, on_condition: bool, loops: int) -> None:
         name = op.operation.name
+        callee = op.operation.attributes["callee"].value if name == "func.call" else ""
         if name in _OTHERS:
             raise NotImplementedError(f"{name} is not counted: only {', '.join(KINDS)} are")
-        if name in KINDS:
+        if name in KINDS or callee.startswith(peer_sum.__name__):
             result = op.operation.results[0].type
             num_bytes = math.prod(result.shape) * max(8, result.element_type.width) // 8
-            found.append(Collective(KINDS[name], num_bytes, on_condition, loops))
+            found.append(Collective(KINDS.get(name, "sum"), num_bytes, on_condition, loops))
             return  # its region says how two elements are added up
-        if name == "func.call":
-            visit(functions[op.operation.attributes["callee"].value], on_condition, loops)
+        if callee:
+            visit(functions[callee], on_condition, loops)
         on_condition |= name in ("stablehlo.case", "stablehlo.if")
         loops += name == "stablehlo.while"
         for region in op.operation.regions:

@@ -18,7 +18,7 @@ from jax.profiler import ProfileData
 # The first pattern that matches a kernel's name, in lower case, decides. XLA names a kernel after its HLO
 # instruction, libraries after their templates, Pallas after the `name` of the call.
 CLASSES: tuple[tuple[str, str], ...] = (
-    ("collectives", r"nccl|all_?reduce|all_?gather|psum"),
+    ("collectives", r"nccl|all_?reduce|all_?gather|psum|peer_sum"),
     ("tree attention", r"attention|flash|fmha"),
     ("tree growth", r"grow|tree_build|build_tree"),
     ("experts", r"expert"),

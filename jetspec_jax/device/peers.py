@@ -1,4 +1,4 @@
-"""Detects whether the GPUs of a host can access each other's memory directly, over NVLink or PCIe.
+"""Whether the GPUs of a host access each other's memory directly, over NVLink or PCIe, and memory for it.
 
 JAX does not report it, so NVIDIA's driver is queried. The driver reports the hardware's abilities; NCCL may
 still use host memory, for example between CPU sockets, which cannot be detected.
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jetspec_jax.progress import log_once
 from pallas_kernels import shards
 from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.peer_sum import Exchange, exchange_shapes
@@ -43,18 +44,14 @@ def say_apart(meshes: Iterable[Mesh | None], reaches: Reaches | None = None) -> 
 def make_exchange(
     mesh: Mesh | None, most: int, dtype: jnp.dtype, reaches: Reaches | None = None
 ) -> Exchange | None:
-    """Memory for sums of at most ``most`` elements, if the devices can write to each other's; else None.
+    """Memory for sums of at most ``most`` elements over a mesh; None on one device, or if XLA must add up.
 
-    They must be the first GPUs of the only process: Mosaic takes a device's place in the mesh for its number.
+    The log says once why XLA must.
     """
-    if mesh is None or mesh.size == 1 or jax.process_count() > 1 or jax.__version_info__ < (0, 11, 2):
+    if mesh is None or mesh.size == 1:
         return None
-    devices = list(mesh.devices.flat)
-    if [device.id for device in devices] != list(range(mesh.size)) or devices[0].platform != "gpu":
-        return None
-    pairs = itertools.permutations((device.local_hardware_id for device in devices), 2)
-    ask = reaches or driver_reaches()
-    if (compute_capability() or (0, 0)) < (9, 0) or not all(ask(*pair) for pair in pairs):
+    if (why := why_no_exchange(list(mesh.devices.flat), reaches)) is not None:
+        log_once(logging.INFO, f"devices add up through XLA, which takes longer: {why}")
         return None
     placed = NamedSharding(mesh, PartitionSpec(shards.ALL))
     shapes = exchange_shapes(mesh.size, most, dtype)
@@ -62,6 +59,30 @@ def make_exchange(
     make = jax.jit(lambda: [jnp.zeros(*size) for size in sizes], out_shardings=[placed] * 2)
     # Peers write as soon as their programs run, so it must be there.
     return Exchange(*jax.block_until_ready(make()))
+
+
+def why_no_exchange(devices: Sequence[Any], reaches: Reaches | None = None) -> str | None:
+    """Why devices cannot add up through each other's memory; None if they can.
+
+    Without ``reaches`` the driver is queried.
+    """
+    if jax.__version_info__ < (0, 11, 2):
+        return f"that needs JAX 0.11.2, and this is {jax.__version__}"
+    if jax.process_count() > 1:
+        return "they belong to several processes"
+    if any(device.platform != "gpu" for device in devices):
+        return "they are no GPUs"
+    if len(kinds := {device.device_kind for device in devices}) > 1:
+        return f"they are of several kinds: {', '.join(sorted(kinds))}"
+    if (compute_capability() or (0, 0)) < (9, 0):
+        return "they are older than Hopper"
+    # Mosaic takes a device's place in the mesh for its number.
+    if [device.id for device in devices] != list(range(len(devices))):
+        return "they are not the first devices of this process"
+    ask = reaches or driver_reaches()
+    if not all(ask(*pair) for pair in itertools.permutations((d.local_hardware_id for d in devices), 2)):
+        return "not all of them reach each other's memory"
+    return None
 
 
 def apart(devices: Sequence[Any], reaches: Reaches) -> list[Any]:

@@ -3,6 +3,7 @@
 import logging
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -83,6 +84,49 @@ def test_devices_of_a_cpu(said, monkeypatch):
     if where.devices.flat[0].platform == "cpu":
         peers.say_apart((where,), lambda *_: False)
         assert said() == []
+
+
+def gpus(count, **changes):
+    devices = [device(number, number) for number in range(count)]
+    for each in devices:
+        each.device_kind = "NVIDIA H200"
+    for name, values in changes.items():
+        for each, value in zip(devices, values, strict=True):
+            setattr(each, name, value)
+    return devices
+
+
+@pytest.mark.parametrize(
+    ("changes", "capability", "reaches", "why"),
+    [
+        ({}, (9, 0), True, None),
+        ({}, (10, 0), True, None),
+        ({}, (8, 0), True, "they are older than Hopper"),
+        ({}, (9, 0), False, "not all of them reach each other's memory"),
+        ({}, (9, 0), None, "not all of them reach each other's memory"),
+        ({"id": (2, 3)}, (9, 0), True, "they are not the first devices of this process"),
+        ({"platform": ("cpu", "cpu")}, None, True, "they are no GPUs"),
+        (
+            {"device_kind": ("NVIDIA H200", "NVIDIA H100 80GB HBM3")},
+            (9, 0),
+            True,
+            "they are of several kinds: NVIDIA H100 80GB HBM3, NVIDIA H200",
+        ),
+    ],
+)
+def test_which_devices_add_up_through_their_memory(changes, capability, reaches, why, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    monkeypatch.setattr(peers, "compute_capability", lambda: capability)
+    assert peers.why_no_exchange(gpus(2, **changes), lambda *_: reaches) == why
+
+
+def test_old_versions_and_several_processes_leave_sums_to_xla(monkeypatch):
+    monkeypatch.setattr(peers, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
+    assert peers.why_no_exchange(gpus(2), lambda *_: True).startswith("that needs JAX 0.11.2, and this is ")
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert peers.why_no_exchange(gpus(2), lambda *_: True) == "they belong to several processes"
 
 
 class Driver:

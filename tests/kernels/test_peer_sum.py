@@ -1,6 +1,7 @@
 """Sums through other devices' memory. No interpreter has several GPUs: one is given the terms of others."""
 
 import contextlib
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +10,16 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec
 
+from bench.common.collectives import Collective, collectives
+from bench.common.kernel_trace import classify
 from jetspec_jax.device.peers import make_exchange
+from jetspec_jax.progress import log_once
 from pallas_kernels import peer_sum, shards
 from tests.kernels.lowering import MOSAIC, gpu_mesh, lower_for_gpu
 from tests.meshes import mesh_of
 
-pytestmark = [
-    pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="needs JAX 0.11.2"),
-    pytest.mark.usefixtures("no_type_checks"),
-]
+pytestmark = pytest.mark.usefixtures("no_type_checks")
+kernels = pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="these kernels need JAX 0.11.2")
 MOST = 128 * 4096
 
 
@@ -31,23 +33,27 @@ def add(x, exchange):
         return shards.all_sum(x)
 
 
+def exchange_of(parts, dtype):
+    shapes = peer_sum.exchange_shapes(parts, 2 * MOST, dtype)
+    whole = (((parts * each.shape[0], *each.shape[1:]), each.dtype) for each in shapes)
+    return peer_sum.Exchange(*(jax.ShapeDtypeStruct(*each) for each in whole))
+
+
+@kernels
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("rows", [1, 33, 128])
 def test_lowers_for_cuda(parts, dtype, rows):
-    exchange = [
-        jax.ShapeDtypeStruct((parts * each.shape[0], *each.shape[1:]), each.dtype)
-        for each in peer_sum.exchange_shapes(parts, 2 * MOST, dtype)
-    ]
     x = jax.ShapeDtypeStruct((parts, rows, 4096), dtype)
     mesh = gpu_mesh(1, parts)
-    program = lower_for_gpu(on_mesh(mesh, add), x, peer_sum.Exchange(*exchange), mesh=mesh)
+    program = lower_for_gpu(on_mesh(mesh, add), x, exchange_of(parts, dtype), mesh=mesh)
     assert program.count(MOSAIC) == 1
     assert "all_reduce" not in program
     assert "nvshmem" not in program
     assert "multimem" not in program
 
 
+@kernels
 @pytest.mark.parametrize("rows", [1, 3, 128])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_a_device_adds_terms_in_the_order_of_the_devices(monkeypatch, dtype, rows):
@@ -101,7 +107,26 @@ def test_only_sums_inside_of_the_context_go_through_an_exchange():
     assert shards._EXCHANGE.get() is None
 
 
-def test_there_is_no_exchange_without_gpus():
+def test_there_is_no_exchange_without_gpus(caplog):
     assert make_exchange(None, MOST, jnp.dtype(jnp.bfloat16)) is None
     if jax.default_backend() == "cpu":
-        assert make_exchange(mesh_of(1, 2), MOST, jnp.dtype(jnp.bfloat16), lambda *_: True) is None
+        log_once.cache_clear()
+        with caplog.at_level(logging.INFO, "jetspec_jax"):
+            for _ in range(2):
+                assert make_exchange(mesh_of(1, 2), MOST, jnp.dtype(jnp.bfloat16), lambda *_: True) is None
+        [line] = caplog.messages
+        assert line.startswith("devices add up through XLA, which takes longer: ")
+
+
+@kernels
+def test_a_round_counts_these_sums_too():
+    exchange, mesh = exchange_of(2, jnp.bfloat16), gpu_mesh(1, 2)
+    x = jax.ShapeDtypeStruct((2, 16, 4096), jnp.bfloat16)
+
+    def three(x, exchange):
+        return add(add(x, exchange) + add(2 * x, exchange), exchange)
+
+    lowered = jax.jit(on_mesh(mesh, three)).trace(x, exchange).lower(lowering_platforms=("cuda",))
+    assert collectives(lowered) == [Collective("sum", 16 * 4096 * 2, False, 0)] * 3
+    assert lowered.as_text().count(MOSAIC) == 1  # three calls of one function
+    assert classify("peer_sum_mosaic_gpu_kernel") == "collectives"
