@@ -19,6 +19,7 @@ Shapes: P devices, G blocks.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -81,7 +82,8 @@ def peer_sum(x: Float[Array, "*shape"], exchange: Exchange, axes: tuple[str, ...
     sizes = tuple(lax.axis_size(axis) for axis in axes)
 
     def of_device(ref: Any, device: int) -> Any:
-        return plgpu.remote_ref(ref, dict(zip(axes, map(int, np.unravel_index(device, sizes)), strict=True)))
+        place: Any = dict(zip(axes, map(int, np.unravel_index(device, sizes)), strict=True))
+        return plgpu.remote_ref(ref, place)
 
     def peer_sum(x_ref: Any, terms: Any, flags: Any, out_ref: Any) -> None:  # the kernel's name in traces
         here, block = lax.axis_index(axes), lax.axis_index("blocks")
@@ -112,12 +114,13 @@ def peer_sum(x: Float[Array, "*shape"], exchange: Exchange, axes: tuple[str, ...
         flags[_COUNT, block] = count + 1
         lax.fori_loop(0, chunk // tile, add, None)
 
+    params: Any = plgpu.CompilerParams
     call = plgpu.kernel(
         peer_sum,
         out_type=jax.ShapeDtypeStruct((x.size,), x.dtype),
         grid=(blocks,),
         grid_names=("blocks",),
-        compiler_params=plgpu.CompilerParams(skip_device_barrier=True),
+        compiler_params=params(skip_device_barrier=True),
     )
     return call(x.reshape(-1), exchange.terms, exchange.flags).reshape(x.shape)
 
@@ -127,31 +130,38 @@ def _blocks(tiles: int) -> int:
     return max(count for count in range(1, min(tiles, _BLOCKS) + 1) if tiles % count == 0)
 
 
-def _store(layout: plgpu.Layout, rows: Any, ref: Any) -> None:
+def _store(layout: Any, rows: Any, ref: Any) -> None:
     """Stores whole vectors: Pallas would store single elements, as it knows no alignment of other devices."""
 
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
     def store(_: Any, rows: Any, ref: Any) -> None:
         begin, word = mgpu.memref_ptr(ref), ir.IntegerType.get_signless(32)
         for at, register in zip(rows.layout.linear_thread_idxs(), rows.registers.flat, strict=True):
             address = mgpu.getelementptr(begin, [arith.index_cast(word, at)], rows.mlir_dtype)
             llvm.store(register, address, alignment=_ACCESS)
 
-    store(rows, ref)
+    _inline((layout, plgpu.RefType()), store)(rows, ref)
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-def _raise_flag(_: Any, flag: Any) -> None:
+def _raise_flag(flag: Any) -> None:
     """Adds 1 to a flag, of this device or another, after all stores of the block."""
-    mgpu.warpgroup_barrier()
-    mgpu.SemaphoreRef(mgpu.memref_ptr(flag)).signal(1)
+
+    def signal(_: Any, flag: Any) -> None:
+        mgpu.warpgroup_barrier()
+        mgpu.SemaphoreRef(mgpu.memref_ptr(flag)).signal(1)
+
+    _inline((plgpu.RefType(),), signal)(flag)
 
 
 def _lower_flag(flag: Any, times: int) -> None:
     """Waits until a flag of this device has been raised so often, and lowers it as often."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def wait(_: Any, flag: Any) -> None:
         mgpu.SemaphoreRef(mgpu.memref_ptr(flag)).wait(times)
 
-    wait(flag)
+    _inline((plgpu.RefType(),), wait)(flag)
+
+
+def _inline(types: tuple[Any, ...], function: Callable[..., None]) -> Callable[..., None]:
+    """A function that emits Mosaic's own operations, for a call from a kernel without its first argument."""
+    inlined: Any = plgpu.inline_mgpu(arg_types=types)(function)
+    return inlined

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pallas_kernels.peer_sum import peer_sum
-
 #: The kinds that programs have, by operation.
 KINDS = {"stablehlo.all_reduce": "sum", "stablehlo.all_gather": "gather"}
 _OTHERS = ("stablehlo.all_to_all", "stablehlo.collective_permute", "stablehlo.reduce_scatter")
+# The function of `pallas_kernels.peer_sum`, which programs call by this name, or with a number after it.
+_PEER_SUM = "peer_sum"
 #: Bytes per second from one H100 or H200 to others by NVLink, as its data sheet says: 18 links of 25 GB/s.
 LINK = 450e9
 #: Seconds of one collective beside its bytes. An assumption: one-shot kernels of engines in CUDA sum 128 rows
@@ -45,7 +45,7 @@ def collectives(lowered: jax.stages.Lowered) -> list[Collective]:
         callee = op.operation.attributes["callee"].value if name == "func.call" else ""
         if name in _OTHERS:
             raise NotImplementedError(f"{name} is not counted: only {', '.join(KINDS)} are")
-        if name in KINDS or callee.startswith(peer_sum.__name__):
+        if name in KINDS or callee.startswith(_PEER_SUM):
             result = op.operation.results[0].type
             num_bytes = math.prod(result.shape) * max(8, result.element_type.width) // 8
             found.append(Collective(KINDS.get(name, "sum"), num_bytes, on_condition, loops))
