@@ -19,7 +19,7 @@ from pallas_kernels.weights import Narrow, expected_weights
 #: Up to so many rows were measured. On an H200 XLA took 1.03 to 3.0 times as long for all 24 products of
 #: quantised blocks as a slower Triton kernel than today's.
 _MOST_QUANTISED_ROWS = 128
-#: Beyond these rows the Mosaic kernel was the faster one on an H100.
+#: Beyond these rows the Mosaic kernel was the faster one, on an H100, and of quantised rows on an H200.
 _MOST_TRITON_ROWS = 16
 
 
@@ -93,10 +93,9 @@ def _fastest(spec: str, x: Array, w: Array | Narrow) -> str:
     measured = fastest(device_kind(), problem.stored, *problem.sizes)
     if measured is not None and OPERATION.table[measured].unsupported(x, w, spec) is None:
         return measured
-    if problem.stored == "fp8_rows":  # the Mosaic kernel of quantised rows has not been timed
-        return "pallas_triton"
-    few = problem.rows <= _MOST_QUANTISED_ROWS
-    if problem.stored == "plain" or not few or compute_capability() != pallas_mosaic.HOPPER:
+    # XLA multiplies quantised rows 10 to 36 times as slowly as the kernels.
+    few = problem.rows <= _MOST_QUANTISED_ROWS and compute_capability() == pallas_mosaic.HOPPER
+    if problem.stored == "plain" or not (few or problem.stored == "fp8_rows"):
         return "xla"
     if problem.rows <= _MOST_TRITON_ROWS or pallas_mosaic.unsupported(x, w, spec) is not None:
         return "pallas_triton"
