@@ -11,11 +11,10 @@ The rows that weights multiply may be quantised too, see `quantize_rows`.
 
 import functools
 from dataclasses import dataclass, replace
-from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float8e4m3fn, Float32
+from jaxtyping import Array, Float, Float32
 
 #: The type of the values: a sign, four bits of exponent and three of mantissa; finite but for two NaNs.
 FP8 = jnp.dtype("float8_e4m3fn")
@@ -95,37 +94,6 @@ class Quantized:
         """The weights in another type: value times scale in float32, rounded once."""
         scales = _spread(self.scales.astype(jnp.float32), self.shape, self.block)
         return (self.values.astype(jnp.float32) * scales).astype(dtype)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def quantize_rows(
-    x: Float[Array, "R K"], group: int
-) -> tuple[Float8e4m3fn[Array, "R K"], Float32[Array, "R groups"]]:
-    """Rows in FP8, and a scale for each ``group`` neighbouring terms of a row; 0 is all terms.
-
-    A group's largest magnitude becomes `LARGEST`, the others are rounded to the nearest value. The scale of
-    zeros is 1. A row's values and scales depend on no other row. There are no derivatives.
-    """
-    rows, terms = x.shape
-    group = min(group or terms, terms)
-    wide, info = x.astype(jnp.float32), jnp.finfo(x.dtype)
-    if info.bits == 16:
-        # Within a program XLA may leave out that x was rounded; then a row's bits would depend on what
-        # computes it.
-        wide = jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=info.nmant)
-    groups = jnp.pad(wide, ((0, 0), (0, -terms % group))).reshape(rows, -1, group)
-    # XLA replaces a division by a constant in some programs, but not a product.
-    scales = jnp.max(jnp.abs(groups), axis=2) * jnp.float32(1 / LARGEST)
-    # A group with a smaller scale is rounded to zeros, for which any scale will do.
-    scales = jnp.where(scales < jnp.finfo(scales.dtype).tiny, 1, scales)
-    # In some programs XLA makes this product of a division, and rounds otherwise.
-    values = (groups * (1 / scales)[:, :, None]).astype(FP8)
-    return of_bits(bits_of(values).reshape(rows, -1)[:, :terms]), scales
-
-
-@quantize_rows.defjvp
-def _no_derivatives(*_: object) -> NoReturn:
-    raise NotImplementedError("rows quantised in FP8 have no derivatives: load with fp8_activations=False")
 
 
 # XLA:CPU cannot move FP8: to slice values it would first widen all of them to float16.

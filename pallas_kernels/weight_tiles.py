@@ -27,7 +27,8 @@ from jaxtyping import Array, Float32
 
 from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.mxfp4 import BLOCK, Mxfp4
-from pallas_kernels.quantized import Quantized, bits_of, of_bits, quantize_rows
+from pallas_kernels.quantize_rows import quantize_rows
+from pallas_kernels.quantized import Quantized, bits_of, of_bits
 from pallas_kernels.weight_words import (
     COLUMNS,
     TERMS,
@@ -115,7 +116,7 @@ class Steps:
             found.append(load(ref, (row.lane[:, None], term[None, :]), both(row, terms)))
         if scales_ref is not None:
             group = i * self.depth // self.row_group if self.row_group else 0
-            found.append(load(scales_ref, (row.lane, group), row.inside)[:, None])
+            found.append(load(scales_ref, (group, row.lane), row.inside)[:, None])
         return found
 
 

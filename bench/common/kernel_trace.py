@@ -29,7 +29,7 @@ CLASSES: tuple[tuple[str, str], ...] = (
     ("reduce, argmax", r"reduc|argmax"),
     ("copy, memset", r"memcpy|memset|copy|transpose"),
     ("gather", r"gather|dynamic_slice"),
-    ("element-wise", r"fusion|wrapped_|activation"),
+    ("element-wise", r"fusion|wrapped_|activation|quantize"),
 )
 OTHER = "other"
 TOP = 25

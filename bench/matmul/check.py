@@ -12,7 +12,8 @@ from bench.common.programs import UNCOMPILABLE, compile_together
 from bench.matmul.cases import product_by, random_rows, random_weights
 from jetspec_jax.progress import Progress
 from pallas_kernels.matmul.shapes import MatmulShape
-from pallas_kernels.quantized import Quantized, quantize_rows
+from pallas_kernels.quantize_rows import quantize_rows
+from pallas_kernels.quantized import Quantized
 from pallas_kernels.weights import Narrow
 
 #: The largest error of an output, divided by the sum of its terms' magnitudes.
@@ -81,8 +82,10 @@ def _as_multiplied(rows: Array, w: Array | Narrow) -> np.ndarray:
     """Rows in float64, quantised if products quantise them."""
     if not isinstance(w, Quantized) or w.row_group is None:
         return np.asarray(rows, np.float64)
-    values, scales = (np.asarray(part, np.float64) for part in quantize_rows(rows, w.row_group))
-    return values * np.repeat(scales, w.row_group, axis=1)[:, : values.shape[1]]
+    values, scales = (
+        np.asarray(part, np.float64) for part in quantize_rows(rows, w.row_group, implementation="xla")
+    )
+    return values * np.repeat(scales.T, w.row_group, axis=1)[:, : values.shape[1]]
 
 
 def _in_float64(rows: np.ndarray, w: Array | Narrow) -> tuple[np.ndarray, np.ndarray]:

@@ -37,8 +37,9 @@ from pallas_kernels.matmul.mosaic_tiles import (
     widen,
 )
 from pallas_kernels.matmul.problem import Problem, problem_of
-from pallas_kernels.quantized import Quantized, bits_of, of_bits
-from pallas_kernels.weight_tiles import cell_of, row_group_of, rows_for, with_terms_last
+from pallas_kernels.quantize_rows import quantize_rows
+from pallas_kernels.quantized import Quantized
+from pallas_kernels.weight_tiles import cell_of, row_group_of, with_terms_last
 from pallas_kernels.weights import Narrow
 
 #: Compute capability of the only GPUs that the kernel runs on.
@@ -120,17 +121,13 @@ def matmul(
     config = config or config_for("pallas_mosaic", device_kind(), problem.stored, *problem.sizes)
     call = _Call.of(problem, padded, config or default_config(*problem.sizes))
     parts_dtype = out_dtype if call.splits == 1 else jnp.dtype(jnp.float32)
-    fill, scales = ((0, padded - rows), (0, 0)), problem.scales_matrix(w.scales).astype(jnp.float32)
+    matrix, scales = x.reshape(rows, depth), problem.scales_matrix(w.scales).astype(jnp.float32)
     if call.quantised:
-        values, row_scales = rows_for(w, x.reshape(rows, depth))
-        spare = padded + call.scales_width - call.block_rows - rows
-        operands = [
-            of_bits(jnp.pad(bits_of(values), fill)),
-            with_terms_last(w.values.reshape(depth, columns), 0),
-            jnp.pad(row_scales, ((0, spare), (0, 0))).T,
-        ]
+        length = padded + call.scales_width - call.block_rows
+        values, row_scales = quantize_rows(matrix, _DEPTH, length=length)
+        operands = [values, with_terms_last(w.values.reshape(depth, columns), 0), row_scales]
     else:
-        operands = [jnp.pad(x.reshape(rows, depth), fill), w.values.reshape(depth, columns)]
+        operands = [jnp.pad(matrix, ((0, padded - rows), (0, 0))), w.values.reshape(depth, columns)]
 
     def matmul_fp8(*refs: Any) -> None:  # the kernel's name in traces
         *given, scales_ref, out_ref = refs[: len(operands) + 2]

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.matmul.problem import form_of
-from pallas_kernels.quantized import Quantized, bits_of, of_bits, quantize_rows, scale_shape
+from pallas_kernels.quantize_rows.reference import quantize_rows
+from pallas_kernels.quantized import Quantized, bits_of, of_bits, scale_shape
 from pallas_kernels.weight_tiles import cell_of
 from pallas_kernels.weights import Narrow
 
@@ -80,7 +81,7 @@ def _product_of_quantized(
     if isinstance(problem, str):
         raise ValueError(f"{spec}: rows are quantised, and {problem}")
     rows, depth, columns = problem.sizes
-    quantized, row_scales = quantize_rows(x.reshape(rows, depth), group)
+    quantized, row_scales = quantize_rows(x.reshape(rows, depth), group, rows)
     values, scales = quantized.astype(x.dtype), problem.scales_matrix(w.scales)
     bits = bits_of(w.values).reshape(depth, columns)
     cells = cell_of(jnp.arange(columns), problem.columns, problem.columns_block)
@@ -92,7 +93,7 @@ def _product_of_quantized(
         own = jax.lax.dynamic_slice_in_dim(values, start, size, 1)
         own = jnp.where(start + jnp.arange(size)[None] >= first, own, 0)
         weights = of_bits(jax.lax.dynamic_slice_in_dim(bits, start, size, 0)).astype(x.dtype)
-        by_row = row_scales[:, first // group if group else 0, None]
+        by_row = row_scales[first // group if group else 0, :, None]
         by_column = scales[cell_of(first, problem.depth, problem.depth_block)][None, cells]
         return sums + _product(own, weights, "rk,kc->rc", True) * by_row * by_column.astype(jnp.float32)
 

@@ -34,7 +34,13 @@ NAMES = {
     "reduce, argmax": ("input_reduce_fusion_1", "wrapped_reduce"),
     "copy, memset": ("MemcpyD2D", "Memset", "copy_fusion", "wrapped_transpose"),
     "gather": ("loop_gather_fusion",),
-    "element-wise": ("gated_activation", "loop_add_fusion_3", "fusion_31", "wrapped_convert"),
+    "element-wise": (
+        "gated_activation",
+        "quantize_rows",
+        "loop_add_fusion_3",
+        "fusion_31",
+        "wrapped_convert",
+    ),
     "other": ("set_while_condition_kernel",),
 }
 

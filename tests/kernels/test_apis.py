@@ -16,6 +16,7 @@ from pallas_kernels import (
     matmul,
     paged_write,
     qkv_rotary,
+    quantize_rows,
     rms_norm,
     token_filter,
     tree_attention,
@@ -59,6 +60,7 @@ CALLS = {
         [halves(1, 3, 2, 6, 16), halves(16), halves(16), halves(1, 3, 8), halves(1, 3, 8)],
         {"eps": 1e-6},
     ),
+    "quantize_rows": (quantize_rows, [halves(3, 40), 16], {}),
     "rms_norm": (rms_norm, [halves(3, 40), halves(40)], {"eps": 1e-6}),
     "tree_attention": (
         tree_attention,

@@ -16,8 +16,12 @@ from pallas_kernels.expert_mlp import expert_mlp
 from pallas_kernels.expert_mlp import pallas_triton as expert_kernel
 from pallas_kernels.matmul import api, matmul, pallas_mosaic, pallas_triton, reference
 from pallas_kernels.matmul.config import Config, MosaicConfig
-from pallas_kernels.quantized import FP8, LARGEST, Quantized, quantize_rows, scale_shape
-from tests.kernels.lowering import KERNEL, MOSAIC, lower_for_gpu
+from pallas_kernels.quantize_rows import api as rows_api
+from pallas_kernels.quantize_rows import pallas_triton as rows_kernel
+from pallas_kernels.quantize_rows import quantize_rows
+from pallas_kernels.quantize_rows import reference as rows_reference
+from pallas_kernels.quantized import FP8, LARGEST, Quantized, scale_shape
+from tests.kernels.lowering import KERNEL, MOSAIC, launches, lower_for_gpu
 from tests.kernels.test_matmul import widened
 from tests.marks import wide
 
@@ -54,15 +58,32 @@ def rows_of(count, terms, dtype, seed=0):
     return jnp.asarray(x, dtype)
 
 
+@partial(jax.jit, static_argnums=(1, 2))
+def rows_by_xla(x, group, length):
+    return rows_reference.quantize_rows(x, group, length)
+
+
+def rows_by_kernel(x, group, length):
+    return rows_kernel.quantize_rows(x, group=group, length=length, interpret=True)
+
+
+def bits(values, scales, count):
+    """Those of the first rows' values and scales. The bits of a NaN are not specified."""
+    values, scales = np.asarray(values)[:count], np.asarray(scales)[:, :count]
+    values = np.where(np.isnan(values.astype(np.float32)), 127, values.view(np.uint8))
+    return values, np.where(np.isnan(scales), np.nan, scales).view(np.int32).T
+
+
 class TestRows:
+    @pytest.mark.parametrize("run", [rows_by_xla, rows_by_kernel])
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
     @pytest.mark.parametrize(("terms", "group"), [(576, 128), (96, 32), (100, 0), (24, 128)])
-    def test_values_and_scales_are_numpy_s(self, terms, group, dtype):
+    def test_values_and_scales_are_numpy_s(self, terms, group, dtype, run):
         x = rows_of(33, terms, dtype)
         x = x.at[3].multiply(1e-42 if dtype == jnp.float32 else 1e-3)  # scales below the least normal number
         values, scales, exact = quantised(x, group)
-        got = jax.jit(quantize_rows, static_argnums=1)(x, group)
-        np.testing.assert_array_equal(np.asarray(got[1]), scales)
+        got = run(x, group, 33)
+        np.testing.assert_array_equal(np.asarray(got[1]).T, scales)
         np.testing.assert_array_equal(np.asarray(got[0]).view(np.uint8) & 127, values.view(np.uint8) & 127)
         assert abs(values[5].astype(np.float32)).max() == LARGEST
         assert (scales[0, : terms // 2 // (group or terms)] == 1).all()
@@ -71,15 +92,48 @@ class TestRows:
         wrong = abs(exact - np.asarray(x, np.float64))
         assert (wrong <= np.maximum(abs(exact) * 2.0**-4, spread * 2.0**-10) * 1.07)[4:].all()
 
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+    @pytest.mark.parametrize(("terms", "group"), [(1100, 128), (1300, 32), (1100, 0), (24, 128)])
+    def test_the_kernel_gives_the_reference_s_bits(self, terms, group, dtype):
+        x = rows_of(9, terms, dtype).at[3].set(jnp.nan).at[4, 2].set(-jnp.inf).at[5, 3].set(-jnp.nan)
+        x = x.at[6].multiply(1e-42 if dtype == jnp.float32 else 1e-3)
+        expected, got = (bits(*run(x, group, 16), 9) for run in (rows_by_xla, rows_by_kernel))
+        for own, other in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(own, other)
+        assert (expected[0][3] == 127).all()
+        assert expected[0][4, 2] == 127  # infinity times zero
+
+    @pytest.mark.parametrize("run", [rows_by_xla, rows_by_kernel])
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-    def test_a_row_has_the_same_bits_whatever_other_rows_there_are(self, dtype):
+    def test_a_row_has_the_same_bits_whatever_other_rows_there_are(self, dtype, run):
         x = rows_of(130, 576, dtype).at[7].set(jnp.nan)
-        run = jax.jit(quantize_rows, static_argnums=1)
-        whole = jax.tree.map(np.asarray, run(x, 128))
+        whole = bits(*run(x, 128, 130), 130)
         for first, count in ((0, 1), (5, 1), (8, 16), (1, 129)):
-            for own, all_rows in zip(run(x[first : first + count], 128), whole, strict=True):
-                assert np.asarray(own).tobytes() == all_rows[first : first + count].tobytes()
-        assert np.isnan(whole[0][7].astype(np.float32)).all()
+            part = bits(*run(x[first : first + count], 128, 160), count)
+            for own, all_rows in zip(part, whole, strict=True):
+                np.testing.assert_array_equal(own, all_rows[first : first + count])
+        assert (whole[0][7] == 127).all()
+
+    @pytest.mark.parametrize(("terms", "group"), [(12288, 128), (576, 128), (4096, 0), (1100, 0)])
+    def test_the_kernel_lowers_for_cuda(self, terms, group):
+        for rows, dtype in ((1, jnp.bfloat16), (128, jnp.float16), (2048, jnp.float32)):
+            x = jax.ShapeDtypeStruct((rows, terms), dtype)
+            assert rows_kernel.unsupported(x, group) is None
+            program = lower_for_gpu(partial(rows_kernel.quantize_rows, group=group, length=rows), x)
+            assert launches(program) == {"quantize_rows": 1}
+            assert "rcp.rn.f32" in program  # division rounds otherwise
+
+    def test_what_the_kernel_cannot_do_is_said(self, monkeypatch):
+        x = jnp.zeros((2, 20000), jnp.bfloat16)
+        assert rows_kernel.unsupported(x[:0], 128) == "x has no elements"
+        assert rows_kernel.unsupported(x, 96) == "groups of 96 terms, no power of two"
+        assert rows_kernel.unsupported(x, 0) == "groups of 20000 terms are longer than 16384"
+        monkeypatch.setattr(rows_kernel, "compute_capability", lambda: (8, 6))
+        assert rows_kernel.unsupported(x, 128) == "the GPU has no FP8: compute capability 8.6 is below 8.9"
+
+    def test_wrong_arguments_are_said(self):
+        with pytest.raises(ValueError, match="quantize_rows: length is 1, less than 2 rows"):
+            quantize_rows(jnp.zeros((2, 64)), 32, length=1)
 
     def test_have_no_derivatives(self):
         w = Quantized(jnp.ones((64, 32), FP8), jnp.ones((1, 1)), (64, 32), 64)
@@ -87,6 +141,9 @@ class TestRows:
             product = partial(matmul, "bm,mf->bf", implementation=implementation)
             with pytest.raises(NotImplementedError, match="rows quantised in FP8 have no derivatives"):
                 jax.grad(lambda x, product=product: jnp.sum(product(x, w)))(jnp.ones((1, 64)))
+        kernel = rows_api.OPERATION.table["pallas_triton"].function
+        with pytest.raises(NotImplementedError, match="rows quantised in FP8 have no derivatives"):
+            lower_for_gpu(jax.grad(lambda x: jnp.sum(kernel(x, group=64, length=1)[1])), jnp.ones((1, 64)))
 
 
 class Product(NamedTuple):
@@ -161,11 +218,16 @@ MOSAIC_PRODUCTS = [
 
 
 @pytest.mark.parametrize(("product", "config"), MOSAIC_PRODUCTS, ids=str)
-def test_the_mosaic_kernel_lowers_for_cuda(product, config):
+def test_the_mosaic_kernel_lowers_for_cuda(product, config, monkeypatch):
+    """Its rows are quantised by one launch, as it reads them."""
+    monkeypatch.setattr("pallas_kernels.dispatch.gpu_problem", lambda: None)
     x, w, *_ = arrays_of(product)
     assert pallas_mosaic.unsupported(x, w, product.spec) is None
     run = partial(pallas_mosaic.matmul, spec=product.spec, wide=True, config=config)
-    assert lower_for_gpu(run, x, w).count(MOSAIC) == 1
+    program = lower_for_gpu(run, x, w)
+    assert program.count(MOSAIC) == 1
+    assert launches(program) == {"quantize_rows": 1}
+    assert "stablehlo.pad" not in program
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 has no interpreter for Mosaic kernels")
@@ -238,7 +300,9 @@ class TestChoice:
         scales = jnp.ones(scale_shape((256, 256), block))
         w = Quantized(jnp.zeros((256, 256), FP8), scales, block, 128 if block[1] > 1 else 0)
         program = lower_for_gpu(partial(matmul, "bm,mf->bf"), jnp.zeros((rows, 256), dtype), w)
-        assert [name for name in (KERNEL, MOSAIC) if name in program] == ([] if taken is None else [taken])
+        names = {KERNEL: ["matmul_fp8_rows", "quantize_rows"], MOSAIC: ["quantize_rows"], None: []}
+        assert sorted(launches(program).elements()) == names[taken]
+        assert (MOSAIC in program) == (taken == MOSAIC)
 
 
 class TestExperts:
