@@ -22,8 +22,8 @@ BLOCK = 32
 BLOCK_BYTES = BLOCK // 2
 # Halfway between neighbours of the values' magnitudes: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 _HALFWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-#: The largest scale whose values are all finite in float32 and bfloat16: 6 times 2**125.
-LARGEST_SCALE = 252
+#: The largest scale that a checkpoint may have, 2**33: kernels have no room for larger ones (`weight_words`).
+LARGEST_SCALE = 160
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("values", "scales"), meta_fields=("axis",))

@@ -7,6 +7,7 @@ a word are put side by side in one tile.
 
 Scales of FP8 multiply the products of the terms that they hold for, in float32; scales of MXFP4 multiply the
 weights, exactly. Scales of a step are loaded a step ahead, as the compiler does not prefetch so few bytes.
+`rows_for` gives rows the type and the order that let weights be widened with the fewest instructions.
 Where rows are in FP8 too ("fp8_rows"), tensor cores multiply both as they are, and both scales follow; the
 terms are then the last axis of the weights, as such products need neighbouring terms.
 
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float32
+from jaxtyping import Array, BFloat16, Float16, Float32
 
 from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.mxfp4 import BLOCK, Mxfp4
@@ -33,7 +34,7 @@ from pallas_kernels.weight_words import (
     COLUMNS,
     TERMS,
     fp8_columns,
-    mxfp4_powers,
+    mxfp4_factor,
     mxfp4_terms,
     side_by_side,
     words_of,
@@ -105,18 +106,19 @@ class Steps:
         Of rows in FP8 the values, and the scales as a column.
         """
         ref, scales_ref = ref if isinstance(ref, tuple) else (ref, None)
-        count = TERMS // 2 if self.apart and self.stored == "mxfp4" else 1
+        count, run = (1, self.depth)
+        if self.apart and self.stored == "mxfp4":
+            count, run = TERMS // 2, BLOCK // (TERMS // 2)
         own = jnp.arange(self.depth // count, dtype=jnp.int32)
-        if count > 1:  # two terms of each word
-            own += (TERMS - 2) * jax.lax.div(own, 2)
+        if count > 1:  # a run of each block, see `_in_order_of_parts`
+            own += (BLOCK - run) * jax.lax.div(own, run)
         found = []
         for part in range(count):
-            term = i * self.depth + own + 2 * part
+            term = i * self.depth + own + run * part
             terms = Lanes(term, None if self.terms % self.depth == 0 else term < self.terms)
             found.append(load(ref, (row.lane[:, None], term[None, :]), both(row, terms)))
-        if scales_ref is not None:
-            group = i * self.depth // self.row_group if self.row_group else 0
-            found.append(load(scales_ref, (group, row.lane), row.inside)[:, None])
+        if self.row_group:
+            found.append(load(scales_ref, (i * self.depth // self.row_group, row.lane), row.inside)[:, None])
         return found
 
 
@@ -161,7 +163,7 @@ class Tiles:
             column = Lanes.of(self.at, self.block, self.columns)
             block = Lanes.of(i, self.steps.depth // BLOCK, self.steps.terms // BLOCK)
             index = self.place(block.lane[None, :], column.lane[:, None])
-            return (mxfp4_powers(load(self.refs[1], index, both(column, block))),)
+            return (load(self.refs[1], index, both(column, block)),)
 
         def of_columns(column: Any, inside: Array | None) -> Array:
             cells = self.term_cell(i * self.steps.depth), self.column_cell(column)
@@ -185,8 +187,8 @@ class Tiles:
     ) -> tuple[Array, ...]:
         """The sums of each tile of other columns, with those of a step's terms."""
         if self.steps.stored == "mxfp4":
-            (out,), (powers,) = sums, scales
-            for x, tile in zip(rows, self._mxfp4(i, powers, rows[0].dtype), strict=True):
+            (out,), (own,) = sums, scales
+            for x, tile in zip(rows, self._mxfp4(i, own, rows[0].dtype), strict=True):
                 out += plgpu.dot(x, tile, precision=precision)
             return (out,)
         x, *row_scales = rows
@@ -214,17 +216,15 @@ class Tiles:
         tiles = fp8_columns(values, dtype)
         return tiles if self.steps.apart else [side_by_side(tiles)]
 
-    def _mxfp4(self, i: Any, powers: Array, dtype: jnp.dtype) -> list[Array]:
+    def _mxfp4(self, i: Any, scales: Array, dtype: jnp.dtype) -> list[Array]:
         """Tiles [terms, columns] of other terms."""
         depth, terms = self.steps.depth // TERMS, self.steps.terms // TERMS
         column, word = Lanes.of(self.at, self.block, self.columns), Lanes.of(i, depth, terms)
         index = self.place(word.lane[None, :], column.lane[:, None])
-        words = load(self.refs[0], index, both(column, word))
-        spread = jnp.broadcast_to(powers[:, :, None], (*powers.shape, BLOCK // TERMS)).reshape(words.shape)
-        tiles = mxfp4_terms(words, spread, dtype)
-        if not self.steps.apart:
-            return [side_by_side(tiles).T]
-        return [side_by_side(tiles[part : part + 2]).T for part in range(0, TERMS, 2)]
+        tiles = mxfp4_terms(load(self.refs[0], index, both(column, word)), scales, dtype)
+        if self.steps.apart:
+            return [tile.T for tile in tiles]
+        return [_in_order_of_parts(side_by_side(tiles)).T]
 
 
 def multiply(
@@ -246,7 +246,13 @@ def multiply(
 
     zeros = [(jnp.zeros((steps.rows, tile.block // tile.parts), jnp.float32),) * tile.parts for tile in tiles]
     sums, _ = jax.lax.fori_loop(first, last, step, (zeros, [tile.scales(first) for tile in tiles]))
-    return [side_by_side(parts) for parts in sums]
+    products = [side_by_side(parts) for parts in sums]
+    if steps.stored == "mxfp4":
+        return [product * (1 / mxfp4_factor(ref.dtype)) for product in products]
+    if isinstance(ref, tuple) and not steps.row_group:
+        scale = load(ref[1], (0, row.lane), row.inside)[:, None]
+        return [product * scale for product in products]
+    return products
 
 
 def stored_of(w: Array | Narrow) -> str:
@@ -256,10 +262,48 @@ def stored_of(w: Array | Narrow) -> str:
     return "mxfp4" if isinstance(w, Mxfp4) else "plain"
 
 
-def rows_for(w: Array | Narrow, x: Array) -> Array | tuple[Array, Array]:
-    """Rows [R, K] as a kernel is given them: where they are quantised, values and scales."""
-    row_group = row_group_of(w)
-    return x if row_group is None else quantize_rows(x, row_group)
+def rows_for(w: Array | Narrow, x: Array, *, in_float16: bool = False) -> Array | tuple[Array, Array]:
+    """Rows [R, K] as a kernel is given them: for MXFP4 in its order, where they are quantised with scales.
+
+    ``in_float16`` is whether rows in bfloat16 become float16, with scales, if that lets a GPU widen FP8 with
+    fewer instructions. That takes launches, so it is for kernels that read many weights.
+    """
+    if isinstance(w, Mxfp4):
+        return _in_order_of_parts(x)
+    if not isinstance(w, Quantized):
+        return x
+    if w.row_group is not None:
+        return quantize_rows(x, w.row_group)
+    return _in_float16(x) if in_float16 and x.dtype == jnp.bfloat16 else x
+
+
+def _in_float16(x: BFloat16[Array, "R K"]) -> tuple[Float16[Array, "R K"], Float32[Array, "1 R"]]:
+    """Rows in float16, and what to multiply each by.
+
+    A row's largest magnitude becomes 2**14 or more, so that all from 2**-31 of it on is exact.
+    """
+    wide = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(wide), axis=1, keepdims=True)
+    exponent = jax.lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
+    power = jnp.maximum(jax.lax.bitcast_convert_type(exponent, jnp.float32), 2.0**-100)
+    return (wide * (2.0**14 / power)).astype(jnp.float16), power.T * 2.0**-14
+
+
+def _in_order_of_parts(x: Array) -> Array:
+    """The terms 0 4 8 12 ... of each block, then 1 5 9 13 ... and so on.
+
+    The terms i and i + 4 of a word of MXFP4 are widened together, as halves of a register.
+    """
+    parts = TERMS // 2
+    return x.reshape(x.shape[0], -1, BLOCK // parts, parts).swapaxes(2, 3).reshape(x.shape)
+
+
+def place_of(w: Array | Narrow, term: Array) -> Array:
+    """Where rows that a kernel writes for the next one have a term, so that they need no `rows_for`."""
+    if not isinstance(w, Mxfp4):
+        return term
+    parts, own = TERMS // 2, jax.lax.rem(term, BLOCK)
+    return term - own + jax.lax.rem(own, parts) * (BLOCK // parts) + jax.lax.div(own, parts)
 
 
 def with_terms_last(values: Array, axis: int) -> Array:

@@ -1,18 +1,21 @@
 """Narrow weights as 32-bit words in Triton kernels: all weights of a word are loaded and widened at once.
 
 Tensor cores take two terms of a column from one register. Loaded as bytes, each weight would be a read of its
-own from shared memory, and its conversion an instruction of the slowest unit. A word is one read, three or
-four integer operations give two weights, and the compiler joins neighbouring terms with one more for two.
+own from shared memory, and its conversion an instruction of the slowest unit. A word is one read, and
+assembly gives two weights in a register: of FP8 in float16 by two instructions, of MXFP4 by three or four and
+a product.
 
 A word has four neighbouring columns of FP8, or eight neighbouring terms of one column of MXFP4.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, UInt8, UInt32
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, UInt8, UInt32
+
+from pallas_kernels.mxfp4 import LARGEST_SCALE
 
 #: Columns of a word of FP8.
 COLUMNS = 4
@@ -20,6 +23,9 @@ COLUMNS = 4
 TERMS = 8
 # The exponents of bfloat16 start so much lower than those of e4m3.
 _FP8_POWER = 2.0**120
+# Added to the exponents of MXFP4's scales in bfloat16: the largest that a checkpoint may have becomes 254.
+_MXFP4_SHIFT = 254 - LARGEST_SCALE
+_MXFP4_FACTOR = 2.0 ** (_MXFP4_SHIFT - 126)
 
 
 def words_of(numbers: Array) -> UInt32[Array, "*others words"]:
@@ -29,64 +35,97 @@ def words_of(numbers: Array) -> UInt32[Array, "*others words"]:
 
 
 def fp8_columns(words: UInt32[Array, "*shape"], dtype: jnp.dtype) -> list[Array]:
-    """The weights in words of FP8: the first column of each word, the second, third and fourth.
+    """The weights in words of FP8, exactly: the first column of each word, the second, third and fourth.
 
-    Every finite value is exact. NaN, which only a checkpoint loaded with ``allow_nonfinite`` has, becomes
-    480 of its sign.
+    Only in float16 NaN stays NaN; otherwise it becomes 480 of its sign. Only a checkpoint loaded with
+    ``allow_nonfinite`` has any.
     """
+    if dtype == jnp.float16:
+        shape = jax.ShapeDtypeStruct(words.shape, jnp.float16)
+        return [_inline(fp8_widening(i), 2, shape, words) for i in range(COLUMNS)]
     power = jnp.bfloat16(_FP8_POWER)
     return [
-        (jax.lax.bitcast_convert_type(bits, jnp.bfloat16) * power).astype(dtype) for bits in fp8_bits(words)
+        (jax.lax.bitcast_convert_type(bits, jnp.bfloat16) * power).astype(dtype) for bits in _fp8_bits(words)
     ]
 
 
-def fp8_bits(words: UInt32[Array, "*shape"]) -> tuple[Array, ...]:
+def _fp8_bits(words: UInt32[Array, "*shape"]) -> tuple[Array, ...]:
     """Those columns as bits of bfloat16 that stand for 2**-120 times their value."""
 
-    # Sign, four bits of exponent, three of mantissa: the sign stays where it is, the others move by four.
-    def second_and_fourth(words: Array) -> tuple[Array, Array]:
-        return _halves((words & jnp.uint32(0x80008000)) | ((words >> 4) & jnp.uint32(0x07F007F0)))
+    def halves(words: Array) -> tuple[Array, Array]:
+        # Sign, four bits of exponent, three of mantissa: the sign stays where it is, the others move by four.
+        moved = (words & jnp.uint32(0x80008000)) | ((words >> 4) & jnp.uint32(0x07F007F0))
+        return moved.astype(jnp.uint16), (moved >> 16).astype(jnp.uint16)
 
-    (first, third), (second, fourth) = second_and_fourth(words << 8), second_and_fourth(words)
+    (first, third), (second, fourth) = halves(words << 8), halves(words)
     return first, second, third, fourth
 
 
-def mxfp4_terms(
-    words: UInt32[Array, "*shape"], powers: BFloat16[Array, "*shape"], dtype: jnp.dtype
-) -> list[Array]:
-    """The weights in words of MXFP4: the first term of each word, the second and so on to the eighth.
+def fp8_widening(i: int) -> str:
+    """The assembly that widens the column i of two words, neighbouring terms, to halves of a register."""
+    return f"""{{
+.reg .b32 bytes;
+.reg .b16 low, high;
+prmt.b32 bytes, $1, $2, {0x40 + 0x11 * i:#x};
+mov.b32 {{low, high}}, bytes;
+cvt.rn.f16x2.e4m3x2 $0, low;
+}}"""
 
-    They are exact, with scales from 2**-126 on. Only XLA:CPU, to which subnormal numbers are zero, takes 0.5
-    for 0 in bfloat16. Other types get their weights from float16, whose subnormal numbers float32 has as
-    normal ones.
+
+def mxfp4_terms(words: UInt32[Array, "N W"], scales: UInt8[Array, "N B"], dtype: jnp.dtype) -> list[Array]:
+    """The weights in words of MXFP4 times `mxfp4_factor`: the terms i and i + 4 of each word, for each i.
+
+    In bfloat16 and float32 they are exact with scales from 2**-100 to 2**33, the largest of checkpoints. With
+    smaller ones they are rounded to multiples of 2**-101.
     """
-    half, wide = (jnp.bfloat16,) * 2 if dtype == jnp.bfloat16 else (jnp.float16, jnp.float32)
-    lowest = wide(2.0 ** -int(jnp.finfo(half).minexp))
-    return [
-        (jax.lax.bitcast_convert_type(bits, half).astype(wide) * lowest * powers.astype(wide)).astype(dtype)
-        for bits in mxfp4_bits(words, half)
-    ]
+    # Bytes of scales are exponents of bfloat16, and bits of values stand for 2**-126 times as much.
+    powers = ((scales.astype(jnp.uint32) + _MXFP4_SHIFT) << 7) * jnp.uint32(0x00010001)
+    spread = (*scales.shape, words.shape[1] // scales.shape[1])
+    powers = jnp.broadcast_to(powers[:, :, None], spread).reshape(words.shape)
+    # Of JAX's integers Triton takes signed ones here.
+    shape = jax.ShapeDtypeStruct(words.shape, jnp.int32)
+    found = (_inline(mxfp4_widening(i), 1, shape, words, powers) for i in range(TERMS // 2))
+    pairs = [jax.lax.bitcast_convert_type(pair, jnp.uint32) for pair in found]
+
+    def tile_of(pair: Array) -> Array:
+        halves = pair.astype(jnp.uint16), (pair >> 16).astype(jnp.uint16)
+        tile = side_by_side([jax.lax.bitcast_convert_type(half, jnp.bfloat16) for half in halves])
+        if dtype == jnp.bfloat16:
+            return tile
+        return (tile.astype(jnp.float32) * (1 / _MXFP4_FACTOR)).astype(dtype)
+
+    return [tile_of(pair) for pair in pairs]
 
 
-def mxfp4_powers(scales: UInt8[Array, "*shape"]) -> BFloat16[Array, "*shape"]:
-    """What scales of MXFP4 stand for; their bytes are the exponents of bfloat16."""
-    return jax.lax.bitcast_convert_type(scales.astype(jnp.uint16) << 7, jnp.bfloat16)
+def mxfp4_factor(dtype: jnp.dtype) -> float:
+    """What weights of a type are multiplied by: in bfloat16 one product widens them and applies the scale."""
+    return _MXFP4_FACTOR if dtype == jnp.bfloat16 else 1.0
 
 
-def mxfp4_bits(words: UInt32[Array, "*shape"], half: Any) -> tuple[Array, ...]:
-    """Those terms as bits of a type of 16 bits, for their value times its smallest normal number."""
-    # Sign, two bits of exponent, one of mantissa.
-    place = int(jnp.finfo(half).nmant) - 1
-    magnitude = jnp.uint32(0x00070007 << place)
+def mxfp4_widening(i: int) -> str:
+    """The assembly that widens the terms i and i + 4 of a word, times a power that is in both halves.
 
-    def pair(i: int) -> tuple[Array, Array]:
-        """The terms i and i + 4, which are as far apart as the halves of a word."""
-        move = place - 4 * i
-        moved = words << move if move >= 0 else words >> -move
-        return _halves(((words << 12 - 4 * i) & jnp.uint32(0x80008000)) | (moved & magnitude))
+    A product puts a term where its magnitude belongs, and once more where its sign does.
+    """
+    move = 4 * (i % 2)
+    return f"""{{
+.reg .b32 bits, zero;
+{f"shr.u32 bits, $1, {4 * i - move};" if i >= 2 else "mov.b32 bits, $1;"}
+and.b32 bits, bits, {0x000F000F << move:#x};
+mul.lo.u32 bits, bits, {0x1040 >> move:#x};
+and.b32 bits, bits, 0x81c081c0;
+mov.b32 zero, 0x80008000;
+fma.rn.bf16x2 $0, bits, $2, zero;
+}}"""
 
-    early, late = zip(*(pair(i) for i in range(TERMS // 2)), strict=True)
-    return *early, *late
+
+def _inline(code: str, count: int, shape: jax.ShapeDtypeStruct, *registers: UInt32[Array, "*shape"]) -> Array:
+    """What assembly leaves in $0: for so many elements of each array at once."""
+    inputs = ["r"] * (count * len(registers))
+    [result] = plgpu.elementwise_inline_asm(
+        code, args=registers, constraints=",".join(["=r", *inputs]), pack=count, result_shape_dtypes=[shape]
+    )
+    return result
 
 
 def side_by_side(parts: Sequence[Array]) -> Array:
@@ -96,8 +135,3 @@ def side_by_side(parts: Sequence[Array]) -> Array:
         half = len(parts) // 2
         parts = [jnp.stack(pair, axis=-1) for pair in zip(parts[:half], parts[half:], strict=True)]
     return parts[0].reshape(rows, -1)
-
-
-def _halves(words: UInt32[Array, "*shape"]) -> tuple[Array, Array]:
-    """The lower and the upper 16 bits."""
-    return words.astype(jnp.uint16), (words >> 16).astype(jnp.uint16)

@@ -29,9 +29,11 @@ def packed_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, .
 
 
 def check_scales(scales: np.ndarray) -> None:
-    """Raises ValueError if a scale is not a number, or so large that values may not be finite."""
+    """Raises ValueError if a scale is not a number, or larger than kernels can multiply by."""
     if scales.size and (largest := scales.max()) > LARGEST_SCALE:
-        raise ValueError(f"a scale is the byte {largest}; the largest of finite values is {LARGEST_SCALE}")
+        raise ValueError(
+            f"a scale is the byte {largest}; the largest supported is {LARGEST_SCALE}, for 2**33"
+        )
 
 
 def widen(

@@ -7,12 +7,22 @@ from pallas_kernels.checks import check_config
 # Programs that keep the largest GPUs busy: two for each of their processors, about.
 _PROGRAMS = 256
 _ROWS = (16, 32, 64, 128)  # a tensor core's product has 16 rows at least
-_CROWD_ROWS = 64  # of a block, where many tokens have chosen one expert
-_CROWD_TOKENS = 128  # of a call, above which there are no such blocks
-_COLUMNS = (128, 64)  # narrower ones are slower even for one token, though there are more programs
+_FEW_TOKENS = 128  # of a call, whose blocks may be as small as an expert's rows are few
+_COLUMNS = (128, 64)  # of plain weights: narrower ones are slower even for one token
+# Of narrow weights: features, model columns, depth and warps of blocks of 16 rows where the next would make
+# too few programs; of other such blocks; and of larger ones. On an H200 they were within 3 % of the fastest
+# with 1, 16, 64 and 128 tokens: MXFP4 in GPT-OSS-20B's shapes, 128 tokens in blocks of 32 rows, and FP8 in
+# Qwen3-30B-A3B's, all in blocks of 16. Other calls are not measured. A word has four columns of FP8, and a
+# warp at least eight words: with four, 128 tokens took 63 % longer.
+_NARROW = {
+    "fp8": ((32, 32, 128, 1), (128, 128, 64, 4), (128, 128, 64, 4)),
+    "fp8_rows": ((32, 64, 128, 2), (32, 64, 128, 2), (64, 128, 128, 4)),
+    "mxfp4": ((32, 64, 256, 4), (64, 64, 128, 4), (64, 128, 128, 4)),
+}
 # Of shared memory, for the tiles on their way: every GPU since Ampere has a little more.
 _TILE_BYTES = 80 << 10
-_MOST_STAGES = 6
+# With more, narrow weights took 2 to 10 % longer.
+_MOST_STAGES = {"plain": 6, "fp8": 4, "fp8_rows": 4, "mxfp4": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +31,6 @@ class Config:
 
     Attributes:
         block_rows: Rows of one expert that a program computes at once.
-        crowd_rows: Rows that it computes at a time where an expert has more than those.
         block_features: Hidden features of a program of the first product, which reads as many columns of both
             halves.
         block_model: Columns of a program of the second product.
@@ -31,7 +40,6 @@ class Config:
     """
 
     block_rows: int
-    crowd_rows: int
     block_features: int
     block_model: int
     block_depth: int
@@ -39,11 +47,8 @@ class Config:
     num_stages: int
 
     def __post_init__(self) -> None:
-        tiles = dict.fromkeys(("block_rows", "crowd_rows", "block_features", "block_model"), 16)
-        # Half of it where a crowd's blocks are another size.
-        depth = 16 if self.crowd_rows == self.block_rows else 32
-        powers = {**tiles, "block_depth": depth, "num_warps": 1}
-        check_config(self, powers=powers, counts=("num_stages",))
+        tiles = dict.fromkeys(("block_rows", "block_features", "block_model", "block_depth"), 16)
+        check_config(self, powers={**tiles, "num_warps": 1}, counts=("num_stages",))
 
 
 def config_for(
@@ -52,37 +57,35 @@ def config_for(
     """The configuration of a call.
 
     An expert's rows should fit into one block, for every block reads the expert's weights again: a block has
-    half as many again as an expert gets on average. But routers have favourites. Of up to 128 tokens those
-    get larger blocks. With more tokens the room that larger blocks need would slow all others down; there
-    blocks have at least 32 rows. Few experts are cut into narrow columns: so there are enough programs.
-
-    Of FP8 a warp has at least eight words of columns.
+    half as many again as an expert gets on average. With more than 128 tokens it has
+    three times as many, up to 32, for routers have favourites. Few experts are cut into narrow columns: so
+    there are enough programs.
     """
     mean = tokens * top_k / experts
     groups = min(tokens * top_k, experts)
-    wanted = 1.5 * mean if tokens <= _CROWD_TOKENS else max(1.5 * mean, min(3 * mean, 32))
+    wanted = 1.5 * mean if tokens <= _FEW_TOKENS else max(1.5 * mean, min(3 * mean, 32))
     # Float32 has no tensor cores here: a large block would spill.
     rows = next((rows for rows in _ROWS if rows >= wanted), _ROWS[-1]) if itemsize == 2 else _ROWS[0]
-    crowded = tokens <= _CROWD_TOKENS and itemsize == 2
 
-    def columns(total: int, widest: int) -> int:
-        fit = [width for width in _COLUMNS if width <= widest and groups * -(-total // width) >= _PROGRAMS]
-        return fit[0] if fit else _COLUMNS[-1]
+    def enough(total: int, width: int) -> bool:
+        return groups * -(-total // width) >= _PROGRAMS
 
-    fp8 = stored == "fp8" and itemsize == 2
-    block_features, block_model = columns(features, 128 if fp8 else 64), columns(size, 128)
-    depth = 128 if stored in ("fp8_rows", "mxfp4") else 128 // itemsize
+    if itemsize == 2 and stored != "plain":
+        few, most, larger = _NARROW[stored]
+        own = larger if rows > _ROWS[0] else most if enough(features, most[0]) else few
+        block_features, block_model, depth, warps = own
+    else:
+        block_features = 64
+        block_model = next((width for width in _COLUMNS if enough(size, width)), _COLUMNS[-1])
+        depth, warps = 128 if stored in ("fp8_rows", "mxfp4") else 128 // itemsize, 4
     weight = {"plain": itemsize, "fp8": 1, "fp8_rows": 1, "mxfp4": 0.5}[stored]
-    stage = depth * (rows * itemsize + max(2 * block_features, block_model) * weight)
-    warps = min(4, min(block_features, block_model) // 32) if fp8 else 4
-    # With six, programs of so few rows took 3 to 5 % longer on an H100.
-    most_stages = 4 if stored == "mxfp4" and rows == _ROWS[0] else _MOST_STAGES
+    row = 1 if stored == "fp8_rows" else itemsize
+    stage = depth * (rows * row + max(2 * block_features, block_model) * weight)
     return Config(
         block_rows=rows,
-        crowd_rows=max(rows, _CROWD_ROWS) if crowded else rows,
         block_features=block_features,
         block_model=block_model,
         block_depth=depth,
         num_warps=8 if rows >= 64 else warps,
-        num_stages=max(2, min(most_stages, int(_TILE_BYTES // stage))),
+        num_stages=max(2, min(_MOST_STAGES[stored], int(_TILE_BYTES // stage))),
     )

@@ -1,18 +1,18 @@
-"""Experts on Pallas's Triton backend: two launches, nothing sorted, weights read once for a block of rows.
+"""Experts on Pallas's Triton backend: nothing sorted, weights read once for a block of rows.
 
 At a tree's few rows the experts' weights are all that takes time, so they set the programs:
 
     program (c, g)  =  columns c of the expert of group g, for all rows of that expert
 
 Groups are experts; or, where there are fewer rows than experts, rows, and the first row of an expert stands
-for all of them. A program finds its rows by itself, in the ids of all tokens, and has nothing to do if there
-are none. Its rows are gathered and multiplied a block at a time, and every block reads the program's columns
-of the weights again. As a rule an expert's rows are one block, so that every weight is read once; `config`
-says how large blocks are, and that of many tokens an expert has several.
+for all of them. A program's rows are gathered and multiplied a block at a time, and every block reads the
+program's columns of the weights again. As a rule an expert's rows are one block, so that every weight is
+read once; `config` says how large blocks are, and that of many tokens an expert has several.
 
-The first launch makes `hidden`, the second the weighted outputs of every row; where rows are quantised, XLA
-does it before each. Neither writes rows without an
-expert, and the sum over a token's experts skips them.
+The first launch finds the rows of each group, in the ids of all tokens: in the other programs it would
+take registers, of which the number of programs at a time depends. The second launch makes `hidden`, the third
+the weighted outputs of every row; where weights want rows of another type or order, XLA makes these before
+each. None writes rows without an expert, and the sum over a token's experts skips them.
 
 Shapes: T tokens, K experts of each, R = T * K rows, E experts, M model, I features of an expert.
 """
@@ -40,6 +40,7 @@ from pallas_kernels.weight_tiles import (
     load,
     multiply,
     parts_of,
+    place_of,
     row_group_of,
     rows_for,
     stored_of,
@@ -47,8 +48,8 @@ from pallas_kernels.weight_tiles import (
 )
 from pallas_kernels.weights import Narrow
 
-# Of the table in which a program looks up the rows of a block: tokens of a chunk times rows.
-_TABLE = 4096
+# Most tokens that are looked at together.
+_CHUNK = 256
 
 
 def problem_of(gate_up: Array | Narrow, down: Array | Narrow) -> str | None:
@@ -99,27 +100,32 @@ def expert_mlp(
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
     )
 
-    def launch(name: str, kernel: Callable[..., None], columns: int, block: int, dtype: jnp.dtype) -> Any:
+    def launch(name: str, kernel: Callable[..., None], grid: tuple[int, ...], *shapes: Any) -> Any:
         return pl.pallas_call(
-            functools.partial(kernel, call, block),
-            out_shape=jax.ShapeDtypeStruct((experts.size, columns), dtype),
-            grid=(pl.cdiv(columns, block), call.groups),
+            functools.partial(kernel, call),
+            out_shape=shapes,
+            grid=grid,
             compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
             interpret=interpret,
             name=name,
         )
 
-    hide = launch(
-        "expert_mlp_hidden",
-        functools.partial(_hidden, activation, gate_up_stored),
-        features,
-        config.block_features,
-        x.dtype,
+    def product(name: str, kernel: Callable[..., None], columns: int, block: int, dtype: Any) -> Any:
+        shape = jax.ShapeDtypeStruct((experts.size, columns), dtype)
+        return launch(name, kernel, (pl.cdiv(columns, block), call.groups), shape)
+
+    # A lone token's experts have a row each.
+    table = [jax.ShapeDtypeStruct(size, jnp.int32) for size in ((call.groups, 2), (call.groups, tokens + 1))]
+    groups = (
+        (experts,) * 2 if tokens == 1 else launch("expert_mlp_rows", _rows, (call.groups,), *table)(experts)
     )
-    hidden = hide(experts, rows_for(gate_up, x), gate_up_bias, *parts_of(gate_up))
+    hide = functools.partial(_hidden, activation, gate_up_stored, functools.partial(place_of, down))
+    hidden_launch = product("expert_mlp_hidden", hide, features, config.block_features, x.dtype)
+    [hidden] = hidden_launch(*groups, rows_for(gate_up, x, in_float16=True), gate_up_bias, *parts_of(gate_up))
     give = functools.partial(_output, down_stored)
-    output = launch("expert_mlp_output", give, size, config.block_model, jnp.dtype(jnp.float32))
-    rows = output(experts, rows_for(down, hidden), down_bias, weights.reshape(-1), *parts_of(down))
+    output_launch = product("expert_mlp_output", give, size, config.block_model, jnp.float32)
+    hidden = hidden if isinstance(down, Mxfp4) else rows_for(down, hidden, in_float16=True)
+    [rows] = output_launch(*groups, hidden, down_bias, weights.reshape(-1), *parts_of(down))
     rows = rows.reshape(tokens, top_k, size)
     known = (experts >= 0) & (experts < num_experts)
     return jnp.sum(jnp.where(known[:, :, None], rows, 0), axis=1).astype(x.dtype)
@@ -183,30 +189,46 @@ class _Call:
     @property
     def chunk(self) -> int:
         """Tokens that are looked at together."""
-        return min(pl.next_power_of_2(self.tokens), _TABLE // self.config.crowd_rows)
+        return min(pl.next_power_of_2(self.tokens), _CHUNK)
 
-    def depth(self, rows: int) -> int:
-        """Terms that are loaded in one step of so many rows: tiles on their way take about as much room."""
-        return self.config.block_depth if rows == self.config.block_rows else self.config.block_depth // 2
+
+def _rows(call: _Call, experts_ref: Any, groups_ref: Any, rows_ref: Any) -> None:
+    """One program: the expert of a group and the number of its rows, and the rows."""
+    group = pl.program_id(0)
+    e = _expert(call, experts_ref)
+
+    # If the second, fourth and fifth token have chosen e, chosen is 0 1 0 1 1 and place 0 0 1 1 2.
+    def add(chunk: Array, before: Array) -> Array:
+        chosen, row = _rows_of(call, experts_ref, e, chunk)
+        place = before + jnp.cumsum(chosen) - chosen
+        # Others go to the last place, for the interpreter writes back what a mask keeps it from writing.
+        place = jnp.where(chosen == 1, place, call.tokens)
+        plgpu.store(rows_ref.at[group, place], row, mask=chosen == 1)
+        return before + jnp.sum(chosen)
+
+    count = jax.lax.fori_loop(0, pl.cdiv(call.tokens, call.chunk), add, jnp.int32(0))
+    pair = jnp.arange(2, dtype=jnp.int32)
+    plgpu.store(groups_ref.at[group, pair], jnp.where(pair == 0, e, count))
 
 
 def _hidden(
     activation: Activation,
     stored: _Stored,
+    place_of: Callable[[Array], Array],
     call: _Call,
-    block: int,
-    experts_ref: Any,
+    groups_ref: Any,
+    rows_ref: Any,
     x_ref: Any,
     bias_ref: Any,
     *refs: Any,
 ) -> None:
     """One program: some features of one expert's rows."""
     *gate_up, hidden_ref = refs
-    place = pl.program_id(0)
+    place, block = pl.program_id(0), call.config.block_features
+    steps = stored.steps(call.config.block_depth, call.config.block_rows)
     features = Lanes.of(place, block, stored.columns)
 
     def compute(e: Array, row: Array, real: Array) -> None:
-        steps = stored.steps(call.depth(row.size), row.size)
         mine = Lanes(row // call.top_k, real)
         tiles = [stored.tiles(tuple(gate_up), steps, block, place, e, half) for half in (0, 1)]
         halves = multiply(x_ref, mine, tiles, 0, steps.count, call.precision)
@@ -216,17 +238,17 @@ def _hidden(
                 half + bias.astype(jnp.float32)[None, :] for half, bias in zip(halves, biases, strict=True)
             ]
         hidden = activation(*halves, swish=kernel_swish).astype(hidden_ref.dtype)
-        index = row[:, None], features.lane[None, :]
+        index = row[:, None], place_of(features.lane)[None, :]
         plgpu.store(hidden_ref.at[index], hidden, mask=both(Lanes(row, real), features))
 
-    _for_each_block(call, experts_ref, compute)
+    _for_each_block(call, groups_ref, rows_ref, compute)
 
 
 def _output(
     stored: _Stored,
     call: _Call,
-    block: int,
-    experts_ref: Any,
+    groups_ref: Any,
+    rows_ref: Any,
     hidden_ref: Any,
     bias_ref: Any,
     weights_ref: Any,
@@ -234,11 +256,12 @@ def _output(
 ) -> None:
     """One program: some columns of the weighted outputs of one expert's rows."""
     *down, out_ref = refs
-    place = pl.program_id(0)
+    place, block = pl.program_id(0), call.config.block_model
+    steps = stored.steps(call.config.block_depth, call.config.block_rows)
     elements = Lanes.of(place, block, stored.columns)
 
     def compute(e: Array, row: Array, real: Array) -> None:
-        steps, mine = stored.steps(call.depth(row.size), row.size), Lanes(row, real)
+        mine = Lanes(row, real)
         weights = load(weights_ref, (row,), real)
         tiles = stored.tiles(tuple(down), steps, block, place, e)
         [out] = multiply(hidden_ref, mine, [tiles], 0, steps.count, call.precision)
@@ -247,59 +270,33 @@ def _output(
         index = row[:, None], elements.lane[None, :]
         plgpu.store(out_ref.at[index], out * weights[:, None], mask=both(mine, elements))
 
-    _for_each_block(call, experts_ref, compute)
+    _for_each_block(call, groups_ref, rows_ref, compute)
 
 
-def _for_each_block(call: _Call, experts_ref: Any, compute: Callable[[Array, Array, Array], None]) -> None:
+def _for_each_block(
+    call: _Call, groups_ref: Any, rows_ref: Any, compute: Callable[[Array, Array, Array], None]
+) -> None:
     """Calls `compute` with the expert of this program, and rows of it: their numbers, and which are real."""
-    e = _expert(call, experts_ref)
-    chunks = pl.cdiv(call.tokens, call.chunk)
-    one = _rows_of(call, experts_ref, e, jnp.int32(0))
+    group, size = pl.program_id(1), call.config.block_rows
+    if call.tokens == 1:
+        e = load(groups_ref, (0, group), None)
+        count = ((e >= 0) & (e < call.experts)).astype(jnp.int32)
+    else:
+        e, count = (load(groups_ref, (group, part), None) for part in (0, 1))
 
-    def chunk(i: Array) -> tuple[Array, Array]:
-        return one if chunks == 1 else _rows_of(call, experts_ref, e, i)
+    def one_block(block: Array, _: None) -> None:
+        slot = block * size + jnp.arange(size, dtype=jnp.int32)
+        real = slot < count
+        row = group if call.tokens == 1 else load(rows_ref, (group, slot), real)
+        # Padding lies after the last row, for the interpreter writes back what a mask keeps it from writing.
+        compute(e, jnp.where(real, row, call.tokens * call.top_k), real)
 
-    def over_chunks(add: Callable[[Array, Any], Any], start: Any) -> Any:
-        return add(jnp.int32(0), start) if chunks == 1 else jax.lax.fori_loop(0, chunks, add, start)
-
-    count = over_chunks(lambda i, total: total + jnp.sum(chunk(i)[0]), jnp.int32(0))
-
-    # If the second, fourth and fifth token have chosen e, chosen is 0 1 0 1 1 and place 0 0 1 1 2: those that
-    # are chosen go to the slots of their places.
-    def rows_of_block(block: Array, slot: Array) -> Array:
-        def add(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            before, rows = carry
-            chosen, row = chunk(i)
-            place = before + jnp.cumsum(chosen) - chosen - block * slot.size
-            here = (chosen[:, None] == 1) & (place[:, None] == slot[None, :])
-            return before + jnp.sum(chosen), rows + jnp.sum(jnp.where(here, row[:, None], 0), axis=0)
-
-        return over_chunks(add, (jnp.int32(0), jnp.zeros_like(slot)))[1]
-
-    def compute_blocks(size: int, blocks: Array) -> None:
-        slot = jnp.arange(size, dtype=jnp.int32)
-
-        def one_block(block: Array, _: None) -> None:
-            real = block * size + slot < count
-            # Padding lies after the last row, for the interpreter writes back what a mask keeps it from
-            # writing.
-            compute(e, jnp.where(real, rows_of_block(block, slot), experts_ref.size), real)
-
-        jax.lax.fori_loop(0, blocks, one_block, None)
-
-    block_rows, crowd_rows = call.config.block_rows, call.config.crowd_rows
-    if call.tokens <= block_rows or crowd_rows == block_rows:
-        compute_blocks(block_rows, pl.cdiv(count, block_rows))
-        return
-    # Every block reads the weights again: who has been chosen by many gets larger ones.
-    crowd = count > block_rows
-    compute_blocks(block_rows, jnp.minimum(count, 1) * (1 - crowd))
-    compute_blocks(crowd_rows, pl.cdiv(count, crowd_rows) * crowd)
+    jax.lax.fori_loop(0, pl.cdiv(count, size), one_block, None)
 
 
 def _expert(call: _Call, experts_ref: Any) -> Array:
     """The expert of this program; -1 if it has none."""
-    group = pl.program_id(1)
+    group = pl.program_id(0)
     if call.groups == call.experts:
         return group
     # The group of a row: the first row of an expert stands for all.

@@ -3,6 +3,9 @@
 import pytest
 
 from pallas_kernels.dispatch import Implementation
+from tests.kernels import ptx
+
+ptx.interpret()
 
 
 @pytest.fixture

@@ -2,8 +2,11 @@
 
 import re
 
+import jax
 import ml_dtypes
 import numpy as np
+from jax._src.pallas.triton.primitives import elementwise_inline_asm_p
+from jax.interpreters import mlir
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -12,13 +15,32 @@ def run(code, count, *inputs):
     """The 32-bit registers that the code leaves in its outputs."""
     registers = {f"${count + i}": np.asarray(own).view(np.uint32) for i, own in enumerate(inputs)}
     for line in code.splitlines():
-        if match := re.fullmatch(r"([a-z]\S+) (\S+), (.*);", line):
+        if match := re.fullmatch(r"mov.b32 \{(\w+), \w+\}, (\w+);", line):
+            registers[match[1]] = registers[match[2]] & np.uint32(0xFFFF)
+        elif match := re.fullmatch(r"([a-z]\S+) (\S+), (.*);", line):
             name, target, rest = match.groups()
             operands = [_operand(registers, word) for word in rest.split(", ")]
             registers[target] = _INSTRUCTIONS[name](*operands)
         else:
-            assert re.fullmatch(r"[{}]|\.reg \.b32 .*;", line), line
+            assert re.fullmatch(r"[{}]|\.reg \.b(32|16) .*;", line), line
     return [registers[f"${i}"] for i in range(count)]
+
+
+def interpret():
+    """Lets interpreted Triton kernels have inline assembly, on CPUs."""
+
+    def computed(*args, asm, pack, result_shape_dtypes, **_):
+        [like] = result_shape_dtypes
+
+        def call(*inputs):
+            # Any elements may share an instance of the code.
+            registers = (np.asarray(own).reshape(-1)[i::pack] for own in inputs for i in range(pack))
+            [result] = run(asm, 1, *registers)
+            return [result.view(like.dtype).reshape(like.shape)]
+
+        return jax.pure_callback(call, [like], *args)
+
+    mlir.register_lowering(elementwise_inline_asm_p, mlir.lower_fun(computed, multiple_results=True), "cpu")
 
 
 def _operand(registers, word):
@@ -41,7 +63,16 @@ def _lop3(a, b, c, table):
 
 
 def _halves(register):
-    return [(register >> shift).astype(np.uint16).view(BF16).astype(np.float64) for shift in (0, 16)]
+    return [_wide(np.asarray(register >> shift).astype(np.uint16)) for shift in (0, 16)]
+
+
+def _wide(bits):
+    """bfloat16 in float64, by integers: on threads of XLA:CPU subnormal numbers are zero."""
+    exponent, mantissa = (bits >> 7 & 255).astype(np.int32), (bits & 127).astype(np.int32)
+    magnitude = np.ldexp((mantissa + 128 * (exponent > 0)).astype(np.float64), np.maximum(exponent, 1) - 134)
+    return np.where(exponent == 255, np.where(mantissa, np.nan, np.inf), magnitude) * np.where(
+        bits >> 15, -1.0, 1.0
+    )
 
 
 def _joined(low, high):
@@ -56,6 +87,13 @@ def _float(register):
 _INSTRUCTIONS = {
     "prmt.b32": _prmt,
     "shr.u32": lambda a, by: a >> by,
+    "mul.lo.u32": lambda a, b: a * b,
+    "cvt.rn.f16x2.e4m3x2": lambda a: (
+        np.stack([a & 0xFF, a >> 8], axis=-1)
+        .astype(np.uint8)
+        .view(ml_dtypes.float8_e4m3fn)
+        .astype(np.float16)
+    ).view(np.uint32)[..., 0],
     "shl.b32": lambda a, by: a << by,
     "and.b32": lambda a, b: a & b,
     "lop3.b32": _lop3,

@@ -13,9 +13,9 @@ from pallas_kernels import weight_tiles, weight_words
 from pallas_kernels.matmul import api, config, matmul, pallas_mosaic, pallas_triton, reference
 from pallas_kernels.matmul.config import CONFIGS, Config, MosaicConfig, config_for, fastest
 from pallas_kernels.matmul.shapes import SHAPES
-from pallas_kernels.mxfp4 import Mxfp4
+from pallas_kernels.mxfp4 import LARGEST_SCALE, Mxfp4
 from pallas_kernels.quantized import FP8, LARGEST, Quantized, scale_shape
-from tests.kernels import test_mxfp4
+from tests.kernels import ptx, test_mxfp4
 from tests.kernels.lowering import KERNEL, MOSAIC, lower_for_gpu
 from tests.marks import wide
 
@@ -166,8 +166,7 @@ PRODUCTS = [
     Product("bm,mf->bf", 40, (256, 64), "fp8", (128, 32), config=Config(64, 32, 64, 1, 4, 2)),
     Product("bm,mkf->bkf", 3, (300, 2, 72), "fp8", (128, 1, 32)),
     Product("bhe,hem->bm", 1, (3, 48, 40), "fp8", (1, 16, 40), 2, jnp.float32),
-    # XLA:CPU rounds some to zero in bfloat16.
-    Product("bm,mgf->bgf", 5, (224, 2, 24), "mxfp4", dtype=jnp.float16, config=Config(16, 32, 128, 2, 4, 2)),
+    Product("bm,mgf->bgf", 5, (224, 2, 24), "mxfp4", config=Config(16, 32, 128, 2, 4, 2)),
     Product("bm,mgf->bgf", 70, (224, 2, 24), "mxfp4", dtype=jnp.float32, config=Config(64, 32, 64, 2, 4, 2)),
 ]
 MORE_PRODUCTS = [
@@ -226,23 +225,51 @@ def test_one_wrong_scale_in_the_kernel_is_far_outside(product):
     assert (apart <= bound).any()  # the other blocks
 
 
+def test_rows_are_exact_in_float16():
+    w = Quantized(jnp.zeros((64, 4), FP8), jnp.ones((1, 1)), (64, 4))
+    x = np.random.default_rng(0).standard_normal((4, 64)) * 2.0 ** np.array([-90, 0, 120, 0])[:, None]
+    x = jnp.asarray(x, jnp.bfloat16).at[3].set(0)
+    values, scales = jax.jit(partial(weight_tiles.rows_for, w, in_float16=True))(x)
+    assert values.dtype == jnp.float16
+    np.testing.assert_array_equal(np.asarray(values, np.float64) * scales.T, np.asarray(x, np.float64))
+
+
 def test_every_finite_code_of_fp8_is_exact_in_words():
     codes = np.arange(256, dtype=np.uint8).reshape(-1, weight_words.COLUMNS)
     words, finite = jnp.asarray(codes.view(np.uint32)), (codes & 127) != 127
     # Widened in NumPy, as XLA:CPU rounds subnormals to zero.
-    bits = np.concatenate(weight_words.fp8_bits(words), axis=1)
+    bits = np.concatenate(weight_words._fp8_bits(words), axis=1)
     found = bits.view(jnp.bfloat16).astype(np.float64) * 2.0**120
     np.testing.assert_array_equal(found[finite], codes.view(FP8).astype(np.float64)[finite])
 
 
-@pytest.mark.parametrize("half", [jnp.bfloat16, jnp.float16])
-def test_every_pair_of_codes_of_mxfp4_is_exact_in_words(half):
-    codes = np.arange(2**16, dtype=np.uint16).view(np.uint8).reshape(-1, 4)
-    bits = np.stack(weight_words.mxfp4_bits(jnp.asarray(codes.view(np.uint32)[:, 0]), half), axis=1)
-    found = bits.view(half).astype(np.float64) / float(jnp.finfo(half).tiny)
-    expected = test_mxfp4.VALUES[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(-1, weight_words.TERMS)
-    np.testing.assert_array_equal(found, expected)
-    assert (np.signbit(found) == np.signbit(expected)).all()
+def test_every_code_of_fp8_is_exact_in_words_by_assembly():
+    codes = np.arange(256, dtype=np.uint8).reshape(-1, weight_words.COLUMNS)
+    widen = jax.jit(partial(weight_words.fp8_columns, dtype=jnp.dtype(jnp.float16)))
+    found = np.concatenate(widen(jnp.asarray(codes.view(np.uint32))), axis=1)
+    np.testing.assert_array_equal(found, codes.view(FP8).astype(np.float16))
+
+
+def test_every_pair_of_codes_of_mxfp4_is_exact_in_words(monkeypatch):
+    """With every scale from 2**-100 on; with smaller ones values are the nearest multiples of 2**-101."""
+
+    def inline(code, count, shape, *registers):
+        # Here, as on XLA:CPU's threads subnormal numbers are zero.
+        return jnp.asarray(ptx.run(code, count, *registers)[0])
+
+    monkeypatch.setattr(weight_words, "_inline", inline)
+    count = LARGEST_SCALE + 1
+    codes = np.resize(np.arange(2**16, dtype=np.uint16), (count, 512)).view(np.uint8)
+    words, scales = codes.view(np.uint32), np.arange(count, dtype=np.uint8)[:, None]
+    dtype = jnp.dtype(jnp.bfloat16)
+    tiles = weight_words.mxfp4_terms(jnp.asarray(words), jnp.asarray(scales), dtype)
+    found = np.stack(tiles, axis=1).astype(np.float64) / weight_words.mxfp4_factor(dtype)
+    found = found.reshape(count, 4, -1, 2).transpose(0, 2, 3, 1).reshape(count, -1)
+    values = test_mxfp4.VALUES[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(count, -1)
+    exact = values * 2.0 ** (scales.astype(np.float64) - 127)
+    np.testing.assert_array_equal(found[27:], exact[27:])
+    np.testing.assert_array_equal(found, np.rint(exact * 2.0**101) / 2.0**101)
+    assert (np.signbit(found) == np.signbit(exact)).all()
 
 
 class TestWhatTheKernelCannotDo:

@@ -362,4 +362,6 @@ class TestExperts:
 
         shapes = [((t, m), jnp.bfloat16), ((e, m, 2, i), FP8), ((e, 16, 2, 6), jnp.float32)]
         shapes += [((e, i, m), FP8), ((e, 6, 16), jnp.float32), ((t, k), jnp.int32), ((t, k), jnp.float32)]
-        assert lower_for_gpu(run, *(jax.ShapeDtypeStruct(*own) for own in shapes)).count(KERNEL) == 2
+        assert lower_for_gpu(run, *(jax.ShapeDtypeStruct(*own) for own in shapes)).count(KERNEL) == 2 + (
+            t > 1
+        )

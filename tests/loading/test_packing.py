@@ -107,8 +107,8 @@ class TestRefused:
         [
             (
                 "down_proj_scales",
-                lambda own: np.full_like(own, 255),
-                "down_proj_scales: a scale is the byte 255",
+                lambda own: np.full_like(own, 161),
+                "down_proj_scales: a scale is the byte 161",
             ),
         ],
     )
