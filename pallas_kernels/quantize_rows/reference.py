@@ -25,7 +25,8 @@ def quantize_rows(
     groups = jnp.pad(wide, ((0, 0), (0, -terms % group))).reshape(rows, -1, group)
     scales = scales_of(groups)
     # In some programs XLA makes this product of a division, and rounds otherwise.
-    values = (groups * (1 / scales)[:, :, None]).astype(FP8)
+    # And without the barrier it leaves out the rounding to FP8 of a single row, which it widens next.
+    values = jax.lax.optimization_barrier((groups * (1 / scales)[:, :, None]).astype(FP8))
     spare = (0, length - rows), (0, 0)
     bits = jnp.pad(bits_of(values).reshape(rows, -1)[:, :terms], spare)
     return of_bits(bits), jnp.pad(scales, spare).T

@@ -1,6 +1,7 @@
 """Rows in FP8: what is quantised, and products of quantised rows and weights against float64."""
 
 import math
+import re
 from functools import partial
 from typing import NamedTuple
 
@@ -260,6 +261,14 @@ def test_nan_in_other_rows_stays_there(run):
     got, beside = (np.asarray(run(PRODUCTS[1], own, w)) for own in (x, x.at[1::2].set(jnp.nan)))
     assert got[::2].tobytes() == beside[::2].tobytes()
     assert np.isnan(beside[1::2]).all()
+
+
+def test_xla_rounds_before_it_widens():
+    """Without the barrier XLA multiplies a single row on a GPU as if it were not quantised."""
+    w = Quantized(jnp.zeros((256, 128), FP8), jnp.ones((2, 1)), (128, 128), 128)
+    x = jnp.zeros((1, 256), jnp.bfloat16)
+    program = lower_for_gpu(partial(matmul, "bm,mf->bf", implementation="xla"), x, w)
+    assert re.search(r"optimization_barrier .* : tensor<[0-9x]+xf8E4M3FN>", program)
 
 
 class TestChoice:
