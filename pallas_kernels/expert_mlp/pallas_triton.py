@@ -4,8 +4,8 @@ At a tree's few rows the experts' weights are all that takes time, so they set t
 
     program (c, g)  =  columns c of the expert of group g, for all rows of that expert
 
-Groups are experts; or, where there are fewer rows than experts, rows, and the first row of an expert stands
-for all of them. A program's rows are gathered and multiplied a block at a time, and every block reads the
+Groups are experts; or, where there are fewer rows than experts and for a lone token, rows, and the first row
+of an expert stands for all of them. A program's rows are gathered and multiplied a block at a time, and every block reads the
 program's columns of the weights again. As a rule an expert's rows are one block, so that every weight is
 read once; `config` says how large blocks are, and that of many tokens an expert has several.
 
@@ -184,7 +184,8 @@ class _Call:
     @property
     def groups(self) -> int:
         """Programs for the same columns."""
-        return min(self.tokens * self.top_k, self.experts)
+        # The groups of a lone token are its rows, also of experts that lie elsewhere.
+        return self.top_k if self.tokens == 1 else min(self.tokens * self.top_k, self.experts)
 
     @property
     def chunk(self) -> int:

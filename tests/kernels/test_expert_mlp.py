@@ -197,6 +197,15 @@ class ExpertMLPSuite:
             assert (y[1] == 0).all()  # NaN that no expert was asked about
         assert y.tobytes() == self.run(case, arrays).tobytes()
 
+    @pytest.mark.parametrize("experts", [[5, -1, 1, 0], [-1, 7, 9, 1], [2, 3, 4, 5]])
+    def test_one_token_whose_experts_lie_elsewhere(self, experts):
+        """A device has fewer experts than a token chooses."""
+        case = Case(1, 2, 2, 72, 40)
+        x, gate_up, down, _, _, *biases = make_case(case)
+        weights = jnp.asarray([[0.1, 0.2, 0.3, 0.4]], jnp.float32)
+        arrays = x, gate_up, down, jnp.asarray([experts], jnp.int32), weights, *biases
+        np.testing.assert_allclose(self.run(case, arrays), oracle(case, arrays), rtol=1e-4, atol=1e-5)
+
     def test_all_tokens_of_one_expert(self):
         case = CASES[4]._replace(top_k=1)
         x, gate_up, down, _, weights, *biases = make_case(case._replace(tokens=1))
