@@ -1,19 +1,22 @@
 """Sums over the GPUs of one process, which write their terms into each other's memory, as Pallas Mosaic GPU.
 
 A sum is one kernel. Each of its blocks copies a chunk of the device's term to all devices, raises a flag on
-each of them, waits until all have raised its own, and adds up the chunks in the order of the devices. So all
-devices get the same bits. Copies and flags are plain stores over NVLink or PCIe; nothing is multicast.
+each of them, waits until every device has raised this block's flag, and adds up the chunks in the order of
+the devices. So all devices get the same bits. Copies and flags are plain stores over NVLink or PCIe; nothing
+is multicast.
 
 The memory that others write to must exist on all devices before one of them begins a sum, and must hold
 nothing else. So it is an argument of the program, an `Exchange`, which lives as long as the model. XLA takes
 it for constant: it neither copies it nor orders kernels by it.
 
-A block receives chunks in two places in turns, counted by the block. Nobody writes to a place that is still
-read: a device begins its sum n + 1 after all have raised its flag of the sum n, and by then all have ended
-the sum n - 1, which used the same place. Waiting lowers a flag again, so sums can be repeated without end.
+A block alternates between two places for the chunks that it receives, and counts its sums to know which.
+Nobody writes to a place that is still read: a device begins its sum n + 1 after all have raised their flag of
+the sum n, and by then all have ended the sum n - 1, which used the same place. Waiting lowers a flag again,
+so sums can be repeated without end.
 
 All devices must run the same sums in the same order, one after another. XLA runs a program's kernels in the
-order of its schedule, the same on all devices; not so the command buffers' scheduling mode CONCURRENT.
+order of its schedule, the same on all devices. The scheduling mode CONCURRENT of command buffers would not
+guarantee it.
 
 Shapes: P devices, G blocks.
 """
@@ -33,7 +36,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Array, Float, Int32
 
-_BLOCKS = 128  # H100 and H200 have 132 processors: all blocks run at once
+_BLOCKS = 128  # all of them run at once, as a processor holds 16
 _THREADS = 128  # of a block
 _ACCESS = 16  # bytes of a thread's load or store
 _MOST_UNROLLED = 4  # loads of a thread before its first store
@@ -49,7 +52,7 @@ class Exchange(NamedTuple):
 
 def exchange_shapes(parts: int, most: int, dtype: jnp.dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The shapes of a device's `Exchange` for sums over ``parts`` devices of at most ``most`` elements."""
-    chunk = -(-most // _BLOCKS)
+    _, chunk = _chunks(most, dtype)
     return (
         jax.ShapeDtypeStruct((2, parts, _BLOCKS, chunk), dtype),
         jax.ShapeDtypeStruct((3, _BLOCKS), jnp.int32),
@@ -60,9 +63,7 @@ def unsupported(x: Array, exchange: Exchange) -> str | None:
     """Why a term cannot be summed through an exchange."""
     if x.dtype != exchange.terms.dtype:
         return f"the exchange is for {exchange.terms.dtype}, not {x.dtype}"
-    if x.size % (least := _THREADS * _ACCESS // x.dtype.itemsize):
-        return f"{x.size} elements, no multiple of {least}"
-    if (chunk := x.size // _blocks(x.size // least)) > exchange.terms.shape[-1]:
+    if (chunk := _chunks(x.size, x.dtype)[1]) > exchange.terms.shape[-1]:
         return f"a block's chunk of {chunk} elements, and there is room for {exchange.terms.shape[-1]}"
     return None
 
@@ -70,13 +71,10 @@ def unsupported(x: Array, exchange: Exchange) -> str | None:
 @functools.partial(jax.jit, static_argnames="axes")  # a program's sums of a shape are lowered once
 def peer_sum(x: Float[Array, "*shape"], exchange: Exchange, axes: tuple[str, ...]) -> Float[Array, "*shape"]:
     """The sum of ``x`` over the devices along the axes, which are all axes of the mesh."""
-    parts = exchange.terms.shape[1]
+    parts, (blocks, chunk) = exchange.terms.shape[1], _chunks(x.size, x.dtype)
     access = _ACCESS // x.dtype.itemsize
     least = _THREADS * access
-    blocks = _blocks(x.size // least)
-    chunk = x.size // blocks
-    unrolled = max(times for times in range(1, _MOST_UNROLLED + 1) if chunk // least % times == 0)
-    tile = least * unrolled
+    tile = least * max(times for times in range(1, _MOST_UNROLLED + 1) if chunk // least % times == 0)
     layout = plgpu.Layout.WG_STRIDED((tile,), vec_size=access)
 
     sizes = tuple(lax.axis_size(axis) for axis in axes)
@@ -117,17 +115,21 @@ def peer_sum(x: Float[Array, "*shape"], exchange: Exchange, axes: tuple[str, ...
     params: Any = plgpu.CompilerParams
     call = plgpu.kernel(
         peer_sum,
-        out_type=jax.ShapeDtypeStruct((x.size,), x.dtype),
+        out_type=jax.ShapeDtypeStruct((blocks * chunk,), x.dtype),
         grid=(blocks,),
         grid_names=("blocks",),
         compiler_params=params(skip_device_barrier=True),
     )
-    return call(x.reshape(-1), exchange.terms, exchange.flags).reshape(x.shape)
+    padded = jnp.pad(x.reshape(-1), (0, blocks * chunk - x.size))
+    return call(padded, exchange.terms, exchange.flags)[: x.size].reshape(x.shape)
 
 
-def _blocks(tiles: int) -> int:
-    """The largest number of blocks that get equally many tiles."""
-    return max(count for count in range(1, min(tiles, _BLOCKS) + 1) if tiles % count == 0)
+def _chunks(size: int, dtype: jnp.dtype) -> tuple[int, int]:
+    """How many blocks sum so many elements, and how many each of them sums."""
+    least = _THREADS * _ACCESS // dtype.itemsize
+    tiles = max(1, pl.cdiv(size, least))
+    each = pl.cdiv(tiles, _BLOCKS)
+    return pl.cdiv(tiles, each), each * least
 
 
 def _store(layout: Any, rows: Any, ref: Any) -> None:

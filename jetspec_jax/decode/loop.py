@@ -55,7 +55,8 @@ def repeat_rounds(
 # model. Its choices are faster for one row, but slower for a tree, so Triton products are off for trees.
 TREE_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 # By default XLA keeps exchanges between devices out of CUDA graphs, so that the host launches what stands
-# between two of them. The names are its default ones and the last.
+# between two of them. The names are its default ones and the last. Measured with JAX 0.11.2, on GPUs of one
+# process; JAX 0.12 has other defaults.
 _GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,COLLECTIVES"
 MESH_OPTIONS = {
     "xla_gpu_enable_command_buffer": _GRAPHS,
@@ -75,9 +76,9 @@ def jit_rounds(
 
     Equal arguments return the same jitted function, so nothing is compiled twice.
     """
+    options = {} if bucket == 1 else TREE_OPTIONS
+    if mesh is not None and jax.process_count() == 1 and jax.__version_info__ < (0, 12):
+        options = options | MESH_OPTIONS
     return jax.jit(
-        function,
-        static_argnums=static_argnums,
-        donate_argnums=donate_argnums,
-        compiler_options=({} if bucket == 1 else TREE_OPTIONS) | ({} if mesh is None else MESH_OPTIONS),
+        function, static_argnums=static_argnums, donate_argnums=donate_argnums, compiler_options=options
     )

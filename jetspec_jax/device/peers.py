@@ -51,7 +51,8 @@ def make_exchange(
     if mesh is None or mesh.size == 1:
         return None
     if (why := why_no_exchange(list(mesh.devices.flat), reaches)) is not None:
-        log_once(logging.INFO, f"devices add up through XLA, which takes longer: {why}")
+        ids = ", ".join(str(device.id) for device in mesh.devices.flat)
+        log_once(logging.INFO, f"devices {ids} add up through XLA, which takes longer: {why}")
         return None
     placed = NamedSharding(mesh, PartitionSpec(shards.ALL))
     shapes = exchange_shapes(mesh.size, most, dtype)
@@ -71,7 +72,7 @@ def why_no_exchange(devices: Sequence[Any], reaches: Reaches | None = None) -> s
     if jax.process_count() > 1:
         return "they belong to several processes"
     if any(device.platform != "gpu" for device in devices):
-        return "they are no GPUs"
+        return "not all of them are GPUs"
     if len(kinds := {device.device_kind for device in devices}) > 1:
         return f"they are of several kinds: {', '.join(sorted(kinds))}"
     if (compute_capability() or (0, 0)) < (9, 0):

@@ -5,9 +5,9 @@ At a tree's few rows the experts' weights are all that takes time, so they set t
     program (c, g)  =  columns c of the expert of group g, for all rows of that expert
 
 Groups are experts; or, where there are fewer rows than experts and for a lone token, rows, and the first row
-of an expert stands for all of them. A program's rows are gathered and multiplied a block at a time, and every block reads the
-program's columns of the weights again. As a rule an expert's rows are one block, so that every weight is
-read once; `config` says how large blocks are, and that of many tokens an expert has several.
+of an expert stands for all of them. A program's rows are gathered and multiplied a block at a time, and every
+block reads the program's columns of the weights again. As a rule an expert's rows are one block, so every
+weight is read once; `config` says how large blocks are, and that of many tokens an expert has several.
 
 The first launch finds the rows of each group, in the ids of all tokens: in the other programs it would
 take registers, of which the number of programs at a time depends. The second launch makes `hidden`, the third

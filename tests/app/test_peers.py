@@ -105,7 +105,7 @@ def gpus(count, **changes):
         ({}, (9, 0), False, "not all of them reach each other's memory"),
         ({}, (9, 0), None, "not all of them reach each other's memory"),
         ({"id": (2, 3)}, (9, 0), True, "they are not the first devices of this process"),
-        ({"platform": ("cpu", "cpu")}, None, True, "they are no GPUs"),
+        ({"platform": ("cpu", "cpu")}, None, True, "not all of them are GPUs"),
         (
             {"device_kind": ("NVIDIA H200", "NVIDIA H100 80GB HBM3")},
             (9, 0),

@@ -34,7 +34,7 @@ def add(x, exchange):
 
 
 def exchange_of(parts, dtype):
-    shapes = peer_sum.exchange_shapes(parts, 2 * MOST, dtype)
+    shapes = peer_sum.exchange_shapes(parts, 2 * MOST, jnp.dtype(dtype))
     whole = (((parts * each.shape[0], *each.shape[1:]), each.dtype) for each in shapes)
     return peer_sum.Exchange(*(jax.ShapeDtypeStruct(*each) for each in whole))
 
@@ -54,26 +54,33 @@ def test_lowers_for_cuda(parts, dtype, rows):
 
 
 @kernels
-@pytest.mark.parametrize("rows", [1, 3, 128])
+@pytest.mark.parametrize("shape", [(1, 4096), (3, 2880), (199, 64), (128, 4096)])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_a_device_adds_terms_in_the_order_of_the_devices(monkeypatch, dtype, rows):
+def test_a_device_adds_terms_in_the_order_of_the_devices(monkeypatch, dtype, shape):
     """The terms of the other two are there before; the place is that of the block's count."""
+    steps = []
+
+    def store(layout, rows, ref):
+        steps.append("store")
+        ref[...] = rows
+
     monkeypatch.setattr(peer_sum.plgpu, "remote_ref", lambda ref, device: ref)
-    monkeypatch.setattr(peer_sum, "_store", lambda layout, rows, ref: ref.__setitem__(..., rows))
-    monkeypatch.setattr(peer_sum, "_raise_flag", lambda flag: None)
-    monkeypatch.setattr(peer_sum, "_lower_flag", lambda flag, times: None)
-    rng = np.random.default_rng(rows)
-    x = jnp.asarray(rng.standard_normal((rows, 4096)), dtype)
-    shape, flags = peer_sum.exchange_shapes(3, MOST, dtype)
-    terms = jnp.asarray(rng.standard_normal(shape.shape), dtype)
+    monkeypatch.setattr(peer_sum, "_store", store)
+    monkeypatch.setattr(peer_sum, "_raise_flag", lambda flag: steps.append("raise"))
+    monkeypatch.setattr(peer_sum, "_lower_flag", lambda flag, times: steps.append(f"lower {times}"))
+    rng = np.random.default_rng(shape)
+    x = jnp.asarray(rng.standard_normal(shape), dtype)
+    of_terms, flags = peer_sum.exchange_shapes(3, MOST, jnp.dtype(dtype))
+    terms = jnp.asarray(rng.standard_normal(of_terms.shape), dtype)
     exchange = peer_sum.Exchange(terms, jnp.zeros(flags.shape, jnp.int32).at[2].set(5))
     assert peer_sum.unsupported(x, exchange) is None
     monkeypatch.setattr(peer_sum.np, "unravel_index", lambda device, sizes: (0, 0))
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         got = on_mesh(mesh_of(1, 1), lambda x, e: peer_sum.peer_sum(x, e, shards.ALL))(x, exchange)
-    blocks = peer_sum._blocks(x.size * x.dtype.itemsize // 2048)
-    others = np.asarray(terms, np.float64)[1, 1:, :blocks, : x.size // blocks].reshape(2, rows, 4096)
-    exact = np.asarray(x, np.float64) + others.sum(axis=0)
+    assert steps[-7:] == [*["store"] * 3, *["raise"] * 3, "lower 3"]
+    blocks, chunk = peer_sum._chunks(x.size, x.dtype)
+    others = np.asarray(terms, np.float64)[1, 1:, :blocks, :chunk].reshape(2, -1)[:, : x.size]
+    exact = np.asarray(x, np.float64) + others.sum(axis=0).reshape(shape)
     # Two float32 sums of terms below 16, and the rounding of the result.
     eps = float(jnp.finfo(dtype).eps)
     bound = 2 * np.finfo(np.float32).eps * 16 + eps / 2 * np.abs(exact) * (1 + eps)
@@ -81,11 +88,38 @@ def test_a_device_adds_terms_in_the_order_of_the_devices(monkeypatch, dtype, row
     assert (np.asarray(got, np.float64) != np.asarray(x, np.float64)).any()
 
 
+@pytest.mark.skipif(jax.default_backend() != "gpu" or len(jax.devices()) < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_thousand_sums_on_gpus(dtype):
+    """Sums of three sizes in turns, of terms whose sums are exact, and the same bits on both devices."""
+    mesh = mesh_of(1, 2)
+    exchange = make_exchange(mesh, MOST, jnp.dtype(dtype))
+    assert exchange is not None
+    shapes = (1, 2880), (16, 4096), (128, 4096)
+    terms = [np.random.default_rng(n).integers(-8, 8, (2, *shape)) for n, shape in enumerate(shapes)]
+
+    def many(exchange, *terms):
+        def three(i, wrong):
+            for term in terms:
+                shifted = (term + i % 4).astype(dtype)
+                wrong += (add(shifted, exchange) != jax.lax.psum(shifted, shards.ALL)).sum()
+            return wrong
+
+        return jax.lax.fori_loop(0, 1000, three, jnp.int32(0))[None], add(terms[1].astype(dtype), exchange)
+
+    each = PartitionSpec(shards.ALL)
+    run = jax.shard_map(many, mesh=mesh, in_specs=each, out_specs=each, check_vma=False)
+    wrong, sums = jax.jit(run)(exchange, *map(jnp.asarray, terms))
+    assert np.asarray(wrong).tolist() == [0, 0]
+    first, second = np.asarray(sums)
+    np.testing.assert_array_equal(first, terms[1].sum(axis=0))
+    assert first.tobytes() == second.tobytes()
+
+
 @pytest.mark.parametrize(
     ("x", "why"),
     [
         (jnp.zeros((1, 4096)), "the exchange is for bfloat16, not float32"),
-        (jnp.zeros((1, 1000), jnp.bfloat16), "1000 elements, no multiple of 1024"),
         (
             jnp.zeros((256, 4096), jnp.bfloat16),
             "a block's chunk of 8192 elements, and there is room for 4096",
@@ -115,7 +149,7 @@ def test_there_is_no_exchange_without_gpus(caplog):
             for _ in range(2):
                 assert make_exchange(mesh_of(1, 2), MOST, jnp.dtype(jnp.bfloat16), lambda *_: True) is None
         [line] = caplog.messages
-        assert line.startswith("devices add up through XLA, which takes longer: ")
+        assert line.startswith("devices 0, 1 add up through XLA, which takes longer: ")
 
 
 @kernels
