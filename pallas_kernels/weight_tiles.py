@@ -187,8 +187,8 @@ class Tiles:
     ) -> tuple[Array, ...]:
         """The sums of each tile of other columns, with those of a step's terms."""
         if self.steps.stored == "mxfp4":
-            (out,), (own,) = sums, scales
-            for x, tile in zip(rows, self._mxfp4(i, own, rows[0].dtype), strict=True):
+            (out,), (scale_bytes,) = sums, scales
+            for x, tile in zip(rows, self._mxfp4(i, scale_bytes, rows[0].dtype), strict=True):
                 out += plgpu.dot(x, tile, precision=precision)
             return (out,)
         x, *row_scales = rows

@@ -9,11 +9,12 @@ _PROGRAMS = 256
 _ROWS = (16, 32, 64, 128)  # a tensor core's product has 16 rows at least
 _FEW_TOKENS = 128  # of a call, whose blocks may be as small as an expert's rows are few
 _COLUMNS = (128, 64)  # of plain weights: narrower ones are slower even for one token
-# Of narrow weights: features, model columns, depth and warps of blocks of 16 rows where the next would make
-# too few programs; of other such blocks; and of larger ones. On an H200 they were within 3 % of the fastest
-# with 1, 16, 64 and 128 tokens: MXFP4 in GPT-OSS-20B's shapes, 128 tokens in blocks of 32 rows, and FP8 in
-# Qwen3-30B-A3B's, all in blocks of 16. Other calls are not measured. A word has four columns of FP8, and a
-# warp at least eight words: with four, 128 tokens took 63 % longer.
+# (features, model columns, depth, warps) by weight format. First: 16-row blocks when the features
+# of the second would give fewer than `_PROGRAMS` programs. Second: other 16-row blocks. Third: larger blocks.
+# On an H200 they were within 3 % of the fastest with 1, 16, 64 and 128 tokens: MXFP4 in GPT-OSS-20B's shapes
+# (128 tokens in 32-row blocks), and FP8 in Qwen3-30B-A3B's (all in 16-row blocks). Other calls are not
+# measured. A word has four columns of FP8, and each warp has at least eight words: with four words a warp,
+# 128 tokens took 63 % longer.
 _NARROW = {
     "fp8": ((32, 32, 128, 1), (128, 128, 64, 4), (128, 128, 64, 4)),
     "fp8_rows": ((32, 64, 128, 2), (32, 64, 128, 2), (64, 128, 128, 4)),
@@ -56,10 +57,10 @@ def config_for(
 ) -> Config:
     """The configuration of a call.
 
-    An expert's rows should fit into one block, for every block reads the expert's weights again: a block has
-    half as many again as an expert gets on average. With more than 128 tokens it has
-    three times as many, up to 32, for routers have favourites. Few experts are cut into narrow columns: so
-    there are enough programs.
+    An expert's rows should fit into one block, because every block reads the expert's weights again. A block
+    has room for 1.5 times an expert's mean rows. With more than 128 tokens it has room for 3 times, up to 32
+    rows, because routers have favourites. If few experts are chosen, columns are narrow, so that there are
+    enough programs.
     """
     mean = tokens * top_k / experts
     groups = min(tokens * top_k, experts)
