@@ -76,7 +76,6 @@ def peer_sum(x: Float[Array, "*shape"], exchange: Exchange, axes: tuple[str, ...
     least = _THREADS * access
     tile = least * max(times for times in range(1, _MOST_UNROLLED + 1) if chunk // least % times == 0)
     layout = plgpu.Layout.WG_STRIDED((tile,), vec_size=access)
-
     sizes = tuple(lax.axis_size(axis) for axis in axes)
 
     def of_device(ref: Any, device: int) -> Any:
@@ -164,6 +163,6 @@ def _lower_flag(flag: Any, times: int) -> None:
 
 
 def _inline(types: tuple[Any, ...], function: Callable[..., None]) -> Callable[..., None]:
-    """A function that emits Mosaic's own operations, for a call from a kernel without its first argument."""
+    """The function, which emits operations of Mosaic, for calls from a kernel; it gets a context first."""
     inlined: Any = plgpu.inline_mgpu(arg_types=types)(function)
     return inlined

@@ -41,7 +41,7 @@ from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.memory import free_bytes
 from jetspec_jax.device.mesh import describe_mesh, size_of
 from jetspec_jax.device.partition import check_partition
-from jetspec_jax.device.peers import MOST_SUMMED_ROWS, make_exchange
+from jetspec_jax.device.peers import make_exchange
 from jetspec_jax.progress import Progress
 from jetspec_jax.tree import DEFAULT_ALGORITHM
 from pallas_kernels.tree_attention import check_implementation
@@ -210,7 +210,7 @@ def _models(
             lambda: DecodeWeights(
                 random_weights(shape.target, dtype, 0, mesh),
                 random_weights(shape.head, dtype, 1, mesh),
-                make_exchange(mesh, MOST_SUMMED_ROWS * shape.target.hidden_size, dtype),
+                make_exchange(mesh, shape.target.hidden_size, dtype),
             ),
         )
     if arguments.weights != "plain":

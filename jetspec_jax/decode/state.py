@@ -32,7 +32,8 @@ class DecodeWeights(NamedTuple):
     Attributes:
         target: The target's parameters.
         proposer: The proposer's parameters; None in plain decoding.
-        exchange: Memory through which devices that share the models add up; None: XLA adds up.
+        exchange: Memory for the sums of devices that share the models, see `pallas_kernels.peer_sum`; None
+            leaves these sums to XLA.
     """
 
     target: Weights

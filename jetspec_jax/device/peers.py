@@ -1,4 +1,4 @@
-"""Whether the GPUs of a host access each other's memory directly, over NVLink or PCIe, and memory for it.
+"""Whether the GPUs of a host access each other's memory directly, over NVLink or PCIe, and memory for sums.
 
 JAX does not report it, so NVIDIA's driver is queried. The driver reports the hardware's abilities; NCCL may
 still use host memory, for example between CPU sockets, which cannot be detected.
@@ -22,8 +22,8 @@ from pallas_kernels.peer_sum import Exchange, exchange_shapes
 
 _log = logging.getLogger("jetspec_jax")
 
-#: The most rows that are summed through an exchange. More are bound by bandwidth, and rare.
-MOST_SUMMED_ROWS = 256
+# The most rows that are summed through an exchange. More are bound by bandwidth, and rare.
+_MOST_ROWS = 256
 #: Whether the first GPU can access the second, by their indices in this process; None if unknown.
 Reaches = Callable[[int, int], bool | None]
 
@@ -42,9 +42,9 @@ def say_apart(meshes: Iterable[Mesh | None], reaches: Reaches | None = None) -> 
 
 
 def make_exchange(
-    mesh: Mesh | None, most: int, dtype: jnp.dtype, reaches: Reaches | None = None
+    mesh: Mesh | None, hidden_size: int, dtype: jnp.dtype, reaches: Reaches | None = None
 ) -> Exchange | None:
-    """Memory for sums of at most ``most`` elements over a mesh; None on one device, or if XLA must add up.
+    """Memory for sums of rows of a hidden size over a mesh; None on one device, or if XLA must add up.
 
     The log says once why XLA must.
     """
@@ -55,7 +55,7 @@ def make_exchange(
         log_once(logging.INFO, f"devices {ids} add up through XLA, which takes longer: {why}")
         return None
     placed = NamedSharding(mesh, PartitionSpec(shards.ALL))
-    shapes = exchange_shapes(mesh.size, most, dtype)
+    shapes = exchange_shapes(mesh.size, _MOST_ROWS * hidden_size, dtype)
     sizes = [((mesh.size * each.shape[0], *each.shape[1:]), each.dtype) for each in shapes]
     make = jax.jit(lambda: [jnp.zeros(*size) for size in sizes], out_shardings=[placed] * 2)
     # Peers write as soon as their programs run, so it must be there.
@@ -67,12 +67,12 @@ def why_no_exchange(devices: Sequence[Any], reaches: Reaches | None = None) -> s
 
     Without ``reaches`` the driver is queried.
     """
+    if any(device.platform != "gpu" for device in devices):
+        return "not all of them are GPUs"
     if jax.__version_info__ < (0, 11, 2):
         return f"that needs JAX 0.11.2, and this is {jax.__version__}"
     if jax.process_count() > 1:
         return "they belong to several processes"
-    if any(device.platform != "gpu" for device in devices):
-        return "not all of them are GPUs"
     if len(kinds := {device.device_kind for device in devices}) > 1:
         return f"they are of several kinds: {', '.join(sorted(kinds))}"
     if (compute_capability() or (0, 0)) < (9, 0):

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.state import DecodeWeights
-from jetspec_jax.device.peers import MOST_SUMMED_ROWS, make_exchange
+from jetspec_jax.device.peers import make_exchange
 from jetspec_jax.device.processes import is_first
 from jetspec_jax.engine.batch import Kind
 from jetspec_jax.engine.engine import Engine, EngineClosed, State
@@ -187,9 +187,7 @@ class Engines:
 
     def _weights(self, number: int) -> DecodeWeights:
         target = (self.target, *self.target.copies)[number]
-        exchange = make_exchange(
-            self.target.meshes[number], MOST_SUMMED_ROWS * target.config.hidden_size, self.plan.dtype
-        )
+        exchange = make_exchange(self.target.meshes[number], target.config.hidden_size, self.plan.dtype)
         if self.head is None:
             return DecodeWeights(target.weights, self._proposer_weights, exchange)
         return DecodeWeights(target.weights, (self.head, *self.head.copies)[number].weights, exchange)

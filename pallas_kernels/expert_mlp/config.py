@@ -73,8 +73,8 @@ def config_for(
 
     if itemsize == 2 and stored != "plain":
         few, most, larger = _NARROW[stored]
-        own = larger if rows > _ROWS[0] else most if enough(features, most[0]) else few
-        block_features, block_model, depth, warps = own
+        blocks = larger if rows > _ROWS[0] else most if enough(features, most[0]) else few
+        block_features, block_model, depth, warps = blocks
     else:
         block_features = 64
         block_model = next((width for width in _COLUMNS if enough(size, width)), _COLUMNS[-1])

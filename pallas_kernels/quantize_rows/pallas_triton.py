@@ -72,8 +72,8 @@ def _quantize_rows(
 ) -> None:
     """One program: some groups of one row."""
     row, terms, groups = pl.program_id(0), x_ref.shape[1], scales_ref.shape[0]
-    own = pl.program_id(1) * block[0] + jnp.arange(block[0], dtype=jnp.int32)
-    term = own[:, None] * group + jnp.arange(block[1], dtype=jnp.int32)[None, :]
+    indices = pl.program_id(1) * block[0] + jnp.arange(block[0], dtype=jnp.int32)
+    term = indices[:, None] * group + jnp.arange(block[1], dtype=jnp.int32)[None, :]
     # Only a group that is the whole row may have lanes beyond it.
     real = None if terms % (block[0] * block[1]) == 0 else term < terms
     other = None if real is None else 0.0
@@ -82,7 +82,9 @@ def _quantize_rows(
     inverse = 1 / scales if interpret else _reciprocal(scales)
     values = (x * inverse[:, None]).astype(FP8)
     plgpu.store(values_ref.at[row, term], values, mask=real)
-    plgpu.store(scales_ref.at[own, row], scales, mask=None if groups % block[0] == 0 else own < groups)
+    plgpu.store(
+        scales_ref.at[indices, row], scales, mask=None if groups % block[0] == 0 else indices < groups
+    )
 
 
 def _reciprocal(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
