@@ -158,8 +158,8 @@ class LLM:
                 tokenizer's chat template; a value with braces or several lines is a text.
             mxfp4: Whether experts in MXFP4 stay "packed" on the devices or are "widened" on loading; "auto"
                 is the faster form if it fits, else the smaller one. Loaded targets keep theirs.
-            fp8_activations: Whether products with FP8 weights also quantise their input to FP8; None means
-                no. Loaded models keep theirs.
+            fp8_activations: Whether products with FP8 weights also quantise their input to FP8; None is
+                decided as by `jetspec_jax.load_target`. Loaded models keep theirs.
             compilation_cache: Folder of compiled programs for later processes, for this whole process:
                 "auto", a folder, or "off". See `jetspec_jax.enable_compilation_cache`.
             proposer: A source of drafts in place of a draft head, see `jetspec_jax.Proposer`.
@@ -211,7 +211,8 @@ class LLM:
         self.settings = PLAIN if drafts is None else settings
         # The devices, and whether they can hold everything.
         sizes = tensor_parallel_size, expert_parallel_size, data_parallel_size
-        meshes = _meshes_of(ours, head, config, mesh, *sizes)
+        divided = config if isinstance(ours, Target) else ours.partition_config
+        meshes = _meshes_of(ours, head, divided, mesh, *sizes)
         check_fits(proposer, config, len(meshes))
         if isinstance(ours, Source):
             ours = with_storage(ours, *meshes)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 _OLDEST_CAPABILITY = (8, 0)  # Ampere: the oldest that the kernels are written for
+_FP8_CAPABILITY = (8, 9)  # Ada: the oldest that has FP8
 
 
 def _supports_all(*_: object, **__: object) -> None:
@@ -112,16 +113,26 @@ def gpu_problem() -> str | None:
     return None
 
 
-def compute_capability() -> tuple[int, ...] | None:
-    """Major and minor version of the default device, if that is an NVIDIA GPU."""
+def compute_capability(device: Any = None) -> tuple[int, ...] | None:
+    """Major and minor version of a device, by default the default one, if that is an NVIDIA GPU."""
     # Other makers' GPUs have no such attribute, or an architecture's name in it ("gfx942").
-    version = re.fullmatch(r"(\d+)\.(\d+)", getattr(default_device(), "compute_capability", ""))
-    return None if version is None else tuple(map(int, version.groups()))
+    version = getattr(device or default_device(), "compute_capability", None) or ""
+    found = re.fullmatch(r"(\d+)\.(\d+)", version)
+    return None if found is None else tuple(map(int, found.groups()))
 
 
-def device_kind() -> str:
-    """The default device's kind, by which tables of tuned configurations are sorted."""
-    return default_device().device_kind
+def fp8_problem(device: Any = None) -> str | None:
+    """Why a device, by default the default one, cannot compute with FP8; None if it can or is no GPU."""
+    capability = compute_capability(device)
+    if capability is None or capability >= _FP8_CAPABILITY:
+        return None
+    own, least = (".".join(map(str, version)) for version in (capability, _FP8_CAPABILITY))
+    return f"{device_kind(device)} has no FP8 (compute capability {own}, below {least})"
+
+
+def device_kind(device: Any = None) -> str:
+    """The kind of a device, by default the default one. Tables of tuned configurations are sorted by it."""
+    return (device or default_device()).device_kind
 
 
 def processors() -> int:

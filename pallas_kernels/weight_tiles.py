@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, BFloat16, Float16, Float32
 
-from pallas_kernels.dispatch import compute_capability
+from pallas_kernels.dispatch import fp8_problem
 from pallas_kernels.mxfp4 import BLOCK, Mxfp4
 from pallas_kernels.quantize_rows import quantize_rows
 from pallas_kernels.quantized import Quantized, bits_of, of_bits
@@ -41,8 +41,6 @@ from pallas_kernels.weight_words import (
 )
 from pallas_kernels.weights import Narrow
 
-# Ada's, the first that has FP8.
-_FP8_CAPABILITY = (8, 9)
 # From so many rows on Hopper's tensor cores read weights from shared memory.
 _SHARED_ROWS = 64
 #: Terms that a tensor core's product has at least.
@@ -332,9 +330,8 @@ def unsupported(w: Array | Narrow, term_block: int, terms: int, columns: int) ->
     """
     if not isinstance(w, Quantized):
         return None
-    capability = compute_capability()
-    if capability is not None and capability < _FP8_CAPABILITY:
-        return f"the GPU has no FP8: compute capability {'.'.join(map(str, capability))} is below 8.9"
+    if problem := fp8_problem():
+        return problem
     # Products of two operands in FP8 have twice as many terms.
     least = LEAST_DEPTH if w.row_group is None else 2 * LEAST_DEPTH
     run = math.gcd(term_block % terms, w.row_group or 0) or terms

@@ -26,7 +26,6 @@ from jetspec_jax.device.memory import (
     TARGET_WEIGHTS,
     Bytes,
     check_memory,
-    fp8_problem,
     weight_bytes,
     with_more_devices,
 )
@@ -37,6 +36,7 @@ from jetspec_jax.device.processes import check_devices, compare, spans
 from jetspec_jax.models import Weights
 from jetspec_jax.sampling.grammar import Vocabulary
 from pallas_kernels import shards
+from pallas_kernels.dispatch import fp8_problem
 
 _log = logging.getLogger("jetspec_jax")
 
@@ -181,8 +181,9 @@ def load_target(
             tokenizer's template.
         mxfp4: Whether experts in MXFP4 stay "packed" on the devices or are "widened" when they are read.
             "auto" chooses the faster, or "packed" if memory is short.
-        fp8_activations: Whether products with FP8 weights also quantise their input to FP8; None means no. It
-            has no effect, and a warning, where the checkpoint has no FP8 weights or excludes activations.
+        fp8_activations: Whether products with FP8 weights also quantise their input to FP8. None means yes in
+            16-bit types, unless the GPU has no FP8 arithmetic or a mesh cuts activations that share a scale.
+            True warns that it has no effect where no weights are in FP8 or the config excludes activations.
 
     Raises:
         FileNotFoundError: The folder or file does not exist, or the hub cannot be reached.
@@ -238,7 +239,7 @@ def load_draft_head(
 
 def read_target(source: Source, mesh: Mesh | None = None, *others: Mesh | None) -> Target:
     """Reads the target of a source, and its copies on other meshes; raises as `load_target` does."""
-    config, dtype = source.target_config, source.weights_dtype
+    config, dtype = source.partition_config, source.weights_dtype
     if spans(mesh):
         parts = {"the mesh": describe_mesh(mesh), "the target's config": config, "its dtype": str(dtype)}
         compare(parts, "a target", "a target")
@@ -322,7 +323,7 @@ def _warn_of_formats(head: DraftHeadConfig, target: ModelConfig) -> None:
 
 def _warn_of_fp8(config: ModelConfig, mesh: Mesh | None) -> None:
     """Warns if quantised weights save memory but no time on these devices."""
-    if config.rounding and (problem := fp8_problem(mesh)):
+    if config.rounding and (problem := fp8_problem(mesh and mesh.local_devices[0])):
         _log.warning("%s: weights in FP8 are widened by XLA at every product, and save memory only", problem)
 
 

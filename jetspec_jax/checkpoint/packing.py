@@ -43,10 +43,14 @@ def holds_mxfp4(config: ModelConfig, headers: Callable[[], Headers]) -> bool:
 
 
 def with_storage(source: Source, *meshes: Mesh | None) -> Source:
-    """The source with ``mxfp4`` decided: "packed" or "widened".
+    """The source with ``mxfp4`` decided, "packed" or "widened", and ``fp8_activations`` for these meshes.
 
     Raises ValueError if it cannot be "packed" as the source says.
     """
+    if source.fp8_activations is None:
+        config = replace(source, mxfp4=WIDENED).target_config
+        if any(cut_blocks(config, mesh) for mesh in meshes if mesh is not None):
+            source = replace(source, fp8_activations=False)
     if source.mxfp4 == WIDENED:
         return source
     wide = replace(source, mxfp4=WIDENED)

@@ -26,6 +26,7 @@ from jetspec_jax.config import (
 )
 from jetspec_jax.models import kept_packed, quantization_of, quantized_blocks, with_quantization
 from jetspec_jax.progress import log_once
+from pallas_kernels.dispatch import fp8_problem
 
 #: The values of `Source.mxfp4`.
 AUTO, PACKED, WIDENED = "auto", "packed", "widened"
@@ -57,7 +58,8 @@ class Source:
         mxfp4: One of `MXFP4_WORDS`: whether a target's experts in MXFP4 stay packed on the devices. "auto" is
             decided by `with_storage`, and is treated as "widened" before.
         fp8_activations: Whether products with weights in FP8 quantise activations too, unless the config
-            excludes them; None means no.
+            excludes them. None means yes in 16-bit types, unless the GPU has no FP8 arithmetic, or
+            `with_storage` finds that a mesh cuts activations that share a scale.
 
     Raises:
         TypeError: An attribute has the wrong type.
@@ -126,6 +128,11 @@ class Source:
         config = self._parsed(parse_model_config)
         return kept_packed(config) if self.mxfp4 == PACKED else config
 
+    @property
+    def partition_config(self) -> ModelConfig:
+        """The config that meshes are checked with before `with_storage`, which lets them decide on None."""
+        return replace(self, fp8_activations=bool(self.fp8_activations)).target_config
+
     @cached_property
     def head_config(self) -> DraftHeadConfig:
         """The config of a draft head; a target's config raises an error."""
@@ -136,13 +143,18 @@ class Source:
         with content_of(where):
             config = parse(raw, ignore_config_keys=self.ignore_config_keys, where=where)
             quantized_blocks(config)  # raises if the skipped modules are not supported
-        if not self.fp8_activations:
+        quantization, wanted = quantization_of(config), self.fp8_activations
+        if wanted is False:
             return config
-        quantization = quantization_of(config)
         if quantization is None or quantization.is_mxfp4 or quantization.activations == "none":
-            log_once(logging.WARNING, f"{where}: no activations are in FP8, so fp8_activations has no effect")
+            if wanted:
+                text = f"{where}: no activations are in FP8, so fp8_activations has no effect"
+                log_once(logging.WARNING, text)
             return config
-        if quantization.activations not in ("dynamic", "static"):
+        supported = quantization.activations in ("dynamic", "static")
+        if wanted is None and (not supported or self.weights_dtype.itemsize != 2 or fp8_problem()):
+            return config
+        if not supported:
             raise ValueError(
                 f"{where}: fp8_activations does not support input_activations of {quantization.activations}"
             )

@@ -337,7 +337,7 @@ MODELS = Group(
             yes_or_no,
             metavar="WORD",
             words=YES_OR_NO,
-            unset="no",
+            unset="yes in 16-bit types",
         ),
         Option(
             "tokenizer",

@@ -7,7 +7,6 @@ CPU comes from Linux. Devices that do not report their memory pass every check.
 import contextlib
 import functools
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,10 +29,6 @@ Bytes = Mapping[str, int]
 
 TARGET_WEIGHTS = "weights of the target"
 HEAD_WEIGHTS = "weights of the draft head"
-
-
-# The compute capability of Ada, the first with FP8.
-_FP8_CAPABILITY = (8, 9)
 
 
 class DeviceMemoryError(RuntimeError):
@@ -160,15 +155,6 @@ def largest_parameter_bytes(
 ) -> int:
     """Bytes on a device of the largest of a config's parameters, with quantised ones widened."""
     return max(_parameter_bytes(without_quantization(config), dtype, mesh))
-
-
-def fp8_problem(mesh: Mesh | None = None) -> str | None:
-    """The reason why the GPUs cannot compute with FP8; None if they can, or if there are no GPUs."""
-    device = default_device() if mesh is None else mesh.local_devices[0]
-    version = re.fullmatch(r"(\d+)\.(\d+)", getattr(device, "compute_capability", None) or "")
-    if version is None or tuple(map(int, version.groups())) >= _FP8_CAPABILITY:
-        return None
-    return f"{device.device_kind} has no FP8 (compute capability {version[0]}, below 8.9)"
 
 
 def array_bytes(tree: Any, shardings: Any = None) -> int:

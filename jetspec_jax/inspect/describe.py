@@ -149,7 +149,7 @@ def _quantization(config: ModelConfig) -> dict[str, Any]:
     given = quantization.activations
     text = {"none": "not quantised"}.get(given, f"not supported by fp8_activations: {given}")
     if given in ("dynamic", "static"):
-        text = f"quantised with fp8_activations; the config has {given}"
+        text = f"quantised in 16-bit types, see fp8_activations; the config has {given}"
     return {"quantization": quantization.format, "activations": text}
 
 

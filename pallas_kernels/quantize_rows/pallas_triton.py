@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float8e4m3fn, Float32
 
-from pallas_kernels.dispatch import compute_capability
+from pallas_kernels.dispatch import fp8_problem
 from pallas_kernels.quantize_rows.reference import scales_of
 from pallas_kernels.quantized import FP8
 
@@ -23,17 +23,15 @@ _ELEMENTS_PER_WARP = 256
 _MAX_WARPS = 16
 # A group stays in registers from its maximum to its values.
 _LONGEST_GROUP = 16384
-# Ada's, the first that has FP8.
-_FP8_CAPABILITY = (8, 9)
 
 
 def unsupported(x: Array, group: int) -> str | None:
     """Why the kernel cannot run such a call; None if it can."""
     if x.size == 0:
         return "x has no elements"
-    capability, terms = compute_capability(), x.shape[1]
-    if capability is not None and capability < _FP8_CAPABILITY:
-        return f"the GPU has no FP8: compute capability {'.'.join(map(str, capability))} is below 8.9"
+    if problem := fp8_problem():
+        return problem
+    terms = x.shape[1]
     group = min(group or terms, terms)
     if group > _LONGEST_GROUP:
         return f"groups of {group} terms are longer than {_LONGEST_GROUP}"

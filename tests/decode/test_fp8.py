@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -126,14 +125,3 @@ class TestPairs:
     def test_mxfp4_is_how_its_targets_are_published(self, tmp_path, caplog):
         target = Target(dataclasses.replace(TINY, quantization=PACKED), {})
         assert not self.said(tmp_path / "head", caplog, target)
-
-
-@pytest.mark.parametrize(
-    ("version", "named"), [("8.0", True), ("8.9", False), ("9.0", False), ("gfx942", False)]
-)
-def test_a_gpu_without_fp8_is_named(version, named, monkeypatch):
-    device = SimpleNamespace(compute_capability=version, device_kind="NVIDIA A100")
-    monkeypatch.setattr(memory, "default_device", lambda: device)
-    problem = memory.fp8_problem()
-    assert (problem == "NVIDIA A100 has no FP8 (compute capability 8.0, below 8.9)") == named
-    assert named or problem is None

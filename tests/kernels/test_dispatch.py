@@ -37,6 +37,15 @@ def test_all_reasons_when_none_can():
         op.choose(None, 1, scale=1)
 
 
+@pytest.mark.parametrize(
+    ("version", "named"), [("8.0", True), ("8.9", False), ("9.0", False), ("gfx942", False)]
+)
+def test_a_gpu_without_fp8_is_named(version, named):
+    problem = dispatch.fp8_problem(SimpleNamespace(compute_capability=version, device_kind="NVIDIA A100"))
+    assert (problem == "NVIDIA A100 has no FP8 (compute capability 8.0, below 8.9)") == named
+    assert named or problem is None
+
+
 @pytest.mark.parametrize("device", ["cpu", jax.devices("cpu")[0]], ids=["name", "device"])
 def test_no_gpu(device):
     with jax.default_device(device):

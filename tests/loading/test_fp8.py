@@ -286,6 +286,17 @@ class TestActivations:
         assert apart(fp8_activations=True) <= 1e-5
         assert apart() == apart(fp8_activations=False) > 1e-3
 
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_they_are_the_default_in_sixteen_bits(self, tmp_path, kind, monkeypatch):
+        folder = write(tmp_path / "x", *make(*KINDS[kind]))
+
+        def quantised(dtype):
+            return load_target(folder, dtype=dtype).config.quantization.fp8_activations
+
+        assert [quantised(dtype) for dtype in ("bfloat16", "float16", "float32")] == [True, True, False]
+        monkeypatch.setattr("jetspec_jax.checkpoint.source.fp8_problem", lambda: "no FP8")
+        assert not quantised("bfloat16")
+
     def test_a_config_that_leaves_them_out(self, tmp_path):
         raw, tensors = make(*copy.deepcopy(KINDS["channels"]))
         raw["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
@@ -297,7 +308,7 @@ class TestActivations:
         inputs = raw["quantization_config"]["config_groups"]["group_0"]["input_activations"]
         inputs.update(strategy="group", group_size=16)
         folder = write(tmp_path / "x", raw, tensors)
-        assert load_target(folder).config.quantization.row_group is None
+        assert load_target(folder, dtype="bfloat16").config.quantization.row_group is None
         with pytest.raises(
             ValueError, match="input_activations of strategy 'group', float of 8 bits, groups of 16"
         ):
@@ -374,9 +385,12 @@ class TestActivations:
     def test_a_cut_through_a_group_is_refused_by_name(self, tmp_path, config, wrong):
         raw, tensors = make({**LARGER, "intermediate_size": 64}, config)
         folder = write(tmp_path / "x", raw, tensors)
-        load_target(folder, mesh=mesh_of(1, 2))
         with pytest.raises(ValueError, match=wrong):
             load_target(folder, mesh=mesh_of(1, 2), fp8_activations=True)
+        target = load_target(folder, dtype="bfloat16", mesh=mesh_of(1, 2))
+        assert target.config.quantization.row_group is None
+        llm = LLM(folder, dtype="bfloat16", mesh=mesh_of(1, 2))
+        assert llm.target.config.quantization.row_group is None
 
 
 def test_scales_of_activations_are_left_unread(tmp_path, caplog):
