@@ -154,7 +154,7 @@ def test_logits_of_large_vocabularies_come_in_smaller_chunks():
 
 
 def test_which_targets_write_prompts():
-    kinds = {"free", "code", "chat"}
+    kinds = {"free", "code", "chat", "arithmetic"}
     base, documents, written = (
         target(tokenizer=Vocabulary(["a"], template=None)),
         'documents=["a"]',
@@ -285,7 +285,7 @@ def test_what_is_out_of_range_is_listed_at_once():
 def test_a_scaled_recipe_has_fewer_of_everything_and_enough_to_judge():
     whole = default(target(896, layers=24, vocab=512))
     half, least = scaled(whole, 0.5), scaled(whole, 0.0)
-    assert [part.count for part in half.writing] == [6_000, 5_000, 5_000]
+    assert [part.count for part in half.writing] == [5_000, 4_000, 4_000, 3_000]
     assert (half.share, scaled(whole, 3.0).share, scaled(half, 0.5).share) == (0.5, 1.0, 0.25)
     assert (half.most_prompts, half.head.fit.steps, half.selector.fit.steps) == (20_000, 6_000, 400)
     assert half.head.fit.evaluate_every == 1_000
