@@ -1,13 +1,13 @@
 """Rewrites the tables of a page of the documentation from kept reports.
 
-A table starts with a line ``<!-- decode smollm2/gsm8k-gpu smollm2/humaneval-gpu -->``, which names its kind
-and its reports in bench/results, one per prompt set, and ends with a line ``<!-- end -->``. The rest of the
-page does not change.
+A table starts with a line ``<!-- decode smollm2/gsm8k-gpu smollm2/humaneval-gpu -->``, which names reports of
+the benchmark "decode" in bench/results, one per prompt set, and ends with a line ``<!-- end -->``. The rest of
+the page does not change.
 """
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from jetspec_jax.checkpoint.files import write_text
 
 REAL_MODEL = DOCS / "real-model.md"
 _Reports = Sequence[Mapping[str, Any]]
-_TABLE = re.compile(r"(?m)^(<!-- ([a-z]+) ([\w./ -]+) -->\n)(?:.*\n)*?(<!-- end -->)$")
+_TABLE = re.compile(r"(?m)^(<!-- decode ([\w./ -]+) -->\n)(?:.*\n)*?(<!-- end -->)$")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         FileNotFoundError: A page or a report is missing.
-        ValueError: A page has no table, or a table has an unknown kind or another kind's report.
+        ValueError: A page has no table, or a table names a report of another benchmark.
     """
     for path in arguments.pages:
         write_text(path, with_tables(path.read_text(encoding="utf-8"), str(path)))
@@ -48,23 +48,16 @@ def with_tables(page: str, name: str) -> str:
     """
 
     def table(match: re.Match[str]) -> str:
-        begin, kind, names, end = match.groups()
-        if kind not in KINDS:
-            raise ValueError(f"{name} asks for a table of {kind!r}; there are {', '.join(KINDS)}")
-        benchmark, make = KINDS[kind]
+        begin, names, end = match.groups()
         reports = [read_report(RESULTS / f"{report}.json") for report in names.split()]
-        if kind == "phases" and len(reports) > 1:
-            raise ValueError(f"{name}: {kind} takes one report, not {names}")
         for report, found in zip(names.split(), reports, strict=True):
-            if (other := found["benchmark"]) != benchmark:
-                raise ValueError(
-                    f"{name}: {report} is a report of {other!r}; {kind} needs one of {benchmark!r}"
-                )
-        return "\n".join([begin, *make(reports), "", *_captions(reports), end])
+            if (other := found["benchmark"]) != "decode":
+                raise ValueError(f"{name}: {report} is a report of {other!r}, not of 'decode'")
+        return "\n".join([begin, *_decode(reports), "", *_captions(reports), end])
 
     made, count = _TABLE.subn(table, page)
     if not count:
-        raise ValueError(f"{name} has no table: a line <!-- KIND REPORT --> and a line <!-- end -->")
+        raise ValueError(f"{name} has no table: a line <!-- decode REPORT --> and a line <!-- end -->")
     return made
 
 
@@ -82,61 +75,11 @@ def _decode(reports: _Reports) -> Iterator[str]:
     yield from _table(names, [[*key, *cells] for key, cells in rows.items()])
 
 
-def _exactness(reports: _Reports) -> Iterator[str]:
-    """Compared tokens, and differences."""
-    rows = [
-        [
-            _set_of(report),
-            row["dtype"],
-            f"{row['T']:g}",
-            row["method"],
-            f"{row['tokens']:,}",
-            str(row["divergences"]),
-            _or_dash(row["ties"]),
-            _or_dash(row["mistakes"]),
-            _or_dash(row["largest_gap"], ".1e"),
-        ]
-        for report in reports
-        for row in report["rows"]
-    ]
-    names = ["set", "type", "T", "method", "tokens", "outputs that part", "ties", "mistakes", "largest gap"]
-    yield from _table(names, rows)
-
-
-def _phases(reports: _Reports) -> Iterator[str]:
-    """Times of a round and its phases, with the floor."""
-    [report] = reports
-    phases = list(report["rows"][0]["phases_ms"])
-    rows = [
-        [
-            str(row["budget"]),
-            f"{row['round_ms']:.3f}",
-            *(f"{row['phases_ms'][phase]:.3f}" for phase in phases),
-            f"{row['floor_ms']:.3f}",
-            f"{row['times_floor']:.1f}",
-        ]
-        for row in report["rows"]
-    ]
-    yield from _table(["nodes", "round, ms", *phases, "floor, ms", "times the floor"], rows)
-
-
-#: The benchmark and the table's function of each kind.
-KINDS: dict[str, tuple[str, Callable[[_Reports], Iterator[str]]]] = {
-    "decode": ("decode", _decode),
-    "exactness": ("exactness", _exactness),
-    "phases": ("round", _phases),
-}
-
-
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """A table: the first column is text, the others are numbers."""
     yield f"| {' | '.join(names)} |"
     yield f"|---|{'---:|' * (len(names) - 1)}"
     yield from (f"| {' | '.join(row)} |" for row in rows)
-
-
-def _or_dash(figure: float | None, form: str = "") -> str:
-    return "–" if figure is None else format(figure, form)
 
 
 def _set_of(report: Mapping[str, Any]) -> str:

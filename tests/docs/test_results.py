@@ -24,7 +24,7 @@ MOST_FILES, MOST_BYTES = 80, 3_500_000
 # A path in a link, or in code; the latter may be a glob. A command's reports are elsewhere.
 _LINK = re.compile(r"\]\(([^)#\s]+\.(?:json|svg|png))\)")
 _CODE = re.compile(r"(?<![\w/])(bench/results/[\w./*-]+\.(?:json|svg|png))")
-_TABLE = re.compile(r"^<!-- [a-z]+ ([\w./ -]+) -->$", re.M)
+_TABLE = re.compile(r"^<!-- decode ([\w./ -]+) -->$", re.M)
 
 
 def cited(page):
@@ -69,7 +69,7 @@ DERIVED = {
 def figures(page):
     """The numbers of each paragraph that names reports, and of a table below it; and the reports' values."""
     text = re.sub(
-        r"(?ms)^<!-- [a-z]+ [\w./ -]+ -->$.*?^<!-- end -->$|^```.*?^```$", "", page.read_text("utf-8")
+        r"(?ms)^<!-- decode [\w./ -]+ -->$.*?^<!-- end -->$|^```.*?^```$", "", page.read_text("utf-8")
     )
     for block in re.split(r"\n\n+(?!\|)", text):  # a table belongs to the paragraph above
         linked = [page.parent / path for path in _LINK.findall(block) if not re.match(r"[a-z]+:", path)]
@@ -124,6 +124,6 @@ def test_reports_are_few_and_small_and_lie_by_subject():
     assert sum(path.stat().st_size for path in FILES) <= MOST_BYTES
     assert {path.relative_to(RESULTS).parts[0] for path in FILES} == {
         "NOTES.md",
-        *("demo", "engine", "kernels", "rounds", "smollm2", "training"),
+        *("demo", "engine", "kernels", "qwen2.5-coder-0.5b", "rounds", "smollm2", "training"),
     }
     assert all(len(path.relative_to(RESULTS).parts) == 2 for path in FILES if path.suffix != ".md")
