@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from bench.common.pair import Pair
 from bench.common.workload import Workload
@@ -151,11 +151,6 @@ def table_of(counts: Counts) -> list[dict[str, Any]]:
         }
         for d, row in enumerate(counts.shares())
     ]
-
-
-def committed_tokens(rounds: Sequence[TracedRound]) -> Float[np.ndarray, "n"]:
-    """The number of tokens committed by each round."""
-    return np.asarray([len(traced.trace.committed) for traced in rounds], float)
 
 
 def _none(rounds: Sequence[TracedRound]) -> Counts:
