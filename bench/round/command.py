@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 from bench.common.floors import measure_ceilings
 from bench.common.methods import CHAIN, check_fixed_budgets, fixed_budget_names
 from bench.common.options import (
-    add_breadth_arguments,
     add_program_arguments,
     add_switch,
     best_attention,
@@ -80,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--contexts", type=int, nargs="+", default=[1024], help="committed tokens per slot (default: 1024)")
     add("--batches", type=int, nargs="+", default=[1], help="numbers of slots (default: 1)")
-    add_breadth_arguments(parser)
+    MODELS.add(parser, ["width", "candidates"])
     add("--temperature", type=float, default=0.0, help="slot i has seed i (default: 0)")
     add("--top-p", type=float, help="with a temperature (default: all tokens)")
     add("--rounds", type=int, default=ROUNDS, help="rounds per dispatch (default: %(default)s)")
