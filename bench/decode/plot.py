@@ -71,7 +71,7 @@ def draw_budgets(report: Report, algorithms: Sequence[str]) -> Figure:
         ends = []
         for i, temperature in enumerate(temperatures_of(rows)):
             at_temperature = [row for row in rows if row["temperature"] == temperature]
-            styles = {name: {**_style(2 * i + j)} for j, name in enumerate(algorithms)}
+            styles = {name: _style(2 * i + j) for j, name in enumerate(algorithms)}
             _by_budget(axis, at_temperature, key, styles, baselines=("plain",))
             ends += [
                 (x, y, name if name == PLAIN else f"{name}, {_temperature(temperature)}", colour)

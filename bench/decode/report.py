@@ -179,7 +179,10 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
             f"Slower than plain decoding: {'; '.join(slower)}. A tree saves forwards and costs arithmetic. "
             "This does not pay if arithmetic is slow, as on a CPU, or if few drafts are accepted."
         )
-    parted = [Divergence(**_divergence(found)) for row in rows for found in row["divergences"]]
+    names = [field.name for field in fields(Divergence)]
+    parted = [
+        Divergence(**{name: found[name] for name in names}) for row in rows for found in row["divergences"]
+    ]
     if parted:
         note = (
             f"Outputs that differ from plain decoding's: {len(parted)}; at the first difference the two "
@@ -222,10 +225,6 @@ def _over_prompts(found: MethodRuns, plain: MethodRuns) -> dict[str, Any]:
             "speed-up interval": ratio_interval(*speed, *base),
         }
     return figures
-
-
-def _divergence(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {field.name: entry[field.name] for field in fields(Divergence)}
 
 
 def _tokens_per_second(measured: MethodRuns) -> float:
