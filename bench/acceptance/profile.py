@@ -143,7 +143,6 @@ def tables(
     """The tables of a profile: for all rounds, and for each class with enough rounds.
 
     Args:
-        rounds: The rounds.
         nodes: The nodes that are counted, a key of `COUNTS`.
         least_nodes: A table ends at the first depth with fewer nodes.
         least_share: Smaller shares are 0 in the tables of classes.

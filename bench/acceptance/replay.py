@@ -36,7 +36,6 @@ def accepted_along(
     """The number of drafted tokens that a round at each anchor accepts with each budget.
 
     Args:
-        drafts: The drafts.
         algorithm: The tree algorithm; all candidates may be children of one node.
         candidates: Candidates per draft row.
         budgets: Nodes of the trees, root included.

@@ -127,7 +127,6 @@ def search(
     tiles are timed with all numbers of stages and of programs.
 
     Args:
-        task: The task.
         score: Scores configurations, a failing one with infinity.
         multiprocessors: The device's number of multiprocessors.
         deadline: The time limit on the clock of `time.monotonic()`.

@@ -124,19 +124,8 @@ class TimedEngine(Engine):
 class Load:
     """An engine for many requests, and the clock by which they arrive."""
 
-    def __init__(
-        self,
-        pair: Pair,
-        settings: TreeSettings,
-        **plan: Any,
-    ):
-        """Makes the engine, and compiles its programs.
-
-        Args:
-            pair: The models.
-            settings: The tree settings.
-            **plan: Arguments of `plan_engine`.
-        """
+    def __init__(self, pair: Pair, settings: TreeSettings, **plan: Any):
+        """Makes the engine, and compiles its programs; ``plan`` has arguments of `plan_engine`."""
         target, head = pair
         plain = settings.budget == 1
         planned = plan_engine(

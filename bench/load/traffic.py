@@ -43,7 +43,6 @@ def measure_traffic(
 
     Args:
         pair: The models.
-        methods: The methods.
         prompts: Prompts and their sampling parameters.
         concurrency: Numbers of concurrent requests.
         rates: Arrival rates in requests per second.
