@@ -164,7 +164,6 @@ def choices_of(
 
     Args:
         drafts: The head's drafts.
-        head_config: The head.
         count: K.
         temperature: Temperature of the target's distribution.
         chunk: Rows of a sequence per chunk of logits.
