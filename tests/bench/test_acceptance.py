@@ -31,7 +31,6 @@ def hand_made(tokens):
     """Candidates [5 6], [7 8], [9 4]; a tree of 5 below the anchor 1, then 7 and 8; 5 and 8 are accepted."""
     int32 = np.int32
     return TracedRound(
-        0,
         None,
         RoundTrace(
             start=3,
