@@ -16,13 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from bench.acceptance.counts import (
-    TracedRound,
-    count_reached,
-    count_tree,
-    table_of,
-    trace_requests,
-)
+from bench.acceptance.counts import TracedRound, count_reached, count_tree, table_of, trace_requests
 from bench.common.options import check_least
 from bench.common.pair import (
     add_pair_arguments,

@@ -14,16 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jetspec_jax.tree import (
-    Algorithm,
-    Candidates,
-    Routing,
-    accept,
-    bucket_for,
-    grow_tree,
-    plan_of,
-    reach_of,
-)
+from jetspec_jax.tree import Algorithm, Candidates, Routing, accept, bucket_for, grow_tree, plan_of, reach_of
 from train.head.replay import Drafts
 
 # Anchors that grow trees at once.

@@ -7,15 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from bench.common.picture import (
-    COLOURS,
-    GREY,
-    Report,
-    Row,
-    empty_figure,
-    label_lines,
-    without_frame,
-)
+from bench.common.picture import COLOURS, GREY, Report, Row, empty_figure, label_lines, without_frame
 from bench.common.report import measured_on
 from bench.common.timing import median
 from bench.decode.report import at_largest_budget, temperatures_of

@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 
 from bench.acceptance import profile as profile_command
-from bench.acceptance.counts import (
-    NO_RANK,
-    TracedRound,
-    count_reached,
-    count_tree,
-    ranks_of,
-    trace_requests,
-)
+from bench.acceptance.counts import NO_RANK, TracedRound, count_reached, count_tree, ranks_of, trace_requests
 from bench.common.workload import Workload
 from jetspec_jax import SamplingParams, generate
 from jetspec_jax.decode.settings import TreeSettings
