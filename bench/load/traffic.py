@@ -75,7 +75,7 @@ def measure_traffic(
         runs: dict[Method, list[dict[str, Any]]] = {method: [] for method in methods}
         for turn in range(1 + repeats):
             for method, load in loads.items():
-                step(f"{method.name}, {_scene(count, rate)}")
+                step(f"{method.name}, {f'{count} at a time' if rate is None else f'{rate:g} a second'}")
                 # The first turn compiles the remaining programs, teaches "auto", and is not timed.
                 learns = method.algorithm == AUTO
                 limit = seconds if turn else warm_up_seconds if learns else None
@@ -89,10 +89,6 @@ def measure_traffic(
                 {"method": method.name, "concurrency": count, "rate": rate, **_together(runs[method])}
             )
     return rows
-
-
-def _scene(count: int | None, rate: float | None) -> str:
-    return f"{count} at a time" if rate is None else f"{rate:g} a second"
 
 
 def _serve(
