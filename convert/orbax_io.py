@@ -1,7 +1,7 @@
-"""Writes Orbax folders, whose chunks allow each device of a mesh to read only its shards.
+"""Writes and reads Orbax folders, whose chunks allow each device of a mesh to read only its shards.
 
 Storage is zarr3 in OCDBT, compressed, in chunks of at most `CHUNK_BYTES` that split a parameter's longest
-axis. Arrays are written one at a time, which needs little memory besides the weights.
+axis. Arrays are written and read one at a time, which needs little memory besides the weights.
 """
 
 import json
@@ -11,6 +11,8 @@ from pathlib import Path
 import jax
 import orbax.checkpoint as ocp
 
+import jetspec_jax.checkpoint.orbax as folders
+from convert.folders import Checkpoint, locate
 from jetspec_jax import __version__
 from jetspec_jax.checkpoint.content import CheckpointError
 from jetspec_jax.checkpoint.files import new_folder, write_files
@@ -53,3 +55,24 @@ def write_orbax(folder: str | Path, kind: str, config_files: Mapping[str, bytes]
         except (ValueError, RuntimeError) as error:  # how Orbax's storage library reports a failed write
             raise OSError(f"{folder} cannot be written: {first_line(error)}") from error
         write_files(partial, {**config_files, MANIFEST: json.dumps(manifest, indent=2) + "\n"})
+
+
+def read_orbax(folder: str | Path | Checkpoint) -> Weights:
+    """Reads the parameters of an Orbax folder into NumPy arrays of their stored types.
+
+    Args:
+        folder: A folder written by `write_orbax`, or a result of `locate`.
+
+    Raises:
+        FileNotFoundError: The folder is missing.
+        CheckpointError: The folder is a Hugging Face folder, incomplete, or of another version; or its
+            parameters do not fit its config (all differences are listed), are not finite, or cannot be read.
+    """
+    checkpoint = locate(folder)
+    if checkpoint.layout != "orbax":
+        raise CheckpointError(
+            f"{checkpoint.folder} is a Hugging Face folder; an Orbax folder holds {MANIFEST}"
+        )
+    return folders.read_orbax(
+        checkpoint.folder, checkpoint.config, allow_nonfinite=checkpoint.allow_nonfinite
+    )

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 from tqdm import tqdm
 
@@ -51,6 +52,15 @@ def is_orbax(folder: Path) -> bool:
             "remove the files of one of the two formats"
         )
     return True
+
+
+def read_orbax(
+    folder: Path, config: ModelConfig | DraftHeadConfig, *, allow_nonfinite: bool = False
+) -> Weights:
+    """Reads the parameters of an Orbax folder into NumPy arrays, in their stored types."""
+    parameters = open_orbax(folder, config, allow_nonfinite=allow_nonfinite)
+    read = {parameter.path: parameters.read(parameter) for parameter in parameters.counted()}
+    return nnx.traversals.unflatten_mapping(read)
 
 
 def read_orbax_weights(

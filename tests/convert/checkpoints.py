@@ -4,7 +4,6 @@ import json
 
 import ml_dtypes
 import numpy as np
-from flax import nnx
 from safetensors import safe_open
 
 from convert.folders import locate
@@ -26,12 +25,6 @@ DRAFT = {
     "dflash_config": {"causal_head": True, "mask_token_id": 18, "target_layer_ids": [0, 1]},
 }
 SELECTING = {**DRAFT, "dflash_config": {**DRAFT["dflash_config"], "selector_rank": 3, "selector_top_k": 4}}
-
-
-def read_orbax(folder):
-    """All parameters of an Orbax folder, as NumPy arrays of their stored types."""
-    read = {path: np.asarray(array) for path, array in locate(folder).opened().items()}
-    return nnx.traversals.unflatten_mapping(read)
 
 
 def shapes_of(raw):

@@ -8,6 +8,7 @@ import pytest
 
 from convert import orbax_io
 from convert.conversion import to_huggingface, to_orbax
+from convert.orbax_io import read_orbax
 from jetspec_jax.checkpoint.content import CheckpointError
 from jetspec_jax.checkpoint.orbax_arrays import stored_arrays
 from tests.convert.checkpoints import (
@@ -16,7 +17,6 @@ from tests.convert.checkpoints import (
     of_any_bits,
     random_bits,
     random_values,
-    read_orbax,
     read_raw,
     shapes_of,
 )
@@ -125,6 +125,8 @@ class TestRefused:
             to_huggingface(orbax, tmp_path / "back")
 
     def test_a_hugging_face_folder(self, tmp_path, orbax):
+        with pytest.raises(ValueError, match="is a Hugging Face folder; an Orbax folder holds"):
+            read_orbax(tmp_path / "source")
         with pytest.raises(ValueError, match="is a Hugging Face folder, not an Orbax folder"):
             to_huggingface(tmp_path / "source", tmp_path / "back")
         with pytest.raises(ValueError, match="is an Orbax folder, not a Hugging Face folder"):

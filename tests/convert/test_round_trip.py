@@ -5,6 +5,7 @@ import pytest
 
 from convert.command import main
 from convert.conversion import to_huggingface, to_orbax
+from convert.orbax_io import read_orbax
 from convert.verification import verify
 from jetspec_jax import load_draft_head, load_target
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
@@ -20,7 +21,6 @@ from tests.convert.checkpoints import (
     of_any_bits,
     random_bits,
     random_values,
-    read_orbax,
     read_raw,
     shapes_of,
 )

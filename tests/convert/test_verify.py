@@ -8,7 +8,7 @@ import pytest
 from convert import command, outputs
 from convert.conversion import to_huggingface, to_orbax
 from convert.folders import locate
-from convert.orbax_io import write_orbax
+from convert.orbax_io import read_orbax, write_orbax
 from convert.verification import verify
 from jetspec_jax import draft_logits, load_draft_head, load_target, logits
 from tests.convert.checkpoints import (
@@ -19,7 +19,6 @@ from tests.convert.checkpoints import (
     of_any_bits,
     random_bits,
     random_values,
-    read_orbax,
     shapes_of,
 )
 
