@@ -68,10 +68,20 @@ COMMANDS = {
         "train,bench",
     ),
 }
-#: Commands and options of released versions, and what replaced them.
+_ORACLE = "leave it out: reports have where rounds end, at no candidate or at no child"
+_PROJECTED = "`--parts demo` and `--parts traffic` measure tokens per second"
+_REPLAYED = "`python -m bench serve` measures a server of the demo pair, or any with `--url`"
+#: Commands, options and parts of earlier versions, and what replaced them.
 REPLACED = {
+    **dict.fromkeys(("acceptance --oracle", "acceptance --no-oracle"), _ORACLE),
+    "collectives": "`python -m bench round --tensor-parallel-size 2 --profile` shows the time of sums",
     "decode --plot-budget": "acceptance by depth is of the largest of `--budgets`",
     "diagnose": "`python -m bench acceptance` shows where rounds end, `python -m bench profile` the ranks",
+    "loading": "`python -m bench startup` measures a server's start, after the models are loaded",
+    "load projected": _PROJECTED,
+    "load rounds": "`python -m bench round --batches` measures rounds of several slots",
+    **dict.fromkeys(("load --tasks", "load --context", "load --rounds", "load --most-rows"), _PROJECTED),
+    **dict.fromkeys(("serve --replay", "serve --no-replay", "serve --recorded", "serve --task"), _REPLAYED),
 }
 
 

@@ -15,11 +15,12 @@ from train.head import command as head
 from train.loop.stages import OutOfTime
 from train.pair import command as pair
 
-#: Commands of released versions, and what replaced them.
+#: Commands of earlier versions, and what replaced them.
 REPLACED = {
     "ablations": "`python -m train head --set objective.loss=LOSS` trains and evaluates a head with a loss",
     "demo": "`python -m train data --prompts FOLDER` makes documents from a corpus, and `python -m train "
     "head --recipe demo` a head; jetspec_jax/demo/README.md names the commits that made the demo pair",
+    "smollm2": "`python -m train pair --target smollm2 --recipe train/configs/smollm2-pair.toml`",
     "manifest": "`python -m train data --prompts FOLDER` reads a corpus, without a list of its files",
 }
 

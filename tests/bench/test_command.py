@@ -64,7 +64,7 @@ def test_what_went_is_refused_with_what_replaced_it(gone, capsys):
 
 def test_a_word_of_another_command_is_not_refused(tmp_path, capsys):
     path = tmp_path / "none.json"
-    assert main(["plots", str(path), "diagnose"]) == 2
+    assert main(["plots", str(path), "rounds"]) == 2
     assert "was removed" not in capsys.readouterr().err
 
 
