@@ -11,7 +11,7 @@ from convert.quantizing import to_fp8
 from convert.verification import Verification, check_target, verify
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES
 from jetspec_jax.checkpoint.writing import MAX_SHARD_BYTES
-from jetspec_jax.cli.options import add_allow_option, add_ignore_option, add_target_option
+from jetspec_jax.cli.options import MODELS, add_target_option
 from jetspec_jax.cli.parser import Parser
 
 # The most names printed of tensors left out for one reason; the rest are counted.
@@ -64,8 +64,9 @@ def _parser() -> Parser:
         metavar="SIZE",
         help=f"largest safetensors file, like 500MB or 5GB (default: {MAX_SHARD_BYTES // 10**9}GB)",
     )
-    add_ignore_option(parser)
-    add_allow_option(parser)
+    MODELS.add(
+        parser, ["ignore_config_keys", "allow_nonfinite"], ignore_config_keys=[], allow_nonfinite=False
+    )
     return parser
 
 

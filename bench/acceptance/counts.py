@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from bench.common.pair import Pair
 from bench.common.workload import Workload
@@ -29,13 +29,11 @@ class TracedRound(NamedTuple):
     """A round, and the tokens with which its request continued.
 
     Attributes:
-        prompt: The index of the request's prompt.
         routing: The prompt's routing hints.
         trace: The round.
         tokens: The request's tokens after the anchor: one per draft row, fewer at the end of the output.
     """
 
-    prompt: int
     routing: Hints | None
     trace: RoundTrace
     tokens: Int[np.ndarray, "n"]
@@ -69,7 +67,7 @@ def trace_requests(
     """
     found = []
     requests = list(zip(work.ids, work.params, work.routing, strict=True))
-    for i, (prompt, params, routing) in enumerate(Progress(requests, desc="trace", unit="prompt")):
+    for prompt, params, routing in Progress(requests, desc="trace", unit="prompt"):
         trace = trace_rounds(
             pair.target,
             pair.head,
@@ -85,7 +83,7 @@ def trace_requests(
         for round_trace in rounds:
             after = round_trace.start + 1
             tokens = sequence[after : after + len(round_trace.candidate_tokens)]
-            found.append(TracedRound(i, routing, round_trace, tokens))
+            found.append(TracedRound(routing, round_trace, tokens))
     return found
 
 
@@ -151,11 +149,6 @@ def table_of(counts: Counts) -> list[dict[str, Any]]:
         }
         for d, row in enumerate(counts.shares())
     ]
-
-
-def committed_tokens(rounds: Sequence[TracedRound]) -> Float[np.ndarray, "n"]:
-    """The number of tokens committed by each round."""
-    return np.asarray([len(traced.trace.committed) for traced in rounds], float)
 
 
 def _none(rounds: Sequence[TracedRound]) -> Counts:

@@ -6,15 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench.common.picture import (
-    COLOURS,
-    Report,
-    empty_figure,
-    grid_of,
-    grouped,
-    legend_below,
-    without_frame,
-)
+from bench.common.picture import COLOURS, Report, empty_figure, grid_of, grouped, legend_below, without_frame
 from bench.common.report import measured_on
 
 

@@ -16,17 +16,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from bench.acceptance.counts import (
-    TracedRound,
-    committed_tokens,
-    count_reached,
-    count_tree,
-    table_of,
-    trace_requests,
-)
+from bench.acceptance.counts import TracedRound, count_reached, count_tree, table_of, trace_requests
 from bench.common.options import check_least
 from bench.common.pair import (
-    Pair,
     add_pair_arguments,
     add_round_arguments,
     check_numbers,
@@ -43,7 +35,7 @@ from bench.common.report import (
     show,
     write_report,
 )
-from bench.common.workload import Workload, make_workloads
+from bench.common.workload import make_workloads
 from jetspec_jax import enable_compilation_cache
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.tree import Candidates, Profile, Routing
@@ -81,7 +73,16 @@ def run(arguments: argparse.Namespace) -> int:
     check_least(arguments, 1, "least_nodes")
     if not 0 <= arguments.least_share <= 1:
         raise ValueError(f"--least-share must lie in 0..1, not {arguments.least_share}")
-    pair, work, settings = begin(arguments)
+    check_numbers(arguments)
+    check_round(arguments)
+    check_report(arguments)
+    settings = TreeSettings(
+        arguments.budget, arguments.width, None, arguments.algorithm, arguments.candidates
+    )
+    prompts = read_prompts(arguments)
+    enable_compilation_cache(arguments.compilation_cache)
+    pair = load_pair(arguments, arguments.dtype, [settings])
+    [work] = make_workloads(arguments, pair.target, prompts, [arguments.temperature]).values()
     rounds = trace_requests(pair, work, settings, implementation=arguments.implementation)
     found = tables(
         rounds,
@@ -95,6 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{len(rounds)} rounds are too few for a table with --least-nodes {arguments.least_nodes}; "
             "take more prompts or more tokens"
         )
+    counts = COUNTS[arguments.nodes](rounds)
     profile = {
         **found,
         "meta": {
@@ -102,8 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
             **describe_pair(pair, [work]),
             "prompts": len(work.prompts),
             "rounds": len(rounds),
-            "tau": float(committed_tokens(rounds).mean()),
-            "nodes": COUNTS[arguments.nodes](rounds).nodes.tolist(),
+            "tau": float(np.mean([len(traced.trace.committed) for traced in rounds])),
+            "nodes": counts.nodes.tolist(),
             "rounds_by_class": {name: int(np.sum(classes_of(rounds) == i)) for i, name in enumerate(CLASSES)},
         },
     }
@@ -113,7 +115,6 @@ def run(arguments: argparse.Namespace) -> int:
         f"{meta['rounds']} rounds of {meta['prompts']} prompts x {arguments.max_tokens} tokens, "
         f"{arguments.algorithm} {arguments.budget}, T = {arguments.temperature:g}, {measured_on(meta)}"
     )
-    counts = COUNTS[arguments.nodes](rounds)
     classes = ", ".join(f"{name} {count}" for name, count in meta["rounds_by_class"].items())
     notes = [f"Rounds by class: {classes}."]
     if np.any(counts.nodes[depths:]):
@@ -130,28 +131,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def begin(arguments: argparse.Namespace) -> tuple[Pair, Workload, TreeSettings]:
-    """Checks the command line, and loads the pair, the requests and the tree settings."""
-    check_numbers(arguments)
-    check_round(arguments)
-    check_report(arguments)
-    settings = TreeSettings(
-        arguments.budget, arguments.width, None, arguments.algorithm, arguments.candidates
-    )
-    prompts = read_prompts(arguments)
-    enable_compilation_cache(arguments.compilation_cache)
-    pair = load_pair(arguments, arguments.dtype, [settings])
-    [work] = make_workloads(arguments, pair.target, prompts, [arguments.temperature]).values()
-    return pair, work, settings
-
-
 def tables(
     rounds: Sequence[TracedRound], *, nodes: str = "reached", least_nodes: int = 1, least_share: float = 0.0
 ) -> dict[str, Any]:
     """The tables of a profile: for all rounds, and for each class with enough rounds.
 
     Args:
-        rounds: The rounds.
         nodes: The nodes that are counted, a key of `COUNTS`.
         least_nodes: A table ends at the first depth with fewer nodes.
         least_share: Smaller shares are 0 in the tables of classes.

@@ -32,7 +32,6 @@ def rejections(
     """Counts of the rounds that ended at a rejected token, by its depth and by its draft row's entropy.
 
     Args:
-        drafts: The drafts.
         candidates: Candidates per draft row that the trees had.
         accepted: The number of drafted tokens that each round accepted.
         anchors: The anchor of each round.

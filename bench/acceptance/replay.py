@@ -14,16 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jetspec_jax.tree import (
-    Algorithm,
-    Candidates,
-    Routing,
-    accept,
-    bucket_for,
-    grow_tree,
-    plan_of,
-    reach_of,
-)
+from jetspec_jax.tree import Algorithm, Candidates, Routing, accept, bucket_for, grow_tree, plan_of, reach_of
 from train.head.replay import Drafts
 
 # Anchors that grow trees at once.
@@ -36,7 +27,6 @@ def accepted_along(
     """The number of drafted tokens that a round at each anchor accepts with each budget.
 
     Args:
-        drafts: The drafts.
         algorithm: The tree algorithm; all candidates may be children of one node.
         candidates: Candidates per draft row.
         budgets: Nodes of the trees, root included.

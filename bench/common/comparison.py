@@ -107,15 +107,7 @@ def report_of(
     checks: Sequence[dict[str, Any]],
     rows: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The report of a kernel that was compared and then timed.
-
-    Args:
-        arguments: The command line of ``python -m bench kernel``, with its seed.
-        benchmark: The report's kind.
-        ceilings: Of the device.
-        checks: The comparisons.
-        rows: The timed cases.
-    """
+    """The report of a kernel that was compared and then timed; ``benchmark`` is its kind."""
     return {
         **opening_of("kernel", arguments),
         "benchmark": benchmark,

@@ -22,11 +22,6 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compilation-cache", default="off", help='folder, "auto" or "off" (default: off, to compile cold)')
 
 
-def add_breadth_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the width and the candidates of trees."""
-    MODELS.add(parser, ["width", "candidates"])
-
-
 def best_attention() -> str:
     """The default implementation of tree attention, by name, so that every report names it."""
     return "xla" if gpu_problem() else "pallas_triton"

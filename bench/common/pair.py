@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from bench.common.methods import check_fixed_budgets, fixed_budget_names
-from bench.common.options import add_breadth_arguments, add_switch, best_attention, check_least
+from bench.common.options import add_switch, best_attention, check_least
 from bench.common.prompts import Prompt, load_prompts
 from bench.common.scene import random_weights
 from bench.common.shapes import find_pair_shape
@@ -128,7 +128,7 @@ def add_round_arguments(parser: argparse.ArgumentParser) -> None:
     add("--budget", type=int, default=64, help="nodes of the trees, root included (default: 64)")
     usual = DEFAULT_ALGORITHM
     add("--algorithm", default=usual, metavar="NAME", help=f"{names} (default: {usual})")
-    add_breadth_arguments(parser)
+    MODELS.add(parser, ["width", "candidates"])
     add("--temperature", type=float, default=0.0, help="prompt i has seed i (default: 0)")
     MODELS.add(parser, ["dtype"], dtype="auto")
 

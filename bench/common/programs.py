@@ -44,14 +44,7 @@ class LayerTime(NamedTuple):
 
 @dataclass
 class Program:
-    """A compiled chain of layers, and its arguments.
-
-    Attributes:
-        call: The compiled program.
-        arguments: The program's arguments.
-        layers: Layers that a dispatch computes.
-        dispatches: Dispatches per burst.
-    """
+    """A compiled chain of layers, with its arguments, its number of layers, and its dispatches per burst."""
 
     call: Callable[..., Any]
     arguments: tuple[Any, ...]

@@ -96,7 +96,6 @@ def template_arguments(target: Target, thinking: bool | None) -> dict[str, bool]
     """The arguments of the target's chat template.
 
     Args:
-        target: The target.
         thinking: Whether the target may think before it answers; None means no.
 
     Raises:
@@ -118,8 +117,6 @@ def encode_prompts(
     with empty lines between them, and the target continues that text.
 
     Args:
-        target: The target.
-        prompts: The prompts.
         arguments: Arguments of the chat template.
 
     Raises:

@@ -64,12 +64,7 @@ def check_report(arguments: argparse.Namespace) -> None:
 
 
 def opening_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The first keys of every report: device, versions, settings, and the command that repeats the run.
-
-    Args:
-        name: The command's name.
-        arguments: The command line.
-    """
+    """The first keys of every report: device, versions, settings, and the command that repeats the run."""
     given = settings_of(arguments)
     return {"benchmark": name, **machine(), "command": command_of(name, given), "arguments": given}
 
@@ -152,7 +147,6 @@ def publish(
 
     Args:
         arguments: The command line, checked by `check_report`.
-        report: The report.
         tables: At least one, each a title and rows; the notes are printed below the last.
         notes: What a reader of the figures must know.
         draw: Draws the report.

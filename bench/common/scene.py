@@ -46,7 +46,6 @@ def random_weights(
     The formats of a model's weights differ in nothing else: all parameters that are stored alike are equal.
 
     Args:
-        config: The model.
         dtype: The type of all parameters.
         seed: The seed of the values.
         mesh: The devices that share the model as in decoding; None is one device.

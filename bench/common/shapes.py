@@ -8,13 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from bench.common.options import check_known
-from jetspec_jax.config import (
-    DraftHeadConfig,
-    ModelConfig,
-    Rope,
-    default_tap_layers,
-    parse_model_config,
-)
+from jetspec_jax.config import DraftHeadConfig, ModelConfig, Rope, default_tap_layers, parse_model_config
 from jetspec_jax.config.geometry import SelectorConfig
 from jetspec_jax.config.quantization import FP8, PACKED, Quantization
 from jetspec_jax.models import abstract, quantized_blocks, weights_of, without_quantization

@@ -44,7 +44,6 @@ def make_batch(
     Args:
         batch: Number of windows.
         window: Tokens per window.
-        vocab_size: The size of the vocabulary.
         document_tokens: Mean length of documents, log-normally distributed and at most a window; a quarter of
             each is its prompt. With None each document is a window without a prompt.
         packing: Whether documents share windows, like a recipe's ``packing``.

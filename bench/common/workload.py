@@ -54,9 +54,6 @@ def make_workloads(
 
     Args:
         arguments: The command line, with `bench.common.pair.add_pair_arguments`.
-        target: The target.
-        prompts: The prompts.
-        temperatures: The temperatures.
         batch: The most prompts decoded at once while earlier turns are answered.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.common.given_profile import describe_profile
 from bench.common.methods import PLAIN_METHOD, choose_algorithms, choose_methods
-from bench.common.options import add_breadth_arguments, add_switch
+from bench.common.options import add_switch
 from bench.common.pair import (
     add_pair_arguments,
     add_trees_arguments,
@@ -29,6 +29,7 @@ from bench.decode.record import begin_report, finish_report, finished_methods, w
 from bench.decode.report import Rows, tables_of
 from jetspec_jax import enable_compilation_cache
 from jetspec_jax.checkpoint.files import write_json
+from jetspec_jax.cli.options import MODELS
 from jetspec_jax.progress import Progress
 
 
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pair_arguments(parser, prompts=8, max_tokens=128)
     add_trees_arguments(parser, temperatures=[0.0], budgets=[16, 32, 64, 128])
     add = parser.add_argument
-    add_breadth_arguments(parser)
+    MODELS.add(parser, ["width", "candidates"])
     add("--batch", type=int, default=1, help="prompts decoded at a time (default: 1)")
     add("--repeats", type=int, default=3, help="timed runs, interleaved (default: 3)")
     add_switch(

@@ -67,7 +67,6 @@ class Bench:
         """Compiles nothing yet.
 
         Args:
-            target: The target.
             head: The draft head.
             works: The workload of each temperature.
             batch: The most prompts that each copy of the models decodes at once.
@@ -113,7 +112,6 @@ class Bench:
         """Measures methods in turn, so that a slow period of the machine affects all of them alike.
 
         Args:
-            methods: The methods.
             repeats: Timed runs per method and temperature.
             step: Called before each compilation and turn, with its name and its number of prompts.
 

@@ -7,15 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from bench.common.picture import (
-    COLOURS,
-    GREY,
-    Report,
-    Row,
-    empty_figure,
-    label_lines,
-    without_frame,
-)
+from bench.common.picture import COLOURS, GREY, Report, Row, empty_figure, label_lines, without_frame
 from bench.common.report import measured_on
 from bench.common.timing import median
 from bench.decode.report import at_largest_budget, temperatures_of
@@ -71,7 +63,7 @@ def draw_budgets(report: Report, algorithms: Sequence[str]) -> Figure:
         ends = []
         for i, temperature in enumerate(temperatures_of(rows)):
             at_temperature = [row for row in rows if row["temperature"] == temperature]
-            styles = {name: {**_style(2 * i + j)} for j, name in enumerate(algorithms)}
+            styles = {name: _style(2 * i + j) for j, name in enumerate(algorithms)}
             _by_budget(axis, at_temperature, key, styles, baselines=("plain",))
             ends += [
                 (x, y, name if name == PLAIN else f"{name}, {_temperature(temperature)}", colour)

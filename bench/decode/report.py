@@ -29,26 +29,13 @@ class Rows:
     """Makes rows, with outputs compared with plain decoding's."""
 
     def __init__(self, target: Target, works: Mapping[float, Workload], depth: int):
-        """Compares nothing yet.
-
-        Args:
-            target: The target.
-            works: The workload of each temperature.
-            depth: The largest depth of a tree.
-        """
+        """Compares nothing yet; ``depth`` is the largest depth of a tree."""
         self._target, self._works, self._depth = target, works, depth
         # Methods that differ from plain decoding in the same token at the same place share a divergence.
         self._firsts: dict[tuple[Any, ...], Divergence] = {}
 
     def row(self, method: Method, temperature: float, found: MethodRuns, plain: MethodRuns) -> dict[str, Any]:
-        """The row of a method at one temperature.
-
-        Args:
-            method: The method.
-            temperature: The temperature.
-            found: The method's runs.
-            plain: The runs of plain decoding in the same group.
-        """
+        """The row of a method at one temperature; ``plain`` has plain decoding's runs in the same group."""
         completions = found.completions
         rounds = max(sum(c.rounds for c in completions), 1)
         drafted = [length - 1 for c in completions for length in c.accept_lengths]
@@ -179,7 +166,10 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
             f"Slower than plain decoding: {'; '.join(slower)}. A tree saves forwards and costs arithmetic. "
             "This does not pay if arithmetic is slow, as on a CPU, or if few drafts are accepted."
         )
-    parted = [Divergence(**_divergence(found)) for row in rows for found in row["divergences"]]
+    names = [field.name for field in fields(Divergence)]
+    parted = [
+        Divergence(**{name: found[name] for name in names}) for row in rows for found in row["divergences"]
+    ]
     if parted:
         note = (
             f"Outputs that differ from plain decoding's: {len(parted)}; at the first difference the two "
@@ -222,10 +212,6 @@ def _over_prompts(found: MethodRuns, plain: MethodRuns) -> dict[str, Any]:
             "speed-up interval": ratio_interval(*speed, *base),
         }
     return figures
-
-
-def _divergence(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {field.name: entry[field.name] for field in fields(Divergence)}
 
 
 def _tokens_per_second(measured: MethodRuns) -> float:

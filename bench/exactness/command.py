@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.common.given_profile import describe_profile, profile_notes
 from bench.common.methods import choose_algorithms
-from bench.common.options import add_breadth_arguments, add_switch
+from bench.common.options import add_switch
 from bench.common.pair import (
     Pair,
     add_pair_arguments,
@@ -34,7 +34,7 @@ from bench.common.workload import Workload, make_workloads
 from bench.exactness.decoding import Agreement, decode
 from bench.exactness.ledger import agreement_notes, divergences_of, notes_of, tables_of, total
 from jetspec_jax import Completion, enable_compilation_cache
-from jetspec_jax.cli.options import SAMPLING, parallel_sizes
+from jetspec_jax.cli.options import MODELS, SAMPLING, parallel_sizes
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.inspect.exactness import TIE_GAP
 from jetspec_jax.progress import Progress
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     add_pair_arguments(parser, prompts=8, max_tokens=128)
     add_trees_arguments(parser, temperatures=[0.0, 1.0], budgets=[64])
-    add_breadth_arguments(parser)
+    MODELS.add(parser, ["width", "candidates"])
     add = parser.add_argument
     types = "types of the weights (default: the first two)"
     add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES[:2]), help=types)

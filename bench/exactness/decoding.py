@@ -62,7 +62,6 @@ def decode(
         target: The target and its copies.
         head: The draft head; None is plain decoding.
         work: The prompts.
-        settings: The tree settings.
         max_slots: The most prompts that each copy decodes at once.
         implementation: The implementation of tree attention.
         agreement: Compares the devices after every launch.

@@ -46,7 +46,6 @@ def random_layer(shape: ExpertShape, dtype: jnp.dtype, stored: str = "plain") ->
     """Random weights, made on the device because they are gigabytes.
 
     Args:
-        shape: The experts.
         dtype: The type of all that is not quantised.
         stored: The format of the matrices: one of `STORED`.
     """

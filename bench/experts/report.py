@@ -8,8 +8,7 @@ from bench.common.report import measured_on
 
 def title_of(report: Mapping[str, Any]) -> str:
     """What was measured, and on which device."""
-    stored = report.get("weights", "plain")  # older reports have only plain weights
-    weights = "" if stored == "plain" else f" in {stored}"
+    weights = "" if report["weights"] == "plain" else f" in {report['weights']}"
     return f"experts of a layer{weights} by {report['implementation']}, {measured_on(report)}"
 
 

@@ -66,14 +66,7 @@ def checks_of(
 
 
 def run_checks(checks: Sequence[AttentionCheck], implementation: str, seed: int, title: str) -> list[Outcome]:
-    """Compares an implementation with the XLA reference in float32, on inputs drawn for each check.
-
-    Args:
-        checks: The calls.
-        implementation: One of `implementations()`.
-        seed: The seed of the inputs.
-        title: The progress bar's title.
-    """
+    """Compares an implementation with the XLA reference in float32, on inputs drawn for each check."""
     seeds = np.random.SeedSequence(seed).spawn(len(checks))
     jobs, references = [], []
     for check_seed, check in zip(seeds, checks, strict=True):

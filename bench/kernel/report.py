@@ -25,9 +25,7 @@ def row_of(
     """The row of a case, with times in microseconds of one layer.
 
     Args:
-        case: The case.
         implementation: The timed implementation.
-        measured: Its time.
         reference: The time of the XLA reference; None if the reference itself was timed.
         ceilings: The device's measured rates.
     """

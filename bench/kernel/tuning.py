@@ -88,7 +88,8 @@ def makes_sense(config: Config, task: Task) -> bool:
     shared = row * (config.block_rows + 2 * (ahead + 1) * config.block_keys)
     most_rows = max(16, 1 << (task.rows - 1).bit_length())
     # At most that many row blocks, unless registers limit the tile.
-    least_rows = min(task.rows // MOST_ROW_BLOCKS, *_largest_rows(task.head_size))
+    most_rows_of_registers = MOST_ACCUMULATORS * 32 * max(WARPS) // task.head_size
+    least_rows = min(task.rows // MOST_ROW_BLOCKS, max(ROWS_AND_KEYS), most_rows_of_registers)
     return (
         least_rows <= config.block_rows <= most_rows
         # A step reads one page.
@@ -97,10 +98,6 @@ def makes_sense(config: Config, task: Task) -> bool:
         and config.block_rows * config.block_keys >= LEAST_SCORES * config.num_warps
         and shared <= MOST_SHARED_BYTES
     )
-
-
-def _largest_rows(head_size: int) -> tuple[int, int]:
-    return max(ROWS_AND_KEYS), MOST_ACCUMULATORS * 32 * max(WARPS) // head_size
 
 
 def different(configs: Iterable[Config], task: Task, seen: set[Any]) -> Iterator[Config]:
@@ -127,7 +124,6 @@ def search(
     tiles are timed with all numbers of stages and of programs.
 
     Args:
-        task: The task.
         score: Scores configurations, a failing one with infinity.
         multiprocessors: The device's number of multiprocessors.
         deadline: The time limit on the clock of `time.monotonic()`.

@@ -49,7 +49,6 @@ def tune(
     """Tunes the tasks of some shapes; returns the exit code.
 
     Args:
-        shapes: The shapes.
         dtypes: The types of the inputs.
         rows: N; None is each shape's default.
         prefixes: The prefix lengths that a configuration is scored on.

@@ -205,7 +205,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def longest(arguments: argparse.Namespace) -> int:
     """Tokens per slot of the engine that measures latency."""
     lengths = [waits.parse_prompts(text)[1] for text in arguments.prompts]
-    return max(*lengths, arguments.long_prompt, arguments.shared_tokens + 64) + _ROOM
+    return max(*lengths, arguments.long_prompt, arguments.shared_tokens + waits.TAIL) + _ROOM
 
 
 def _begin(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -330,7 +330,7 @@ class Measured:
 
     def ttft(self, step: Callable[[str], None]) -> Any:
         """See `bench.load.waits.measure_first_tokens`."""
-        return waits.measure_first_tokens(self._waiting, _BESIDE - 1, 128, self._given.count, self._rng)
+        return waits.measure_first_tokens(self._waiting, _BESIDE - 1, self._given.count, self._rng)
 
     def gaps(self, step: Callable[[str], None]) -> Any:
         """See `bench.load.waits.measure_gaps`."""
@@ -340,7 +340,7 @@ class Measured:
     def shared(self, step: Callable[[str], None]) -> Any:
         """See `bench.load.waits.measure_shared`."""
         given = self._given
-        return waits.measure_shared(self._waiting, given.shared_tokens, 64, given.repeats, self._rng)
+        return waits.measure_shared(self._waiting, given.shared_tokens, given.repeats, self._rng)
 
     def host(self, step: Callable[[str], None]) -> Any:
         """See `bench.load.waits.measure_host`."""

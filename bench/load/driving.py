@@ -48,10 +48,10 @@ class TimedRequest:
         """Seconds from the first token to the last."""
         return self.deliveries[-1][0] - self.deliveries[0][0] if self.deliveries else 0.0
 
-    def gaps(self, start: float = 0.0, end: float = np.inf) -> list[float]:
-        """Seconds between deliveries, for all whose later delivery is between ``start`` and ``end``."""
+    def gaps(self, start: float = 0.0) -> list[float]:
+        """Seconds between deliveries, for all whose later delivery is not before ``start``."""
         times = [at for at, _ in self.deliveries]
-        return [after - before for before, after in itertools.pairwise(times) if start <= after <= end]
+        return [after - before for before, after in itertools.pairwise(times) if start <= after]
 
 
 @dataclass
@@ -124,19 +124,8 @@ class TimedEngine(Engine):
 class Load:
     """An engine for many requests, and the clock by which they arrive."""
 
-    def __init__(
-        self,
-        pair: Pair,
-        settings: TreeSettings,
-        **plan: Any,
-    ):
-        """Makes the engine, and compiles its programs.
-
-        Args:
-            pair: The models.
-            settings: The tree settings.
-            **plan: Arguments of `plan_engine`.
-        """
+    def __init__(self, pair: Pair, settings: TreeSettings, **plan: Any):
+        """Makes the engine, and compiles its programs; ``plan`` has arguments of `plan_engine`."""
         target, head = pair
         plain = settings.budget == 1
         planned = plan_engine(

@@ -43,7 +43,6 @@ def measure_traffic(
 
     Args:
         pair: The models.
-        methods: The methods.
         prompts: Prompts and their sampling parameters.
         concurrency: Numbers of concurrent requests.
         rates: Arrival rates in requests per second.
@@ -64,11 +63,19 @@ def measure_traffic(
         loads = {}
         for method in methods:
             step(f"compile {method.name}, {slots} slots")
-            loads[method] = _load(pair, method, slots, capacity, least_nodes, implementation)
+            loads[method] = Load(
+                pair,
+                method.settings,
+                slots=slots,
+                capacity=capacity,
+                implementation=implementation,
+                live=(),
+                least_nodes=least_nodes,
+            )
         runs: dict[Method, list[dict[str, Any]]] = {method: [] for method in methods}
         for turn in range(1 + repeats):
             for method, load in loads.items():
-                step(f"{method.name}, {_scene(count, rate)}")
+                step(f"{method.name}, {f'{count} at a time' if rate is None else f'{rate:g} a second'}")
                 # The first turn compiles the remaining programs, teaches "auto", and is not timed.
                 learns = method.algorithm == AUTO
                 limit = seconds if turn else warm_up_seconds if learns else None
@@ -82,29 +89,6 @@ def measure_traffic(
                 {"method": method.name, "concurrency": count, "rate": rate, **_together(runs[method])}
             )
     return rows
-
-
-def _scene(count: int | None, rate: float | None) -> str:
-    return f"{count} at a time" if rate is None else f"{rate:g} a second"
-
-
-def _load(
-    pair: Pair,
-    method: Method,
-    slots: int,
-    capacity: int,
-    least_nodes: int,
-    implementation: str | None = None,
-) -> Load:
-    return Load(
-        pair,
-        method.settings,
-        slots=slots,
-        capacity=capacity,
-        implementation=implementation,
-        live=(),
-        least_nodes=least_nodes,
-    )
 
 
 def _serve(
@@ -169,7 +153,8 @@ def check_outputs(pair: Pair, methods: Sequence[Method], prompts: Prompts, capac
     """
     rng, compared, expected = np.random.default_rng(0), 0, []
     for method in (PLAIN_METHOD, *methods):
-        load = _load(pair, method, len(prompts), capacity, _CHECKED_NODES)
+        given = {"slots": len(prompts), "capacity": capacity, "live": (), "least_nodes": _CHECKED_NODES}
+        load = Load(pair, method.settings, **given)
         if not expected:
             for number, (prompt, params) in enumerate(prompts):
                 alone = load.request(prompt, params)

@@ -17,6 +17,8 @@ from jetspec_jax.sampling.structured import StructuredOutputsParams
 
 # The parameters of a request whose time to first token is measured.
 _FEW = SamplingParams(max_tokens=4, ignore_eos=True, seed=0)
+# Tokens of a short prompt, and of a prompt after its shared prefix.
+_SHORT, TAIL = 128, 64
 # The most rounds per dispatch while the host is timed: about as many as a slice has on a GPU.
 _HOST_ROUNDS = 8
 # Tokens of the request with a grammar, and of its counterpart without one.
@@ -96,7 +98,7 @@ def _forward_seconds(load: Load, count: int, length: int, rng: np.random.Generat
     return load.engine.run(forwards)
 
 
-def fill(load: Load, count: int, rng: np.random.Generator, length: int = 128) -> list[TimedRequest]:
+def fill(load: Load, count: int, rng: np.random.Generator, length: int = _SHORT) -> list[TimedRequest]:
     """Starts ``count`` requests that decode until their slots are full."""
     vocab_size, capacity = load.pair.target.config.vocab_size, load.engine.plan.size.capacity
     endless = SamplingParams(max_tokens=capacity - length, ignore_eos=True, seed=0)
@@ -108,14 +110,12 @@ def fill(load: Load, count: int, rng: np.random.Generator, length: int = 128) ->
     return requests
 
 
-def measure_first_tokens(
-    load: Load, beside: int, length: int, count: int, rng: np.random.Generator
-) -> dict[str, Any]:
+def measure_first_tokens(load: Load, beside: int, count: int, rng: np.random.Generator) -> dict[str, Any]:
     """Time to first token of short prompts, which arrive one at a time beside decoding requests."""
     load.begin()
-    others = fill(load, beside, rng, length)
+    others = fill(load, beside, rng)
     started, waits = load.now, []
-    for prompt in random_prompts([length] * count, load.pair.target.config.vocab_size, rng):
+    for prompt in random_prompts([_SHORT] * count, load.pair.target.config.vocab_size, rng):
         time.sleep(rng.uniform(0, 0.1))  # the request arrives during a dispatch
         timed = load.admit(prompt, _FEW)
         load.until(lambda timed=timed: not timed.request.open)
@@ -124,7 +124,7 @@ def measure_first_tokens(
     load.clear()
     return {
         "beside": beside,
-        "length": length,
+        "length": _SHORT,
         "count": count,
         "seconds": ended - started,
         "first_token": quantiles(waits),
@@ -157,13 +157,11 @@ def measure_gaps(
     }
 
 
-def measure_shared(
-    load: Load, shared: int, tail: int, repeats: int, rng: np.random.Generator
-) -> dict[str, Any]:
+def measure_shared(load: Load, shared: int, repeats: int, rng: np.random.Generator) -> dict[str, Any]:
     """Time to first token of two requests with a shared prefix and different tails."""
     vocab_size, times, hits = load.pair.target.config.vocab_size, [], []
     for _ in range(1 + repeats):
-        [prefix, *tails] = random_prompts([shared, tail, tail], vocab_size, rng)
+        [prefix, *tails] = random_prompts([shared, TAIL, TAIL], vocab_size, rng)
         pair = []
         for rest in tails:
             load.begin()
@@ -176,7 +174,7 @@ def measure_shared(
     first, second = np.array(times[1:]).T
     return {
         "shared": shared,
-        "own": tail,
+        "own": TAIL,
         "prefix_tokens": max(hits),
         "first": quantiles(first),
         "second": quantiles(second),
@@ -192,7 +190,7 @@ def measure_structured(load: Load, beside: int, count: int, rng: np.random.Gener
     rows, free = [], SamplingParams(max_tokens=_STRUCTURED_TOKENS, seed=0, ignore_eos=True)
     form = StructuredOutputsParams(regex="[a-z ]{4096}")
     kinds = {"free": free, "grammar": replace(free, structured_outputs=form, ignore_eos=False)}
-    [prompt] = random_prompts([128], load.pair.target.config.vocab_size, rng)
+    [prompt] = random_prompts([_SHORT], load.pair.target.config.vocab_size, rng)
     for name, params in kinds.items():
         rates, gaps = [], []
         for turn in range(1 + count):

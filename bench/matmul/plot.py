@@ -2,16 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from bench.common.picture import (
-    BLUE,
-    GREY,
-    ORANGE,
-    Report,
-    grid_of,
-    grouped,
-    legend_below,
-    without_frame,
-)
+from bench.common.picture import BLUE, GREY, ORANGE, Report, grid_of, grouped, legend_below, without_frame
 from bench.common.report import measured_on
 
 

@@ -16,13 +16,7 @@ from jax.sharding import Mesh
 
 from bench.common.floors import measure_ceilings
 from bench.common.methods import CHAIN, check_fixed_budgets, fixed_budget_names
-from bench.common.options import (
-    add_breadth_arguments,
-    add_program_arguments,
-    add_switch,
-    best_attention,
-    check_least,
-)
+from bench.common.options import add_program_arguments, add_switch, best_attention, check_least
 from bench.common.pair import load_pair, shapes_of
 from bench.common.report import add_report_arguments, check_report, opening_of, publish, settings_of
 from bench.common.scene import Scene, random_weights
@@ -30,11 +24,7 @@ from bench.common.shapes import SHAPES, STORED, PairShape, find_pair_shape, stor
 from bench.common.timing import peak_bytes
 from bench.round.measure import ROUNDS, CaseRuns, RoundCase, Setup, measure
 from bench.round.report import notes_of, row_of, tables_of
-from jetspec_jax import (
-    DecodeWeights,
-    SamplingParams,
-    enable_compilation_cache,
-)
+from jetspec_jax import DecodeWeights, SamplingParams, enable_compilation_cache
 from jetspec_jax.checkpoint.source import resolve_dtype
 from jetspec_jax.cli.options import MODELS, PARALLEL, add_ignore_option, add_target_option, parallel_mesh
 from jetspec_jax.decode.settings import TreeSettings
@@ -80,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--contexts", type=int, nargs="+", default=[1024], help="committed tokens per slot (default: 1024)")
     add("--batches", type=int, nargs="+", default=[1], help="numbers of slots (default: 1)")
-    add_breadth_arguments(parser)
+    MODELS.add(parser, ["width", "candidates"])
     add("--temperature", type=float, default=0.0, help="slot i has seed i (default: 0)")
     add("--top-p", type=float, help="with a temperature (default: all tokens)")
     add("--rounds", type=int, default=ROUNDS, help="rounds per dispatch (default: %(default)s)")

@@ -41,7 +41,6 @@ def _repeat(
     """Runs one phase ``turns`` times on the device. ``stores`` is donated.
 
     Args:
-        decoder: The decoder.
         phase: One of `PHASES`.
         weights: The parameters.
         stores: The state's stores; settling writes the same rows in every turn.

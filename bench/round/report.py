@@ -28,13 +28,9 @@ def row_of(
     """The row of a case, with times in milliseconds.
 
     Args:
-        case: The case.
         found: The case's measurements.
         measured: The measurements of all cases, with the plain step of the same slots.
-        shape: The target and the draft head.
         itemsize: Bytes per parameter.
-        setup: The settings that all cases share.
-        ceilings: The device's measured rates.
     """
     milliseconds, single = (
         1e3 * median(seconds) / setup.rounds for seconds in (found.seconds, found.single_seconds)

@@ -47,13 +47,7 @@ class _Counting(nnx.Module):
 def experts_touched(
     decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState
 ) -> dict[int, Int[Array, ""]]:
-    """The number of different experts that the target's forward over a round's tree reads, by layer.
-
-    Args:
-        decoder: The decoder.
-        weights: The parameters.
-        state: The state before the round.
-    """
+    """The number of different experts that the target's forward over a round's tree reads, by layer."""
     return decoder.on_mesh(functools.partial(_touched, decoder))(weights, state)[1]
 
 

@@ -35,7 +35,6 @@ def round_work(
     """The work of a round's phases with a model; a plain step only verifies and settles.
 
     Args:
-        target: The target.
         head: The draft head; None in plain decoding.
         batch: B.
         context: S, of every slot.

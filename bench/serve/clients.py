@@ -118,7 +118,6 @@ class Clients:
         """Runs all conversations, at a fixed concurrency or with random arrivals.
 
         Args:
-            conversations: The conversations.
             concurrency: The number of concurrent conversations.
             rate: Without ``concurrency``, conversations that start per second, independent of the server.
             seed: The seed of the arrivals.

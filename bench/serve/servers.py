@@ -18,6 +18,8 @@ from jetspec_jax.tree import DEFAULT_ALGORITHM
 _READY = re.compile(r"is served at (http://\S+)/v1")
 # Nodes of a chain for heads with a block size of 16.
 _CHAIN = 16
+# The longest time to wait for a server.
+_SECONDS = 900.0
 
 
 def options_of(method: str, largest: int) -> list[str]:
@@ -45,12 +47,8 @@ def options_of(method: str, largest: int) -> list[str]:
 class Server:
     """A server process, which runs until `close`."""
 
-    def __init__(self, options: Sequence[str], *, seconds: float = 900.0):
-        """Starts the process, and waits until it listens and has compiled everything.
-
-        Args:
-            options: Options of ``jetspec-jax serve``.
-            seconds: The longest time to wait.
+    def __init__(self, options: Sequence[str]):
+        """Starts ``jetspec-jax serve`` with options, and waits until it listens and has compiled everything.
 
         Raises:
             RuntimeError: The process has ended, or is not ready in time.
@@ -67,14 +65,14 @@ class Server:
         self._ready = queue.Queue[str | None]()
         threading.Thread(target=self._read, daemon=True).start()
         try:
-            url = self._ready.get(timeout=seconds)
+            url = self._ready.get(timeout=_SECONDS)
         except queue.Empty:
             url = None
         if url is None:
             self.close()
             raise RuntimeError(f"the server does not listen: {' '.join(self._last)[-1000:]}")
         self.url = url
-        end = time.monotonic() + seconds
+        end = time.monotonic() + _SECONDS
         while not httpx.get(f"{url}/health", timeout=60).json()["warm"]:
             if time.monotonic() > end:
                 self.close()

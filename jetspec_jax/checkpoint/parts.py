@@ -14,12 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jetspec_jax.checkpoint.tensor_plan import (
-    Parameter,
-    ParameterPath,
-    StoredParameter,
-    expected_parameters,
-)
+from jetspec_jax.checkpoint.tensor_plan import Parameter, ParameterPath, StoredParameter, expected_parameters
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.device.mesh import size_of
 from jetspec_jax.device.partition import channel_order, parameter_specs, ranges, spread

@@ -86,7 +86,10 @@ def read_eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[i
     extended after the model was trained.
     """
     with content_of(folder):
-        ids = _ids_of_gguf(folder) if is_gguf(folder) else _ids_of_configs(folder)
+        if is_gguf(folder):
+            ids = parse_eos_token_ids(special_ids(read_header(folder)), None, folder=folder)
+        else:
+            ids = _ids_of_configs(folder)
     if beyond := [token for token in ids if token >= vocab_size]:
         raise CheckpointError(f"{folder}: eos_token_id {beyond} lies outside the vocabulary of {vocab_size}")
     if tokenizer is None or tokenizer.eos_token is None:
@@ -102,7 +105,3 @@ def _ids_of_configs(folder: Path) -> tuple[int, ...]:
     return parse_eos_token_ids(
         config, read_object(generation) if generation.exists() else None, folder=folder
     )
-
-
-def _ids_of_gguf(path: Path) -> tuple[int, ...]:
-    return parse_eos_token_ids(special_ids(read_header(path)), None, folder=path)

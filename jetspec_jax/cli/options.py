@@ -505,11 +505,6 @@ def parallel_mesh(arguments: argparse.Namespace) -> Mesh | None:
     return mesh
 
 
-def add_allow_option(parser: argparse.ArgumentParser) -> None:
-    """Adds the option of commands that read weights to inspect them."""
-    MODELS.add(parser, ["allow_nonfinite"], allow_nonfinite=False)
-
-
 def parse_option(text: str, form: str = "NAME=VALUE") -> tuple[str, Any]:
     """The name and the value of an ``--algorithm-option``; errors show the expected ``form``."""
     name, _, value = text.partition("=")

@@ -23,8 +23,4 @@ from jetspec_jax.config.geometry import (
     SelectorConfig,
 )
 from jetspec_jax.config.head_dialects import MAX_SELECTED, causality_by_engine, dialect_of
-from jetspec_jax.config.target import (
-    is_draft_head,
-    parse_eos_token_ids,
-    parse_model_config,
-)
+from jetspec_jax.config.target import is_draft_head, parse_eos_token_ids, parse_model_config

@@ -7,7 +7,7 @@ their feed-forward blocks: dense, or experts.
 from typing import Any
 
 from jetspec_jax.config.fields import MAX_EXPERTS, MAX_HEADS, MAX_KERNEL, MAX_LAYERS, Fields
-from jetspec_jax.config.geometry import Experts, LayerConfig, ModelConfig, Recurrence, Rope
+from jetspec_jax.config.geometry import Experts, LayerConfig, ModelConfig, Recurrence
 from jetspec_jax.config.layers import (
     check_top_k,
     read_decoder,
@@ -76,20 +76,17 @@ def read_hybrid(fields: Fields, model_type: str, blocks: list[dict[str, Any]]) -
     fields.only("mamba_ssm_dtype", "float32", default="float32")
     heads = read_heads(fields)
     rope = read_rope(fields, heads["head_dim"], QWEN3_TYPES, share=0.25, inert=_AXES_OF_POSITIONS)
-    kinds, recurrence = _layer_types(fields, len(blocks)), _recurrence(fields)
+    kinds = _layer_types(fields, len(blocks))
+    recurrent = {"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "recurrence": _recurrence(fields)}
     return ModelConfig(
         model_type=model_type,
         **read_decoder(fields, rope),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         layers=tuple(
-            LayerConfig(**heads, rope=rope, **block) if kind == FULL else _recurrent(rope, recurrence, block)
+            LayerConfig(**(heads if kind == FULL else recurrent), rope=rope, **block)
             for kind, block in zip(kinds, blocks, strict=True)
         ),
     )
-
-
-def _recurrent(rope: Rope, recurrence: Recurrence, block: dict[str, Any]) -> LayerConfig:
-    return LayerConfig(num_heads=0, num_kv_heads=0, head_dim=0, rope=rope, recurrence=recurrence, **block)
 
 
 def _layer_types(fields: Fields, num_layers: int) -> list[str]:

@@ -48,12 +48,14 @@ def enable_compilation_cache(folder: str | Path = "auto", *, together: bool = Fa
     if folder == "off":
         return
     if folder == "auto":
+        import platformdirs
+
         chosen = getattr(jax.config, _FOLDER) or not getattr(jax.config, _ENABLED)
         # XLA may decide that a CPU lacks features of a program that it compiled on the same CPU. Then it logs
         # pages of them and recompiles (jax-ml/jax#38445), or runs instructions that the CPU lacks.
         if chosen or jax.default_backend() == "cpu":
             return
-        path = _users_folder() / "compiled"
+        path = platformdirs.user_cache_path("jetspec_jax", appauthor=False) / "compiled"
     else:
         path = Path(folder).expanduser().absolute()
     problem = _problem(path) if not together or is_first() else ""
@@ -68,12 +70,6 @@ def enable_compilation_cache(folder: str | Path = "auto", *, together: bool = Fa
     jax.config.update(_MIN_SECONDS, MIN_COMPILE_SECONDS)
     # JAX opens the folder only at its first compilation, so an open one is closed.
     compilation_cache.reset_cache()
-
-
-def _users_folder() -> Path:
-    import platformdirs
-
-    return platformdirs.user_cache_path("jetspec_jax", appauthor=False)
 
 
 def _problem(path: Path) -> str:

@@ -30,13 +30,9 @@ def unequal(tree: Any) -> list[str]:
     return [
         jax.tree_util.keystr(path)
         for path, array in jax.tree_util.tree_leaves_with_path(tree)
-        if not (array.is_fully_replicated and _alike(array))
+        if not array.is_fully_replicated
+        or len({np.asarray(shard.data).tobytes() for shard in array.addressable_shards}) > 1
     ]
-
-
-def _alike(array: jax.Array) -> bool:
-    parts = {np.asarray(shard.data).tobytes() for shard in array.addressable_shards}
-    return len(parts) == 1
 
 
 #: The most rounds between two comparisons.

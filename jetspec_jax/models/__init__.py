@@ -104,7 +104,7 @@ def abstract(
     config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype = jnp.dtype(jnp.float32)
 ) -> Transformer | DraftHead:
     """The module of a config with shapes in place of arrays; parameters keep the names of their axes."""
-    module = nnx.eval_shape(lambda: _build(config, _OneKey(0), dtype))
+    module = nnx.eval_shape(lambda: _build(config, _OneKey(), dtype))
     quantize(module, quantized_blocks(config), quantization_of(config))
     return module
 
@@ -180,9 +180,9 @@ def dtype_of(
 class _OneKey(nnx.Rngs):
     """Returns the same key every time: shapes do not depend on keys, and counting keys in a trace is slow."""
 
-    def __init__(self, seed: int):
-        super().__init__(seed)
-        self._key = nnx.Variable(jax.random.key(seed))
+    def __init__(self):
+        super().__init__(0)
+        self._key = nnx.Variable(jax.random.key(0))
 
     def params(self) -> jax.Array:
         return self._key[...]

@@ -30,14 +30,7 @@ from jetspec_jax.tree.profiles import Profile
 from jetspec_jax.tree.published import DEFAULT_ALGORITHM, AccumLogp
 from jetspec_jax.tree.reach import Reach, reach_of, tree_buckets
 from jetspec_jax.tree.routing import Hints, Routing
-from jetspec_jax.tree.token_tree import (
-    BUCKETS,
-    NO_PARENT,
-    ROOT_INDEX,
-    TokenTree,
-    bucket_for,
-    root_tree,
-)
+from jetspec_jax.tree.token_tree import BUCKETS, NO_PARENT, ROOT_INDEX, TokenTree, bucket_for, root_tree
 from jetspec_jax.tree.trial import check_algorithm_contract
 
 __all__ = [

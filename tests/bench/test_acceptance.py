@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 
 from bench.acceptance import profile as profile_command
-from bench.acceptance.counts import (
-    NO_RANK,
-    TracedRound,
-    count_reached,
-    count_tree,
-    ranks_of,
-    trace_requests,
-)
+from bench.acceptance.counts import NO_RANK, TracedRound, count_reached, count_tree, ranks_of, trace_requests
 from bench.common.workload import Workload
 from jetspec_jax import SamplingParams, generate
 from jetspec_jax.decode.settings import TreeSettings
@@ -31,7 +24,6 @@ def hand_made(tokens):
     """Candidates [5 6], [7 8], [9 4]; a tree of 5 below the anchor 1, then 7 and 8; 5 and 8 are accepted."""
     int32 = np.int32
     return TracedRound(
-        0,
         None,
         RoundTrace(
             start=3,

@@ -65,13 +65,13 @@ def test_outputs_that_differ_are_an_error(pair, monkeypatch):
     expected = traffic.check_outputs(pair, [], prompts, 64)
     assert expected == 3
     method = Method("plain again", None, TreeSettings(1))
-    load = traffic._load
+    load = traffic.Load
 
-    def wrong(own, method, *given, **more):
-        other = Pair(random_target(TINY, 9), own.head) if method.name == "plain again" else own
-        return load(other, method, *given, **more)
+    def wrong(own, settings, **plan):
+        other = Pair(random_target(TINY, 9), own.head) if settings is method.settings else own
+        return load(other, settings, **plan)
 
-    monkeypatch.setattr(traffic, "_load", wrong)
+    monkeypatch.setattr(traffic, "Load", wrong)
     with pytest.raises(RuntimeError, match="plain again does not give plain decoding's tokens"):
         traffic.check_outputs(pair, [method], prompts, 64)
 

@@ -13,14 +13,7 @@ from matplotlib.figure import Figure
 from bench.__main__ import COMMANDS, main
 from bench.common.pair import add_pair_arguments, add_trees_arguments, check_numbers
 from bench.common.picture import write_picture
-from bench.common.report import (
-    add_report_arguments,
-    check_report,
-    command_of,
-    opening_of,
-    settings_of,
-    show,
-)
+from bench.common.report import add_report_arguments, check_report, command_of, opening_of, settings_of, show
 
 
 def parsed(*words):

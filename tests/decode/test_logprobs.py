@@ -16,15 +16,7 @@ from jetspec_jax.decode.models import Models
 from jetspec_jax.decode.scoring import SCORED_CHUNK, score_prompt
 from jetspec_jax.engine import runner
 from tests.decode.in_float64 import reference_logprobs
-from tests.decode.tiny import (
-    SLIDING,
-    TINY,
-    flat,
-    random_head,
-    random_target,
-    with_windows,
-    word_tokenizer,
-)
+from tests.decode.tiny import SLIDING, TINY, flat, random_head, random_target, with_windows, word_tokenizer
 from tests.families import step_by_step
 from tests.families.goldens import LONG_IDS, golden_file, golden_target
 from tests.float64 import Rounding, reference_of

@@ -8,14 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jetspec_jax import (
-    LLM,
-    DeviceMemoryError,
-    SamplingParams,
-    generate,
-    load_draft_head,
-    load_target,
-)
+from jetspec_jax import LLM, DeviceMemoryError, SamplingParams, generate, load_draft_head, load_target
 from jetspec_jax.cache.pages import PAGE_SIZE
 from jetspec_jax.checkpoint import loading as checkpoint
 from jetspec_jax.checkpoint.parts import place

@@ -17,16 +17,7 @@ import pytest
 from jetspec_jax import LLM, SamplingParams, generate, logits
 from jetspec_jax.cli.command import main
 from tests.decode.tiny import TINY, with_windows
-from tests.engine.processes_worker import (
-    GREEDY,
-    PROMPT,
-    SAMPLED,
-    asked,
-    decoded,
-    pair,
-    stopping,
-    tree_llm,
-)
+from tests.engine.processes_worker import GREEDY, PROMPT, SAMPLED, asked, decoded, pair, stopping, tree_llm
 from tests.events import PATIENCE
 
 #: The worker's cases after which its processes can run another case.

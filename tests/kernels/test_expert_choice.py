@@ -7,13 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.expert_choice import (
-    ExpertChoice,
-    RouterRule,
-    api,
-    expert_choice,
-    pallas_triton,
-)
+from pallas_kernels.expert_choice import ExpertChoice, RouterRule, api, expert_choice, pallas_triton
 from tests.kernels.lowering import KERNEL, lower_for_gpu
 from tests.marks import wide
 

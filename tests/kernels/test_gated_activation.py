@@ -9,12 +9,7 @@ import pytest
 
 from pallas_kernels.activation import SILU, Activation
 from pallas_kernels.differentiable import differentiable
-from pallas_kernels.gated_activation import (
-    api,
-    gated_activation,
-    pallas_triton,
-    reference,
-)
+from pallas_kernels.gated_activation import api, gated_activation, pallas_triton, reference
 from tests.kernels.activations import FORMULAS, GPT_OSS, NAMES
 from tests.kernels.lowering import KERNEL, lower_for_gpu
 from tests.marks import wide

@@ -14,15 +14,7 @@ from huggingface_hub import constants as hub_constants
 from jetspec_jax import load_draft_head, load_target
 from jetspec_jax.inspect.describe import describe
 from tests.loading.hub import COMMIT, Hub
-from tests.loading.published import (
-    HEAD,
-    V4,
-    halves,
-    head_shapes,
-    random_tensors,
-    write,
-    write_index,
-)
+from tests.loading.published import HEAD, V4, halves, head_shapes, random_tensors, write, write_index
 
 
 @pytest.fixture(autouse=True)

@@ -13,15 +13,7 @@ from jetspec_jax.config import parse_model_config
 from jetspec_jax.inspect.describe import describe
 from jetspec_jax.models import FAMILIES
 from jetspec_jax.models.key_table import Skip
-from tests.loading.families import (
-    EXPERTS,
-    OneByOne,
-    Packed,
-    fused,
-    in_turns,
-    one_by_one,
-    random_experts,
-)
+from tests.loading.families import EXPERTS, OneByOne, Packed, fused, in_turns, one_by_one, random_experts
 from tests.loading.published import V4, write
 
 RAW = {**V4, "num_hidden_layers": 2, "max_window_layers": 2}

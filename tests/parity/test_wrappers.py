@@ -8,13 +8,7 @@ import transformers
 from jetspec_jax import load_target, logits
 from jetspec_jax.inspect.describe import describe
 from tests.parity.families import GEMMA3, GEMMA4, GEMMA4_EXPERTS, LONGER, QWEN3_5, SHARED_EXPERT, Family
-from tests.parity.oracle import (
-    assert_close,
-    assert_recurrent,
-    oracle_logits,
-    random_ids,
-    recurrent_reference,
-)
+from tests.parity.oracle import assert_close, assert_recurrent, oracle_logits, random_ids, recurrent_reference
 
 pytestmark = pytest.mark.parity
 

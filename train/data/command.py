@@ -1,12 +1,18 @@
 """``python -m train data``: documents for training a draft head, from prompts or conversations."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from jetspec_jax.checkpoint.pairs import PAIR_NAMES
-from jetspec_jax.cli.options import MODELS, PARALLEL, add_ignore_option, add_target_option, parallel_mesh
+from jetspec_jax.cli.options import (
+    MODELS,
+    PARALLEL,
+    add_ignore_option,
+    add_target_option,
+    json_object,
+    parallel_mesh,
+)
 from jetspec_jax.cli.parser import accept_formerly
 from train.data.keys import IGNORE_DATA_OPTION
 from train.data.make_data import LAST, MAX_TOKENS, REFUSED, TURNS, Made, make_data
@@ -96,7 +102,12 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--skip-too-long", action="store_true", help="drop prompts that do not fit the context"
     )
-    parser.add_argument("--template-arguments", metavar="JSON", help="object passed to the chat template")
+    parser.add_argument(
+        "--template-arguments",
+        type=json_object,
+        metavar="JSON",
+        help="object passed to the chat template",
+    )
     parser.add_argument(
         IGNORE_DATA_OPTION,
         dest="ignore_data_keys",
@@ -108,28 +119,12 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def generation_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The values of `add_generation_arguments`, as keyword arguments of `make_data`.
-
-    Raises:
-        ValueError: The template arguments are not a JSON object.
-    """
-    return {
-        "mode": arguments.mode,
-        "turns": arguments.turns,
-        "weights": arguments.weights,
-        "deduplicate": arguments.deduplicate,
-        "budget": arguments.budget,
-        "temperature": arguments.temperature,
-        "top_p": arguments.top_p,
-        "top_k": arguments.top_k,
-        "max_tokens": arguments.max_tokens,
-        "heldout": arguments.heldout,
-        "slots": arguments.slots,
-        "limit": arguments.limit,
-        "skip_too_long": arguments.skip_too_long,
-        "template_arguments": _object(arguments.template_arguments),
-        "ignore_data_keys": tuple(arguments.ignore_data_keys),
-    }
+    """The values of `add_generation_arguments`, except the prompts, as keyword arguments of `make_data`."""
+    names = (
+        *("mode", "turns", "weights", "deduplicate", "budget", "temperature", "top_p", "top_k", "max_tokens"),
+        *("heldout", "slots", "limit", "skip_too_long", "template_arguments", "ignore_data_keys"),
+    )
+    return {name: getattr(arguments, name) for name in names}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -189,15 +184,3 @@ def weights(text: str) -> list[float]:
         return [float(number) for number in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected numbers as in 2,1, not {text!r}") from None
-
-
-def _object(text: str | None) -> dict[str, Any]:
-    if text is None:
-        return {}
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--template-arguments is not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"--template-arguments must be a JSON object, not {text}")
-    return value

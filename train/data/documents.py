@@ -52,8 +52,6 @@ class Writer:
         Lost or damaged shards are made again, and a line is printed.
 
         Args:
-            folder: The folder.
-            settings: The settings of its documents.
             held: Indices of the held-out documents; None chooses evenly spaced documents. Set it if documents
                 may be equal.
             sources: The name of each document's source; None is the settings' source for all.
@@ -105,8 +103,7 @@ class Writer:
         """Writes a shard atomically, and then its description.
 
         Args:
-            planned: The shard.
-            documents: Its documents, in order.
+            documents: The shard's documents, in order.
             ended: How many of them end with an end-of-sequence token; None if nothing was generated.
 
         Raises:

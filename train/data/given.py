@@ -26,7 +26,6 @@ def write_given(
     """Writes a folder of documents or its missing shards; returns whether any were missing.
 
     Args:
-        folder: The folder.
         documents: All documents, including held-out documents.
         target: The name of the target whose tokenizer made the tokens.
         vocab_size: The target's vocabulary size.

@@ -74,7 +74,6 @@ def check_row(where: str, row: Mapping[str, Any], ignored: Collection[str] = ())
 
     Args:
         where: File and line, for error messages.
-        row: The row.
         ignored: Unknown keys to accept.
 
     Raises:

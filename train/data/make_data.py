@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,8 +31,6 @@ from train.data.prompts import Dropped, read_entries
 from train.data.regenerate import Prompts, regenerate, regeneration_settings
 from train.data.rendering import Encoder
 from train.loop.stages import Deadline
-
-T = TypeVar("T")
 
 #: Which turns of a conversation the target answers.
 LAST, EVERY = TURNS = ("last", "every")

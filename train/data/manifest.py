@@ -168,7 +168,6 @@ class DocumentsManifest:
         """The manifest of a new folder.
 
         Args:
-            settings: The settings of its documents.
             held: As the attribute; None holds out evenly spaced documents.
             sources: The source of each document; None is the settings' source for all.
         """

@@ -65,7 +65,6 @@ def distinct_turns(documents: Sequence[Document], by: str) -> list[Document | No
     conversation repeats its turns; the longest document keeps them.
 
     Args:
-        documents: The documents.
         by: One of `DEDUPLICATIONS`. All of a plain text is learnt, and its history is the text itself.
     """
     if by == NONE:

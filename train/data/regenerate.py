@@ -127,7 +127,6 @@ def regenerate(
 
     Args:
         writer: The folder; its settings are those of these prompts.
-        target: The target.
         prompts: The prompts to continue.
         head: A draft head, which makes it faster and changes no output.
         tree: Settings of the head's trees.

@@ -9,11 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from jetspec_jax.checkpoint.chat_template import (
-    check_template_arguments,
-    check_writes_tools,
-    render_chat,
-)
+from jetspec_jax.checkpoint.chat_template import check_template_arguments, check_writes_tools, render_chat
 from train.data.messages import REASONING, WEIGHT
 from train.data.prompts import MESSAGES, PROMPT, Entry
 from train.data.records import Document

@@ -124,8 +124,6 @@ def calibrate(
 
     Args:
         work: The folder of the texts, of ``calibration.json`` and of its picture; begun or new.
-        target: The target.
-        head: The head.
         prompts: Tokens of the prompts.
         temperatures: Temperatures at which the target answers each prompt.
         max_tokens: Tokens of an answer.

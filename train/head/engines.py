@@ -72,13 +72,7 @@ def published_json(raw: Mapping[str, Any], config: DraftHeadConfig) -> dict[str,
 def speculators_json(
     published: Mapping[str, Any], config: DraftHeadConfig, verifier: Verifier
 ) -> dict[str, Any]:
-    """A head's ``config.json`` in the format of the library speculators.
-
-    Args:
-        published: The result of `published_json`.
-        config: The parsed config.
-        verifier: The target.
-    """
+    """A head's ``config.json`` in the format of the library speculators, from that of `published_json`."""
     return {
         "architectures": ["DFlashDraftModel"],
         SPECULATORS: "dflash",

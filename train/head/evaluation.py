@@ -106,7 +106,6 @@ class HeadEvaluator:
             target: The target for decoding, on one device or on some devices of this process.
             frozen: The target's weights on the mesh.
             loss: The training loss, evaluated at fixed anchors.
-            settings: The settings of evaluations.
             held: The held-out data.
             batch: Windows per batch.
             dtype: Dtype of both forward passes.

@@ -7,7 +7,7 @@ from jetspec_jax.config import MAX_SELECTED
 from jetspec_jax.config.fields import MAX_SIZE
 from jetspec_jax.sampling.params import SamplingParams
 from train.data.manifest import CORPUS
-from train.loop.fit import Fit
+from train.loop.fit import Fit, below_least
 from train.loop.mesh import MeshSettings
 from train.loss.objectives import HARD_LABELS, Objective
 from train.loss.selection import SelectionLossName
@@ -93,8 +93,7 @@ class SelectorSettings:
             for name in ("temperature", "weight")
             if getattr(self, name) <= 0
         ]
-        if self.table_rate < 0:
-            wrong.append(f"selector.table_rate must be at least 0, not {self.table_rate}")
+        wrong += below_least("selector", self, {"table_rate": 0})
         if self.loss == "forward_kl" and not self.tail:
             wrong.append(
                 "selector.loss must be candidates_kl or total_variation where selector.tail is false, not "
@@ -130,11 +129,7 @@ class HeadEvaluation:
     def check(self) -> list[str]:
         """Messages about all settings that are out of range."""
         least = {"windows": 1, "prompts": 0, "prompt_tokens": 1, "new_tokens": 1}
-        wrong = [
-            f"evaluation.{name} must be at least {to}, not {getattr(self, name)}"
-            for name, to in least.items()
-            if getattr(self, name) < to
-        ]
+        wrong = below_least("evaluation", self, least)
         if self.prompts and not self.budgets:
             wrong.append("evaluation.budgets must name a budget, or evaluation.prompts be 0")
         if self.prompts or self.temperatures:
@@ -158,11 +153,7 @@ class Calibration:
 
     def check(self) -> list[str]:
         """Messages about all settings that are out of range."""
-        wrong = [
-            f"calibration.{name} must be at least 1, not {getattr(self, name)}"
-            for name in ("prompts", "max_tokens")
-            if getattr(self, name) < 1
-        ]
+        wrong = below_least("calibration", self, {"prompts": 1, "max_tokens": 1})
         return wrong + _wrong_temperatures("calibration", self.temperatures)
 
 
@@ -214,16 +205,10 @@ class HeadRecipe:
     def check(self) -> None:
         """Raises ValueError that lists all settings that are out of range."""
         objective = self.objective
-        least = {
-            "window": (self.window, 2),
-            "objective.gamma": (objective.gamma, 0),
-            "objective.anchors": (objective.anchors, 1),
-            "objective.chunk": (objective.chunk, 1),
-        }
         wrong = self.fit.check() + self.evaluation.check()
-        wrong += [
-            f"{name} must be at least {to}, not {value}" for name, (value, to) in least.items() if value < to
-        ]
+        if self.window < 2:
+            wrong.append(f"window must be at least 2, not {self.window}")
+        wrong += below_least("objective", objective, {"gamma": 0, "anchors": 1, "chunk": 1})
         if objective.temperature <= 0:
             wrong.append(f"objective.temperature must be above 0, not {objective.temperature}")
         if not 0 <= objective.smoothing < 1:

@@ -10,7 +10,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -137,7 +137,7 @@ def _record(kind: Any, table: Mapping[str, Any], where: str, wrong: list[str]) -
     for name, setting in known.items():
         if name in table:
             values[name] = _value(hints[name], table[name], where + name, wrong)
-        elif _required(setting):
+        elif setting.default is MISSING and setting.default_factory is MISSING:
             if is_dataclass(hints[name]):
                 values[name] = _record(hints[name], {}, f"{where}{name}.", wrong)
             else:
@@ -190,7 +190,3 @@ def _name(hint: Any) -> str:
     if origin is tuple:
         return f"a list of {_name(arguments[0])}"
     return {int: "an integer", float: "a number", str: "a string", bool: "true or false"}[hint]
-
-
-def _required(setting: Field[Any]) -> bool:
-    return setting.default is MISSING and setting.default_factory is MISSING

@@ -86,11 +86,9 @@ def write_texts(
     """Decodes all prompts by plain decoding.
 
     Args:
-        target: The target.
         depth: Tokens beyond each request's end: the depth of a tree.
         prompts: Tokens of the prompts.
         params: Their parameters, with seeds.
-        routing: Their routing hints.
         batch: The most prompts decoded at a time.
         implementation: Of tree attention; None picks the best.
 
@@ -127,9 +125,6 @@ def draft_along(
     """The ``count`` best draft tokens of every row, at every token that can be an anchor.
 
     Args:
-        target: The target.
-        head: Its draft head.
-        texts: The texts.
         count: Candidates per draft row.
         scales: In place of the head's `draft_scales`; None means those of the head.
         noise: Whether rows are scored with the noise of the text's samples; else without it and scales.

@@ -66,10 +66,7 @@ def trainee_of(
 
     Args:
         beginning: The initial head.
-        recipe: The recipe.
-        target: The target.
         frozen: The target's weights on the mesh.
-        mesh: The mesh.
         dtype: Dtype of both forward passes.
     """
     config, settings = beginning.config, recipe.selector

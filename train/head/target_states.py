@@ -57,7 +57,6 @@ class TargetStates:
 
         Args:
             folder: The folder of the shards, in a work folder that one recipe and one target share.
-            windows: The windows.
             width: Numbers for each token, M + F.
             dtype: Their type.
         """

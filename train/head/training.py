@@ -66,7 +66,6 @@ def train_head(
 
     Args:
         work: The output folder.
-        recipe: The recipe.
         target: The target, loaded in the recipe's dtype onto one device, or onto `mesh_to_load`.
         data: A finished folder of documents.
         deadline: When to stop, after saving.

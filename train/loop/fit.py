@@ -1,5 +1,6 @@
 """Settings of a training run, and its optimiser and learning rate."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,11 +42,7 @@ class Fit:
             "steps": 1, "batch": 1, "warmup": 0, "learning_rate": 0, "weight_decay": 0,
             "save_every": 1, "evaluate_every": 1, "log_every": 1,
         }  # fmt: skip
-        wrong = [
-            f"fit.{name} must be at least {to}, not {getattr(self, name)}"
-            for name, to in least.items()
-            if getattr(self, name) < to
-        ]
+        wrong = below_least("fit", self, least)
         if self.micro_batch is not None and self.micro_batch < 1:
             wrong.append(f"fit.micro_batch must be at least 1, not {self.micro_batch}")
         if not self.warmup < max(self.steps, 1):
@@ -74,6 +71,16 @@ class Fit:
                 f"devices; a multiple of {at_once} would"
             )
         return self.batch // at_once
+
+
+def below_least(table: str, settings: object, least: Mapping[str, float]) -> list[str]:
+    """Messages about the settings of a recipe's table that are below their ``least`` values."""
+    values = {name: getattr(settings, name) for name in least}
+    return [
+        f"{table}.{name} must be at least {to}, not {values[name]}"
+        for name, to in least.items()
+        if values[name] < to
+    ]
 
 
 def schedule(fit: Fit) -> optax.Schedule:

@@ -98,7 +98,6 @@ def draft_blocks(
     """Final-normed hidden states of the head's slots at every anchor.
 
     Args:
-        head: The draft head.
         target: Embeds the anchor and the masks.
         tokens: The sequences.
         taps: The target's taps at all tokens.

@@ -47,7 +47,6 @@ def distillation_loss(
     at position 0. With ``states`` in the batch (see `target_states`), the target is not run.
 
     Args:
-        head_config: The head.
         target_config: The target, whose weights are the loss's ``frozen`` argument.
         objective: The kind of loss, and the number of blocks.
         dtype: Dtype of both forward passes.
@@ -106,8 +105,6 @@ def draft_at_anchors(
     """Runs the target over a batch, and the head at random anchors.
 
     Args:
-        head_config: The head.
-        target_config: The target.
         weights: The head's weights.
         frozen: The target's weights.
         batch: As for `distillation_loss`.

@@ -16,14 +16,7 @@ from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import Weights, bind
 from jetspec_jax.models.selector import Selector
 from jetspec_jax.tree import pair_log_probs, top_candidates
-from train.loss.distillation import (
-    Drafts,
-    batch_counts,
-    by_depth,
-    draft_at_anchors,
-    head_rows,
-    row_weights,
-)
+from train.loss.distillation import Drafts, batch_counts, by_depth, draft_at_anchors, head_rows, row_weights
 from train.loss.objectives import (
     Logits,
     Loss,
@@ -164,7 +157,6 @@ def choices_of(
 
     Args:
         drafts: The head's drafts.
-        head_config: The head.
         count: K.
         temperature: Temperature of the target's distribution.
         chunk: Rows of a sequence per chunk of logits.

@@ -20,7 +20,6 @@ class WandB:
 
         Args:
             folder: The run's folder; the library keeps its files in ``wandb`` there.
-            project: The project.
             recipe: The run's settings, by their dotted names.
             resume: The id of the run to continue.
 

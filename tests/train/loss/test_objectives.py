@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 import scipy.special
 
-from train.loss.objectives import (
-    LOSSES,
-    Mean,
-    accepted_length,
-    depth_weights,
-    draft_losses,
-    pace_weights,
-)
+from train.loss.objectives import LOSSES, Mean, accepted_length, depth_weights, draft_losses, pace_weights
 
 B, T, N, M, V = 2, 7, 13, 6, 11
 RNG = np.random.default_rng(0)
