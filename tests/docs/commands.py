@@ -34,7 +34,6 @@ PROGRAMS = {
 NOT_RUN = {
     r"--shapes? (?!tiny)\w": "a GPU: weights of a published shape",
     r"bench kernel\b": "a GPU: its kernels",
-    r"bench round --target": "a GPU: a record of what was measured",
     r"\b(?:Qwen|JetSpec)/": "a hub: a checkpoint of 8 billion parameters",
     r"\bSET=FILE\b": "a hub: a published set of prompts",
     r"train pair\b|\bWORK/": "minutes to hours of a GPU; tests/train/pair has a tiny one",
