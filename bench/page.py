@@ -1,7 +1,7 @@
 """Rewrites the tables of a page of the documentation from kept reports.
 
 A table starts with a line ``<!-- decode smollm2/gsm8k-gpu smollm2/humaneval-gpu -->``, which names reports of
-the benchmark "decode" in bench/results, one per prompt set, and ends with a line ``<!-- end -->``. The rest of
+the benchmark "decode" in bench/results, one per prompt set. It ends with a line ``<!-- end -->``. The rest of
 the page does not change.
 """
 
@@ -16,7 +16,7 @@ from jetspec_jax.checkpoint.files import write_text
 
 REAL_MODEL = DOCS / "real-model.md"
 _Reports = Sequence[Mapping[str, Any]]
-_TABLE = re.compile(r"(?m)^(<!-- decode ([\w./ -]+) -->\n)(?:.*\n)*?(<!-- end -->)$")
+_TABLE = re.compile(r"(?m)^(<!-- ([a-z]+) ([\w./ -]+) -->\n)(?:.*\n)*?(<!-- end -->)$")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         FileNotFoundError: A page or a report is missing.
-        ValueError: A page has no table, or a table names a report of another benchmark.
+        ValueError: A page has no table, or a table is of another benchmark, or of its report.
     """
     for path in arguments.pages:
         write_text(path, with_tables(path.read_text(encoding="utf-8"), str(path)))
@@ -48,7 +48,9 @@ def with_tables(page: str, name: str) -> str:
     """
 
     def table(match: re.Match[str]) -> str:
-        begin, names, end = match.groups()
+        begin, kind, names, end = match.groups()
+        if kind != "decode":
+            raise ValueError(f"{name} asks for a table of {kind!r}; all tables are of 'decode'")
         reports = [read_report(RESULTS / f"{report}.json") for report in names.split()]
         for report, found in zip(names.split(), reports, strict=True):
             if (other := found["benchmark"]) != "decode":

@@ -28,7 +28,7 @@ from jetspec_jax.checkpoint.chat_template import (
     read_chats,
 )
 from jetspec_jax.checkpoint.loading import Head, Target, read_draft_head, read_target
-from jetspec_jax.checkpoint.packing import with_storage
+from jetspec_jax.checkpoint.packing import with_activations, with_storage
 from jetspec_jax.checkpoint.pairs import default_draft_head, draft_head_at
 from jetspec_jax.checkpoint.source import AUTO, Source, resolve_dtype
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
@@ -217,6 +217,9 @@ class LLM:
         if isinstance(ours, Source):
             ours = with_storage(ours, *meshes)
             config = ours.target_config
+        if isinstance(head, Source):
+            head = with_activations(head, *meshes)
+            head_config = head.head_config
         self._capacity = capacity
         plan = plan_engine(
             config,

@@ -217,7 +217,7 @@ def load_pair(
     if head_path is None:
         raise ValueError(f"--draft-head is missing: trees for {path} need a head that was made for it")
     source = Source(path, dtype, arguments.ignore_config_key, fp8_activations=arguments.fp8_activations)
-    meshes = meshes_for(source.target_config, **({} if one_device else parallel_sizes(arguments)))
+    meshes = meshes_for(source.partition_config, **({} if one_device else parallel_sizes(arguments)))
     say_unused(meshes)
     target = read_target(source, *meshes)
     return Pair(target, read_head(arguments, head_path, dtype, target, settings))

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jetspec_jax.checkpoint.chat_template import read_chat_template
 from jetspec_jax.checkpoint.orbax import is_orbax, read_orbax_weights
-from jetspec_jax.checkpoint.packing import with_storage
+from jetspec_jax.checkpoint.packing import with_activations, with_storage
 from jetspec_jax.checkpoint.pairs import draft_head_at
 from jetspec_jax.checkpoint.reading import read_weights
 from jetspec_jax.checkpoint.source import AUTO, Source
@@ -33,7 +33,8 @@ from jetspec_jax.device.mesh import as_mesh, describe_mesh, without_mesh
 from jetspec_jax.device.partition import check_partition, is_split, why_whole
 from jetspec_jax.device.peers import say_apart
 from jetspec_jax.device.processes import check_devices, compare, spans
-from jetspec_jax.models import Weights
+from jetspec_jax.models import Weights, quantization_of
+from jetspec_jax.progress import log_once
 from jetspec_jax.sampling.grammar import Vocabulary
 from pallas_kernels import shards
 from pallas_kernels.dispatch import fp8_problem
@@ -242,7 +243,7 @@ def read_target(source: Source, mesh: Mesh | None = None, *others: Mesh | None) 
     config, dtype = source.partition_config, source.weights_dtype
     if spans(mesh):
         parts = {"the mesh": describe_mesh(mesh), "the target's config": config, "its dtype": str(dtype)}
-        compare(parts, "a target", "a target")
+        compare(parts | {"fp8_activations": source.fp8_activations}, "a target", "a target")
     if mesh is not None:
         check_devices(mesh)
     check_partition(config, mesh)
@@ -260,7 +261,7 @@ def read_target(source: Source, mesh: Mesh | None = None, *others: Mesh | None) 
             mesh=replica,
             others=lambda replica=replica: with_more_devices(config, replica, needs),
         )
-    _warn_of_fp8(config, mesh)
+    _warn_of_fp8(source, config, mesh)
     folder = source.folder
     named = source.tokenizer
     # The tokenizer is loaded first, because reading the weights takes longer.
@@ -279,7 +280,9 @@ def read_target(source: Source, mesh: Mesh | None = None, *others: Mesh | None) 
 
 def read_draft_head(source: Source, target: Target | None = None, mesh: Mesh | None = None) -> Head:
     """Reads the draft head of a source onto its target's devices; raises as `load_draft_head` does."""
+    source = with_activations(source, *((mesh,) if target is None else target.meshes))
     config = source.head_config
+    _warn_of_fp8(source, config, mesh)
     if target is not None:
         check_head_fits(config, target.config)
         if mesh is not None and mesh != target.mesh:
@@ -321,10 +324,16 @@ def _warn_of_formats(head: DraftHeadConfig, target: ModelConfig) -> None:
         _log.warning("the draft head is %s, the target %s", rounding, target_rounding or plain)
 
 
-def _warn_of_fp8(config: ModelConfig, mesh: Mesh | None) -> None:
-    """Warns if quantised weights save memory but no time on these devices."""
-    if config.rounding and (problem := fp8_problem(mesh and mesh.local_devices[0])):
+def _warn_of_fp8(source: Source, config: ModelConfig | DraftHeadConfig, mesh: Mesh | None) -> None:
+    """Warns if FP8 saves memory but no time on these devices, and if a checkpoint's scales are not used."""
+    quantization = quantization_of(config)
+    if quantization is None or quantization.is_mxfp4:
+        return
+    if problem := fp8_problem(mesh and mesh.local_devices[0]):
         _log.warning("%s: weights in FP8 are widened by XLA at every product, and save memory only", problem)
+    if quantization.fp8_activations and quantization.activations == "static":
+        text = "activations are quantised with dynamic scales, not with the static ones"
+        log_once(logging.WARNING, f"{source.path_or_id}: {text}")
 
 
 def _read(source: Source, config: ModelConfig | DraftHeadConfig, mesh: Mesh | None) -> Weights:

@@ -43,14 +43,11 @@ def holds_mxfp4(config: ModelConfig, headers: Callable[[], Headers]) -> bool:
 
 
 def with_storage(source: Source, *meshes: Mesh | None) -> Source:
-    """The source with ``mxfp4`` decided, "packed" or "widened", and ``fp8_activations`` for these meshes.
+    """The source of a target with ``mxfp4`` decided, "packed" or "widened", and ``fp8_activations``.
 
     Raises ValueError if it cannot be "packed" as the source says.
     """
-    if source.fp8_activations is None:
-        config = replace(source, mxfp4=WIDENED).target_config
-        if any(cut_blocks(config, mesh) for mesh in meshes if mesh is not None):
-            source = replace(source, fp8_activations=False)
+    source = with_activations(source, *meshes)
     if source.mxfp4 == WIDENED:
         return source
     wide = replace(source, mxfp4=WIDENED)
@@ -77,3 +74,15 @@ def with_storage(source: Source, *meshes: Mesh | None) -> Source:
     most = max(needed.values()) / 2**30
     _log.warning("experts stay in MXFP4: widened, the target's weights would take %.1f GiB of a device", most)
     return packed
+
+
+def with_activations(source: Source, *meshes: Mesh | None) -> Source:
+    """The source with ``fp8_activations`` decided: no instead of None if a mesh cuts what shares a scale."""
+    if source.fp8_activations is not None:
+        return source
+    kept = replace(source, fp8_activations=False)
+
+    def cuts(mesh: Mesh | None) -> bool:
+        return mesh is not None and cut_blocks(source.config, mesh) != cut_blocks(kept.config, mesh)
+
+    return kept if any(map(cuts, meshes)) else source

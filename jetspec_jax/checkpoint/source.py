@@ -59,7 +59,7 @@ class Source:
             decided by `with_storage`, and is treated as "widened" before.
         fp8_activations: Whether products with weights in FP8 quantise activations too, unless the config
             excludes them. None means yes in 16-bit types, unless the GPU has no FP8 arithmetic, or
-            `with_storage` finds that a mesh cuts activations that share a scale.
+            `with_activations` finds that a mesh cuts activations that share a scale.
 
     Raises:
         TypeError: An attribute has the wrong type.
@@ -130,7 +130,7 @@ class Source:
 
     @property
     def partition_config(self) -> ModelConfig:
-        """The config that meshes are checked with before `with_storage`, which lets them decide on None."""
+        """A target's config to check a mesh with, before `with_activations` decides on None by the mesh."""
         return replace(self, fp8_activations=bool(self.fp8_activations)).target_config
 
     @cached_property
@@ -158,9 +158,6 @@ class Source:
             raise ValueError(
                 f"{where}: fp8_activations does not support input_activations of {quantization.activations}"
             )
-        if quantization.activations == "static":
-            text = f"{where}: activations are quantised with dynamic scales, not with the static ones"
-            log_once(logging.WARNING, text)
         return with_quantization(config, replace(quantization, fp8_activations=True))
 
 

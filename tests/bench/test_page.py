@@ -109,6 +109,10 @@ def test_tables_of_rounds_are_those_of_their_reports(name, count):
     ("text", "said"),
     [
         ("# Nothing", "has no table"),
+        (
+            PAGE + "<!-- shape one -->\n<!-- end -->",
+            "asks for a table of 'shape'; all tables are of 'decode'",
+        ),
         ("<!-- decode three -->\n<!-- end -->", "three is a report of 'round', not of 'decode'"),
         ("<!-- decode two -->\n<!-- end -->", "two.json"),
     ],

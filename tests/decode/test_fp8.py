@@ -12,7 +12,6 @@ from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.config.quantization import COMPRESSED, FP8, PACKED, Quantization
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
-from jetspec_jax.device import memory
 from jetspec_jax.models import kept_packed, quantized_blocks, without_quantization
 from jetspec_jax.models.quantized import widened
 from pallas_kernels.mxfp4 import Mxfp4

@@ -17,7 +17,7 @@ from jetspec_jax.checkpoint.tensor_plan import expected_parameters
 from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.device.memory import weight_bytes
-from jetspec_jax.device.partition import check_partition
+from jetspec_jax.device.partition import check_partition, is_split
 from jetspec_jax.inspect.forward import next_token_logits
 from jetspec_jax.models import quantized_blocks
 from jetspec_jax.models.quantized import contracted_last
@@ -329,9 +329,24 @@ class TestActivations:
         config = blocks(16, 32)
         raw = {**HEAD, "quantization_config": config}
         folder = write(tmp_path / "head", raw, quantised(random_tensors(head_shapes(HEAD)), config))
-        for wanted, group in ((True, 32), (False, None), (None, None)):
-            head = load_draft_head(folder, fp8_activations=wanted)
+        for wanted, dtype, group in (
+            *((True, "auto", 32), (False, "auto", None), (None, "auto", None)),
+            *((False, "bfloat16", None), (None, "bfloat16", 32)),
+        ):
+            head = load_draft_head(folder, dtype=dtype, fp8_activations=wanted)
             assert head.config.layers.quantization.row_group == group
+
+    def test_a_draft_head_is_split_rather_than_quantised(self, tmp_path, caplog):
+        config, mesh = channels(), mesh_of(1, 2)
+        raw = {**HEAD, "quantization_config": config}
+        folder = write(tmp_path / "head", raw, quantised(random_tensors(head_shapes(HEAD)), config))
+        head = load_draft_head(folder, dtype="bfloat16", mesh=mesh)
+        assert head.config.layers.quantization.row_group is None
+        assert is_split(head.config, mesh)
+        assert not caplog.records
+        head = load_draft_head(folder, dtype="bfloat16", mesh=mesh, fp8_activations=True)
+        assert head.config.layers.quantization.row_group == 0
+        assert "the draft head stays whole on every device" in caplog.text
 
     @pytest.mark.usefixtures("no_type_checks")
     @pytest.mark.parametrize("load", [load_target, load_draft_head, LLM, AsyncLLM])
