@@ -8,9 +8,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from pallas_kernels import shards
 
-# XLA:GPU has a kernel for the top 16 of rows of at least this size; it sorts shorter rows.
-_LEAST_CHUNK = 1024
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
@@ -61,18 +58,19 @@ def top_candidates(
     if not whole:
         count = min(total_count, vocab)
     rows = batch * depth
-    # First the best of each chunk, then the best of these: few rows would keep only few blocks of a GPU busy.
-    # Chunks and their winners are in order, so among equals the lower id stays first.
-    least = max(count, _LEAST_CHUNK)
-    size = next((size for size in range(least, vocab) if vocab % size == 0), vocab)
-    chunks = jnp.arange(vocab // size, dtype=jnp.int32)
-    # In float32, because XLA:GPU sorts short rows of bfloat16; the array is small.
     logits = draft_logits.astype(jnp.float32)
     ranked = logits if scores is None else scores
-    top, tokens = jax.lax.top_k(ranked.reshape(rows * chunks.size, size), count)
-    tokens = tokens.reshape(rows, chunks.size, count) + size * chunks[None, :, None]
-    top, place = jax.lax.top_k(top.reshape(rows, -1), count)
-    tokens = jnp.take_along_axis(tokens.reshape(rows, -1), place, axis=1, mode="promise_in_bounds")
+    # The best are in the groups whose own best are the best, so only these and the tokens of those groups
+    # are sorted. Groups and their tokens are in order: among equals the lower id stays first.
+    divisors = (size for size in range(1, vocab // count + 1) if vocab % size == 0)
+    size = min(divisors, key=lambda size: vocab // size + count * size)
+    groups = ranked.reshape(rows, vocab // size, size)
+    _, chosen = jax.lax.top_k(jnp.max(groups, axis=2), count)
+    chosen = jnp.sort(chosen, axis=1)
+    found = jnp.take_along_axis(groups, chosen[:, :, None], axis=1, mode="promise_in_bounds")
+    top, place = jax.lax.top_k(found.reshape(rows, -1), count)
+    group = jnp.take_along_axis(chosen, place // size, axis=1, mode="promise_in_bounds")
+    tokens = size * group + place % size
     # Only the winners are normalised.
     top, tokens = (found.reshape(batch, depth, count) for found in (top, tokens))
     best = _finite(top[:, :, :1])
