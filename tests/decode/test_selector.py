@@ -40,9 +40,8 @@ def selecting_head(change=lambda name, values: 4 * values, *, tail=True):
     config = dataclasses.replace(plain, selector=SelectorConfig(4, CANDIDATES, tail))
     weights = random_weights(plain, 1)
     selector = random_weights(config, 2)["selector"]
-    return Head(
-        config, {**weights, "selector": {name: change(name, values) for name, values in selector.items()}}
-    )
+    changed = {name: change(name, values) for name, values in selector.items()}
+    return Head(config, {**weights, "selector": changed}, allow_nonfinite=True)
 
 
 @dataclass(frozen=True)
