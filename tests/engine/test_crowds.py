@@ -80,7 +80,9 @@ def test_a_crowd_of_each_family(monkeypatch, no_type_checks, family):
     target, rng = golden_target(family), np.random.default_rng(2)
     # Two kinds of rounds, in place of four, are half the programs.
     crowd = make_crowd(target, 24, rng, lengths=(1, 12, 50, 65), without=("logprobs",))
-    told = serve_and_check(monkeypatch, target, None, crowd, rng, slots=4, num_pages=6, live=())
+    size = {"slots": 4, "num_pages": 6, "snapshots": 4}
+    told = serve_and_check(monkeypatch, target, None, crowd, rng, live=(), **size)
+    assert told.preemptions >= 1
     assert told.prefix_hits >= 1  # of windows and recurrent states too
     assert max(length for own in told.requests for length in own.accept_lengths) > 3
 
