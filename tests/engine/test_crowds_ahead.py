@@ -41,7 +41,7 @@ def test_a_crowd_of_the_demo_pair(monkeypatch, no_type_checks):
     )
     assert told.preemptions >= 1
     assert told.prefix_hits >= 3
-    assert {len(batch.live) for batch in told.batches} == {0, 2, 4}
+    assert {2, 4} <= {len(batch.live) for batch in told.batches} <= {0, 2, 4}
 
 
 @pytest.mark.parametrize("family", [wide("qwen3_next"), wide("gpt_oss")])
@@ -49,9 +49,8 @@ def test_snapshots_are_kept_and_restored_in_order(monkeypatch, no_type_checks, f
     """Rings and recurrent states, which are no pages."""
     target, rng = golden_target(family), np.random.default_rng(2)
     crowd = make_crowd(target, 24, rng, lengths=(50, 65), without=("logprobs",))
-    told = serve_and_check(
-        monkeypatch, target, None, crowd, rng, slots=4, num_pages=6, live=(), overlapped=True
-    )
+    size = {"slots": 4, "num_pages": 6, "snapshots": 4}
+    told = serve_and_check(monkeypatch, target, None, crowd, rng, live=(), overlapped=True, **size)
     assert told.prefix_hits >= 1
     assert max(length for own in told.requests for length in own.accept_lengths) > 3
 
