@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         FileNotFoundError: A page or a report is missing.
-        ValueError: A page has no table, or a table is of another benchmark, or of its report.
+        ValueError: A page has no table, or a table names another kind or a report of another benchmark.
     """
     for path in arguments.pages:
         write_text(path, with_tables(path.read_text(encoding="utf-8"), str(path)))

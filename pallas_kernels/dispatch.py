@@ -126,8 +126,8 @@ def fp8_problem(device: Any = None) -> str | None:
     capability = compute_capability(device)
     if capability is None or capability >= _FP8_CAPABILITY:
         return None
-    own, least = (".".join(map(str, version)) for version in (capability, _FP8_CAPABILITY))
-    return f"{device_kind(device)} has no FP8 (compute capability {own}, below {least})"
+    found, least = (".".join(map(str, version)) for version in (capability, _FP8_CAPABILITY))
+    return f"{device_kind(device)} has no FP8 (compute capability {found}, below {least})"
 
 
 def device_kind(device: Any = None) -> str:

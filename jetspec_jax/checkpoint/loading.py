@@ -282,7 +282,6 @@ def read_draft_head(source: Source, target: Target | None = None, mesh: Mesh | N
     """Reads the draft head of a source onto its target's devices; raises as `load_draft_head` does."""
     source = with_activations(source, *((mesh,) if target is None else target.meshes))
     config = source.head_config
-    _warn_of_fp8(source, config, mesh)
     if target is not None:
         check_head_fits(config, target.config)
         if mesh is not None and mesh != target.mesh:
@@ -291,6 +290,7 @@ def read_draft_head(source: Source, target: Target | None = None, mesh: Mesh | N
             )
         mesh = target.mesh
         _warn_of_formats(config, target.config)
+    _warn_of_fp8(source, config, mesh)
     dtype = source.weights_dtype
     if mesh is not None:
         check_devices(mesh)

@@ -60,8 +60,8 @@ def top_candidates(
     rows = batch * depth
     logits = draft_logits.astype(jnp.float32)
     ranked = logits if scores is None else scores
-    # The best are in the groups whose own best are the best, so only these and the tokens of those groups
-    # are sorted. Groups and their tokens are in order: among equals the lower id stays first.
+    # The best tokens lie in the groups with the largest maxima. So only the maxima, and the tokens of those
+    # groups, are sorted. Groups and their tokens are in order: among equals the lower id stays first.
     divisors = (size for size in range(1, vocab // count + 1) if vocab % size == 0)
     size = min(divisors, key=lambda size: vocab // size + count * size)
     groups = ranked.reshape(rows, vocab // size, size)

@@ -174,7 +174,7 @@ def test_fine_tuning_in_one_command(trained, folder, tmp_path, capsys):
     assert f"--draft-head {tuned} --ignore-config-key zoom --budget " in out
     assert out.splitlines()[-1].startswith("improved on held-out documents: validation loss ")
     config = json.loads((tuned / "config.json").read_text())
-    [fitted] = [own for own in config.values() if isinstance(own, dict) and "draft_scales" in own]
+    [fitted] = [part for part in config.values() if isinstance(part, dict) and "draft_scales" in part]
     del fitted["draft_scales"]
     assert config == {**raw, "zoom": 1}
     assert main(["export", "--work", str(tuned.parent), "--out", str(tmp_path / "best"), *vouched]) == 0
