@@ -2,7 +2,7 @@
 
 Narrow weights are read in words (`weight_words`). Where tensor cores take weights from registers, a word's
 parts are in tiles apart: four tiles of FP8 have other columns, and their products are put side by side at the
-end; four tiles of MXFP4 have other terms, two of each word, and their products add up. Elsewhere all parts of
+end; four tiles of MXFP4 have other terms, one of each word, and their products add up. Elsewhere all parts of
 a word are put side by side in one tile.
 
 Scales of FP8 multiply the products of the terms that they hold for, in float32; scales of MXFP4 multiply the
@@ -84,7 +84,7 @@ class Steps:
     ) -> "Steps":
         """Steps of about `depth` terms. `run` terms of the weights have the same scales; 0 is all."""
         if stored == "mxfp4":  # with terms enough for each tile: two blocks
-            return cls(stored, terms, max(depth, LEAST_DEPTH * TERMS // 2), rows)
+            return cls(stored, terms, max(depth, LEAST_DEPTH * TERMS), rows)
         run = math.gcd(run, row_group or 0)
         return cls(stored, terms, min(depth, (run & -run) or depth), rows, row_group or 0)
 
@@ -106,15 +106,15 @@ class Steps:
         ref, scales_ref = ref if isinstance(ref, tuple) else (ref, None)
         count, run = (1, self.depth)
         if self.apart and self.stored == "mxfp4":
-            count, run = TERMS // 2, BLOCK // (TERMS // 2)
+            count, run = TERMS, BLOCK // TERMS
         own = jnp.arange(self.depth // count, dtype=jnp.int32)
         if count > 1:  # a run of each block, see `_in_order_of_parts`
             own += (BLOCK - run) * jax.lax.div(own, run)
-        found = []
-        for part in range(count):
-            term = i * self.depth + own + run * part
-            terms = Lanes(term, None if self.terms % self.depth == 0 else term < self.terms)
-            found.append(load(ref, (row.lane[:, None], term[None, :]), both(row, terms)))
+        first = i * self.depth + own
+        # Whole blocks lie inside or outside: what holds for the first part holds for all.
+        inside = both(row, Lanes(first, None if self.terms % self.depth == 0 else first < self.terms))
+        terms = (first + run * part for part in range(count))
+        found = [load(ref, (row.lane[:, None], term[None, :]), inside) for term in terms]
         if self.row_group:
             found.append(load(scales_ref, (i * self.depth // self.row_group, row.lane), row.inside)[:, None])
         return found
@@ -290,18 +290,17 @@ def _in_float16(x: BFloat16[Array, "R K"]) -> tuple[Float16[Array, "R K"], Float
 def _in_order_of_parts(x: Array) -> Array:
     """The terms 0 4 8 12 ... of each block, then 1 5 9 13 ... and so on.
 
-    The terms i and i + 4 of a word of MXFP4 are widened together, as halves of a register.
+    The terms i of two words of MXFP4 are widened together, as halves of a register.
     """
-    parts = TERMS // 2
-    return x.reshape(x.shape[0], -1, BLOCK // parts, parts).swapaxes(2, 3).reshape(x.shape)
+    return x.reshape(x.shape[0], -1, BLOCK // TERMS, TERMS).swapaxes(2, 3).reshape(x.shape)
 
 
 def place_of(w: Array | Narrow, term: Array) -> Array:
     """Where rows that a kernel writes for the next one have a term, so that they need no `rows_for`."""
     if not isinstance(w, Mxfp4):
         return term
-    parts, own = TERMS // 2, jax.lax.rem(term, BLOCK)
-    return term - own + jax.lax.rem(own, parts) * (BLOCK // parts) + jax.lax.div(own, parts)
+    own = jax.lax.rem(term, BLOCK)
+    return term - own + jax.lax.rem(own, TERMS) * (BLOCK // TERMS) + jax.lax.div(own, TERMS)
 
 
 def with_terms_last(values: Array, axis: int) -> Array:
@@ -319,7 +318,7 @@ def parts_of(w: Array | Narrow) -> tuple[Array, ...]:
     if isinstance(w, Quantized):
         return with_terms_last(w.values, 1) if stored_of(w) == "fp8_rows" else words_of(w.values), w.scales
     if isinstance(w, Mxfp4):
-        return words_of(w.values).reshape(*w.scales.shape[:-1], -1), w.scales
+        return words_of(w.values, jnp.uint16).reshape(*w.scales.shape[:-1], -1), w.scales
     return (w,)
 
 

@@ -1,11 +1,13 @@
-"""Narrow weights as 32-bit words in Triton kernels: all weights of a word are loaded and widened at once.
+"""Narrow weights as words in Triton kernels: all weights of a word are loaded and widened at once.
 
 Tensor cores take two terms of a column from one register. Loaded as bytes, each weight would be a read of its
 own from shared memory, and its conversion an instruction of the slowest unit. A word is one read, and
 assembly gives two weights in a register: of FP8 in float16 by two instructions, of MXFP4 by three or four and
 a product.
 
-A word has four neighbouring columns of FP8, or eight neighbouring terms of one column of MXFP4.
+A word has four neighbouring columns of FP8, or four neighbouring terms of one column of MXFP4. Two words of
+MXFP4 share a register, as their widened terms do. Were a tile joined of two, Triton would take the order of
+terms for narrower ones, and the registers of rows would be copied for every product.
 """
 
 from collections.abc import Sequence
@@ -13,14 +15,14 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, UInt8, UInt32
+from jaxtyping import Array, UInt8, UInt16, UInt32
 
 from pallas_kernels.mxfp4 import LARGEST_SCALE
 
 #: Columns of a word of FP8.
 COLUMNS = 4
 #: Terms of a word of MXFP4.
-TERMS = 8
+TERMS = 4
 # The exponents of bfloat16 start so much lower than those of e4m3.
 _FP8_POWER = 2.0**120
 # Added to the exponents of MXFP4's scales in bfloat16: the largest that a checkpoint may have becomes 254.
@@ -28,10 +30,10 @@ _MXFP4_SHIFT = 254 - LARGEST_SCALE
 _MXFP4_FACTOR = 2.0 ** (_MXFP4_SHIFT - 126)
 
 
-def words_of(numbers: Array) -> UInt32[Array, "*others words"]:
-    """Numbers of eight bits, [*others, N], as words [*others, N / 4]; XLA:GPU moves nothing for it."""
-    groups = numbers.reshape(*numbers.shape[:-1], -1, 4)
-    return jax.lax.bitcast_convert_type(groups, jnp.uint32)
+def words_of(numbers: Array, dtype: jnp.dtype = jnp.uint32) -> Array:
+    """Numbers of eight bits, [*others, N], as words [*others, words]; XLA:GPU moves nothing for it."""
+    groups = numbers.reshape(*numbers.shape[:-1], -1, jnp.dtype(dtype).itemsize)
+    return jax.lax.bitcast_convert_type(groups, dtype)
 
 
 def fp8_columns(words: UInt32[Array, "*shape"], dtype: jnp.dtype) -> list[Array]:
@@ -72,29 +74,21 @@ cvt.rn.f16x2.e4m3x2 $0, low;
 }}"""
 
 
-def mxfp4_terms(words: UInt32[Array, "N W"], scales: UInt8[Array, "N B"], dtype: jnp.dtype) -> list[Array]:
-    """The weights in words of MXFP4 times `mxfp4_factor`: the terms i and i + 4 of each word, for each i.
+def mxfp4_terms(words: UInt16[Array, "N W"], scales: UInt8[Array, "N B"], dtype: jnp.dtype) -> list[Array]:
+    """The weights in words of MXFP4 times `mxfp4_factor`: the term i of each word, for each i.
 
     In bfloat16 and float32 they are exact with scales from 2**-100 to 2**33, the largest of checkpoints. With
     smaller ones they are rounded to multiples of 2**-101.
     """
     # Bytes of scales are exponents of bfloat16, and bits of values stand for 2**-126 times as much.
-    powers = ((scales.astype(jnp.uint32) + _MXFP4_SHIFT) << 7) * jnp.uint32(0x00010001)
+    powers = (scales.astype(jnp.uint16) + jnp.uint16(_MXFP4_SHIFT)) << jnp.uint16(7)
     spread = (*scales.shape, words.shape[1] // scales.shape[1])
     powers = jnp.broadcast_to(powers[:, :, None], spread).reshape(words.shape)
-    # Of JAX's integers Triton takes signed ones here.
-    shape = jax.ShapeDtypeStruct(words.shape, jnp.int32)
-    found = (_inline(mxfp4_widening(i), 1, shape, words, powers) for i in range(TERMS // 2))
-    pairs = [jax.lax.bitcast_convert_type(pair, jnp.uint32) for pair in found]
-
-    def tile_of(pair: Array) -> Array:
-        halves = pair.astype(jnp.uint16), (pair >> 16).astype(jnp.uint16)
-        tile = side_by_side([jax.lax.bitcast_convert_type(half, jnp.bfloat16) for half in halves])
-        if dtype == jnp.bfloat16:
-            return tile
-        return (tile.astype(jnp.float32) * (1 / _MXFP4_FACTOR)).astype(dtype)
-
-    return [tile_of(pair) for pair in pairs]
+    shape = jax.ShapeDtypeStruct(words.shape, jnp.bfloat16)
+    tiles = [_inline(mxfp4_widening(i), 2, shape, words, powers) for i in range(TERMS)]
+    if dtype == jnp.bfloat16:
+        return tiles
+    return [(tile.astype(jnp.float32) * (1 / _MXFP4_FACTOR)).astype(dtype) for tile in tiles]
 
 
 def mxfp4_factor(dtype: jnp.dtype) -> float:
@@ -103,7 +97,7 @@ def mxfp4_factor(dtype: jnp.dtype) -> float:
 
 
 def mxfp4_widening(i: int) -> str:
-    """The assembly that widens the terms i and i + 4 of a word, times a power that is in both halves.
+    """The assembly that widens the term i of two words, in halves of a register, times powers.
 
     A product puts a term where its magnitude belongs, and once more where its sign does.
     """
@@ -119,11 +113,11 @@ fma.rn.bf16x2 $0, bits, $2, zero;
 }}"""
 
 
-def _inline(code: str, count: int, shape: jax.ShapeDtypeStruct, *registers: UInt32[Array, "*shape"]) -> Array:
-    """What assembly leaves in $0: for so many elements of each array at once."""
-    inputs = ["r"] * (count * len(registers))
+def _inline(code: str, count: int, shape: jax.ShapeDtypeStruct, *arrays: Array) -> Array:
+    """What assembly leaves in $0: for so many elements of each array at once, packed into registers."""
+    inputs = ["r" for array in arrays for _ in range(count * array.dtype.itemsize // 4)]
     [result] = plgpu.elementwise_inline_asm(
-        code, args=registers, constraints=",".join(["=r", *inputs]), pack=count, result_shape_dtypes=[shape]
+        code, args=arrays, constraints=",".join(["=r", *inputs]), pack=count, result_shape_dtypes=[shape]
     )
     return result
 

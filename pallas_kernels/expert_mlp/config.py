@@ -11,19 +11,21 @@ _FEW_TOKENS = 128  # of a call, whose blocks may be as small as an expert's rows
 _COLUMNS = (128, 64)  # of plain weights: narrower ones are slower even for one token
 # (features, model columns, depth, warps) by weight format. First: 16-row blocks when the features
 # of the second would give fewer than `_PROGRAMS` programs. Second: other 16-row blocks. Third: larger blocks.
-# On an H200 they were within 3 % of the fastest with 1, 16, 64 and 128 tokens: MXFP4 in GPT-OSS-20B's shapes
-# (128 tokens in 32-row blocks), and FP8 in Qwen3-30B-A3B's (all in 16-row blocks). Other calls are not
-# measured. A word has four columns of FP8, and each warp has at least eight words: with four words a warp,
-# 128 tokens took 63 % longer.
+# On an H200 they were within 4 % of the fastest with 1, 16, 64 and 128 tokens: MXFP4 in GPT-OSS-20B's shapes
+# (128 tokens in 32-row blocks), and FP8 in Qwen3-30B-A3B's (all in 16-row blocks). Of other calls 256 tokens
+# of MXFP4 were measured, in 64-row blocks. A word has four columns of FP8, and each warp has at least eight
+# words: with four words a warp, 128 tokens took 63 % longer.
 _NARROW = {
     "fp8": ((32, 32, 128, 1), (128, 128, 64, 4), (128, 128, 64, 4)),
     "fp8_rows": ((32, 64, 128, 2), (32, 64, 128, 2), (64, 128, 128, 4)),
-    "mxfp4": ((32, 64, 256, 4), (64, 64, 128, 4), (64, 128, 128, 4)),
+    "mxfp4": ((32, 32, 256, 4), (64, 128, 128, 4), (64, 128, 128, 4)),
 }
 # Of shared memory, for the tiles on their way: every GPU since Ampere has a little more.
 _TILE_BYTES = 80 << 10
 # With more, narrow weights took 2 to 10 % longer.
-_MOST_STAGES = {"plain": 6, "fp8": 4, "fp8_rows": 4, "mxfp4": 4}
+_MOST_STAGES = {"plain": 6, "fp8": 4, "fp8_rows": 4, "mxfp4": 3}
+# Rows of a block from which it has eight warps. With eight, 64 rows of MXFP4 took 41 % longer.
+_EIGHT_WARPS = {"plain": 64, "fp8": 64, "fp8_rows": 64, "mxfp4": 128}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +60,14 @@ def config_for(
     """The configuration of a call.
 
     An expert's rows should fit into one block, because every block reads the expert's weights again. A block
-    has room for 1.5 times an expert's mean rows. With more than 128 tokens it has room for 3 times, up to 32
-    rows, because routers have favourites. If few experts are chosen, columns are narrow, so that there are
-    enough programs.
+    has room for 1.5 times an expert's mean rows. With plain weights, which take longest to read, and with
+    more than 128 tokens it has room for 3 times, up to 32 rows, because routers have favourites. If few
+    experts are chosen, columns are narrow, so that there are enough programs.
     """
     mean = tokens * top_k / experts
     groups = min(tokens * top_k, experts)
-    wanted = 1.5 * mean if tokens <= _FEW_TOKENS else max(1.5 * mean, min(3 * mean, 32))
+    tight = tokens <= _FEW_TOKENS and stored != "plain"
+    wanted = 1.5 * mean if tight else max(1.5 * mean, min(3 * mean, 32))
     # Float32 has no tensor cores here: a large block would spill.
     rows = next((rows for rows in _ROWS if rows >= wanted), _ROWS[-1]) if itemsize == 2 else _ROWS[0]
 
@@ -87,6 +90,6 @@ def config_for(
         block_features=block_features,
         block_model=block_model,
         block_depth=depth,
-        num_warps=8 if rows >= 64 else warps,
+        num_warps=8 if rows >= _EIGHT_WARPS[stored] else warps,
         num_stages=max(2, min(_MOST_STAGES[stored], int(_TILE_BYTES // stage))),
     )

@@ -81,7 +81,7 @@ def _matrices(problem: Problem, x: Array, w: Array | Narrow) -> tuple[Any, ...]:
     rows, depth, columns = problem.sizes
     given = rows_for(w, x.reshape(rows, depth))
     if isinstance(w, Mxfp4):
-        return given, words_of(w.values).reshape(columns, -1), w.scales.reshape(columns, -1)
+        return given, words_of(w.values, jnp.uint16).reshape(columns, -1), w.scales.reshape(columns, -1)
     if isinstance(w, Quantized):
         values = w.values.reshape(depth, columns)
         scales = problem.scales_matrix(w.scales)

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from jetspec_jax import logits, tree_logits
+from jetspec_jax.cache import pages as host_pages
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.paged import PagedStore
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import chain_path, commit, empty_stores
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine import pages
-from jetspec_jax.engine import plan as memory
+from jetspec_jax.engine import pages, plan, scheduler
 from jetspec_jax.models import bind
 from jetspec_jax.tree import build_tree
 from tests.decode.oracle import OracleProposer, plant
@@ -96,7 +96,7 @@ def test_tree_logits_past_the_window(target, ids, dense):
 @pytest.fixture
 def small_pages(monkeypatch):
     """Engines with pages so small that rings turn many times."""
-    for module in (memory, pages):
+    for module in (host_pages, pages, plan, scheduler):
         monkeypatch.setattr(module, "PAGE_SIZE", PAGE)
 
 

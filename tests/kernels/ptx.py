@@ -34,7 +34,11 @@ def interpret():
 
         def call(*inputs):
             # Any elements may share an instance of the code.
-            registers = (np.asarray(own).reshape(-1)[i::pack] for own in inputs for i in range(pack))
+            words = [np.ravel(own).view(np.uint32) for own in inputs]
+            counts = [pack * own.itemsize // 4 for own in inputs]
+            registers = (
+                own[i::count] for own, count in zip(words, counts, strict=True) for i in range(count)
+            )
             [result] = run(asm, 1, *registers)
             return [result.view(like.dtype).reshape(like.shape)]
 
