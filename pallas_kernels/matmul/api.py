@@ -18,8 +18,8 @@ from pallas_kernels.weights import Narrow, expected_weights
 
 #: Up to so many rows were measured. On an H200 XLA took 1.03 to 3.0 times as long for all 24 products of
 #: quantised blocks as a slower Triton kernel than today's.
-_MOST_QUANTISED_ROWS = 128
-#: Beyond these rows the Mosaic kernel was the faster one, on an H100, and of quantised rows on an H200.
+_MOST_ROWS_OF_BLOCKS = 128
+#: Beyond these rows the Mosaic kernel was the faster one of quantised rows, on an H200.
 _MOST_TRITON_ROWS = 16
 
 
@@ -94,9 +94,8 @@ def _fastest(spec: str, x: Array, w: Array | Narrow) -> str:
     if measured is not None and OPERATION.table[measured].unsupported(x, w, spec) is None:
         return measured
     # XLA multiplies quantised rows 10 to 36 times as slowly as the kernels.
-    few = problem.rows <= _MOST_QUANTISED_ROWS and compute_capability() == pallas_mosaic.HOPPER
-    if problem.stored == "plain" or not (few or problem.stored == "fp8_rows"):
-        return "xla"
-    if problem.rows <= _MOST_TRITON_ROWS or pallas_mosaic.unsupported(x, w, spec) is not None:
-        return "pallas_triton"
-    return "pallas_mosaic"
+    if problem.stored == "fp8_rows":
+        few = problem.rows <= _MOST_TRITON_ROWS
+        return "pallas_triton" if few or pallas_mosaic.unsupported(x, w, spec) else "pallas_mosaic"
+    few = problem.rows <= _MOST_ROWS_OF_BLOCKS and compute_capability() == pallas_mosaic.HOPPER
+    return "pallas_triton" if few and problem.stored != "plain" else "xla"

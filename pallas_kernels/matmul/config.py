@@ -45,7 +45,7 @@ class MosaicConfig:
     """How the Mosaic kernel cuts its work up; see `Config`.
 
     Attributes:
-        groups: Warpgroups of a program that widen and multiply weights, 64 columns each.
+        groups: Warpgroups of a program that multiply, 64 columns each.
         splits: Shares of each sum; see `Config`.
     """
 

@@ -1,51 +1,47 @@
-"""Products of few rows with FP8 weights on Pallas's Mosaic GPU backend, for Hopper.
+"""Products of rows and weights in FP8 on Pallas's Mosaic GPU backend, for Hopper.
 
 A product is computed transposed, out[N, M] = W[N, K] · x[M, K]^T, because tensor cores take at least 64 rows
 of their first operand: weights always fill them. A processor's program takes one share of the sums after
-another. One of its warpgroups copies weights and rows into a ring of buffers in shared memory; the others
-each widen 64 columns of the weights, times their scale, into one of two buffers of their own, while tensor
-cores still multiply the other one. Both operands come from shared memory: with one in registers, compilers
-before CUDA 13.3 can overwrite it while a product still reads.
-
-Of quantised rows tensor cores multiply both operands as they are. The sums of a step's terms, which share a
-scale, are then multiplied by the scales of their row and their column, and added in registers.
+another. One of its warpgroups copies weights, rows and the rows' scales into a ring of buffers in shared
+memory; the others multiply 64 columns each. The terms of a step share the scales of their row and their
+column, which multiply the products of the step before they are added to the sums, in registers.
 
 Shapes: M rows, K terms, N columns.
 """
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import compute_capability, device_kind, processors
 from pallas_kernels.matmul.config import MosaicConfig, config_for
-from pallas_kernels.matmul.mosaic_tiles import (
-    COLUMNS,
-    FP8_TERMS_TRANSFORMS,
-    FP8_TRANSFORMS,
-    WIDE_TRANSFORMS,
-    store_transposed,
-    widen,
-)
 from pallas_kernels.matmul.problem import Problem, problem_of
 from pallas_kernels.quantize_rows import quantize_rows
-from pallas_kernels.quantized import Quantized
+from pallas_kernels.quantized import FP8, Quantized
 from pallas_kernels.weight_tiles import cell_of, row_group_of, with_terms_last
 from pallas_kernels.weights import Narrow
 
 #: Compute capability of the only GPUs that the kernel runs on.
 HOPPER = (9, 0)
 _DEPTH = 128  # terms of a step
-# Registers of a thread, by the number of warpgroups that widen and multiply; the copying one takes few.
+_COLUMNS = 64  # of a warpgroup: tensor cores take 64 rows of the transposed weights
+# From JAX 0.12 type checkers take these two classes for abstract.
+_Tiling: Any = plgpu.TilingTransform
+_Swizzle: Any = plgpu.SwizzleTransform
+_TRANSFORMS = (_Tiling((8, _DEPTH)), _Swizzle(_DEPTH))
+# Registers of a thread, by the number of warpgroups that multiply; the copying one takes few.
 _REGISTERS = {2: 240, 3: 160}
 _COPYING_REGISTERS = 24
 _MOST_ROWS = 128  # of a tile: more do not fit into registers
@@ -54,7 +50,7 @@ _MOST_STAGES = 8
 _COPIED_BYTES = 128  # a copy to shared memory has a multiple
 _SCALES_AHEAD = 2  # steps
 _FEWEST_STEPS = 2  # of a share
-# Parts of sums, relative to weights: fitted to Qwen3-8B's products of 64 and 128 rows on an H100.
+# Parts of sums, relative to weights: fitted to Qwen3-8B's products of 64 and 128 bfloat16 rows on an H100.
 _COST_OF_PARTS = 4
 
 
@@ -66,27 +62,27 @@ def unsupported(x: Array, w: Array | Narrow, spec: str) -> str | None:
     if isinstance(problem, str):
         return problem
     group = row_group_of(w)
-    if group is None and (problem.stored != "fp8" or x.dtype != jnp.bfloat16):
-        return f"it is for bfloat16 and weights in FP8, not for {x.dtype} and {problem.stored} weights"
-    if group not in (None, _DEPTH):
+    if group is None:
+        return f"it is for rows and weights in FP8, not for {problem.stored} weights alone"
+    if group != _DEPTH:
         return f"{group or 'all'} terms of a row share a scale, not {_DEPTH}"
     _, depth, columns = problem.sizes
     for size, run, unit, what in (
         (depth, problem.depth_run, _DEPTH, "terms"),
-        (columns, problem.columns_run, COLUMNS, "columns"),
+        (columns, problem.columns_run, _COLUMNS, "columns"),
     ):
         if run % unit:
             return f"scales change after {run} {what}, no multiple of {unit}"
         if size % unit:
             return f"{size} {what}, no multiple of {unit}"
     if not _groups_of(columns):
-        return f"{columns} columns, no multiple of {2 * COLUMNS} or {3 * COLUMNS}"
+        return f"{columns} columns, no multiple of {2 * _COLUMNS} or {3 * _COLUMNS}"
     return None
 
 
 def _groups_of(columns: int) -> list[int]:
     """Numbers of warpgroups whose tiles divide the columns."""
-    return [groups for groups in _REGISTERS if columns % (groups * COLUMNS) == 0]
+    return [groups for groups in _REGISTERS if columns % (groups * _COLUMNS) == 0]
 
 
 def default_config(rows: int, depth: int, columns: int) -> MosaicConfig:
@@ -94,7 +90,7 @@ def default_config(rows: int, depth: int, columns: int) -> MosaicConfig:
     row_tiles = -(-rows // _MOST_ROWS)
 
     def cost(config: MosaicConfig) -> float:
-        items = row_tiles * (columns // (config.groups * COLUMNS)) * config.splits
+        items = row_tiles * (columns // (config.groups * _COLUMNS)) * config.splits
         rounds = -(-items // processors())
         return (1 + _COST_OF_PARTS * config.splits * rows / depth) * rounds * processors() / items
 
@@ -121,18 +117,13 @@ def matmul(
     config = config or config_for("pallas_mosaic", device_kind(), problem.stored, *problem.sizes)
     call = _Call.of(problem, padded, config or default_config(*problem.sizes))
     parts_dtype = out_dtype if call.splits == 1 else jnp.dtype(jnp.float32)
-    matrix, scales = x.reshape(rows, depth), problem.scales_matrix(w.scales).astype(jnp.float32)
-    if call.quantised:
-        length = padded + call.scales_width - call.block_rows
-        values, row_scales = quantize_rows(matrix, _DEPTH, length=length)
-        operands = [values, with_terms_last(w.values.reshape(depth, columns), 0), row_scales]
-    else:
-        operands = [jnp.pad(matrix, ((0, padded - rows), (0, 0))), w.values.reshape(depth, columns)]
+    length = padded + call.scales_width - call.block_rows
+    values, row_scales = quantize_rows(x.reshape(rows, depth), _DEPTH, length=length)
+    weights = with_terms_last(w.values.reshape(depth, columns), 0)
+    scales = problem.scales_matrix(w.scales).astype(jnp.float32)
 
     def matmul_fp8(*refs: Any) -> None:  # the kernel's name in traces
-        *given, scales_ref, out_ref = refs[: len(operands) + 2]
-        *rings, filled, emptied = refs[len(operands) + 2 :]
-        _program(call, given, scales_ref, out_ref, rings, filled, emptied)
+        _program(call, *refs)
 
     launch = plgpu.kernel(
         matmul_fp8,
@@ -142,13 +133,15 @@ def matmul(
         num_threads=call.groups + 1,
         thread_name="warpgroup",
         scratch_types=[
-            *call.rings(w.values.dtype),
-            plgpu.Barrier(num_arrivals=len(operands) - 1 + call.groups, num_barriers=call.stages),
+            plgpu.SMEM((call.stages, call.block_rows, _DEPTH), FP8, transforms=_TRANSFORMS),
+            plgpu.SMEM((call.stages, call.groups, _COLUMNS, _DEPTH), FP8, transforms=_TRANSFORMS),
+            plgpu.SMEM((call.stages, call.scales_width), jnp.float32),
+            plgpu.Barrier(num_arrivals=call.groups + 2, num_barriers=call.stages),
             plgpu.Barrier(num_arrivals=call.groups, num_barriers=call.stages),
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    parts = launch(*operands, scales)
+    parts = launch(values, weights, row_scales, scales)
     out = parts[0] if call.splits == 1 else jnp.sum(parts, axis=0).astype(out_dtype)
     return out[:rows].reshape(*x.shape[: x.ndim - len(problem.depth)], *problem.columns)
 
@@ -159,7 +152,7 @@ class _Call:
 
     Attributes:
         problem: The product.
-        groups: Warpgroups that widen and multiply, each so many columns of a tile.
+        groups: Warpgroups that multiply, each `_COLUMNS` of a tile.
         block_rows: Rows of a tile.
         row_tiles: Tiles along the rows.
         column_tiles: Tiles along the columns.
@@ -180,7 +173,7 @@ class _Call:
         """For rows that are padded to whole tiles."""
         _, depth, columns = problem.sizes
         block_rows, steps = min(rows, _MOST_ROWS), depth // _DEPTH
-        tiles = rows // block_rows, columns // (config.groups * COLUMNS)
+        tiles = rows // block_rows, columns // (config.groups * _COLUMNS)
         return cls(problem, config.groups, block_rows, *tiles, steps, -(-steps // config.splits))
 
     @property
@@ -191,7 +184,7 @@ class _Call:
     @property
     def tile(self) -> int:
         """Columns of a tile."""
-        return self.groups * COLUMNS
+        return self.groups * _COLUMNS
 
     @property
     def items(self) -> int:
@@ -204,55 +197,32 @@ class _Call:
         return min(self.items, processors())
 
     @property
-    def quantised(self) -> bool:
-        """Whether rows are quantised."""
-        return self.problem.stored == "fp8_rows"
-
-    @property
     def stages(self) -> int:
         """Steps of tiles on their way at once."""
-        if self.quantised:
-            left, row = _SHARED_BYTES - 4 * _MOST_STAGES * self.scales_width, _DEPTH
-        else:
-            left, row = _SHARED_BYTES - 4 * _DEPTH * self.tile, 2 * _DEPTH
-        return min(_MOST_STAGES, left // (_DEPTH * self.tile + row * self.block_rows))
+        stage = _DEPTH * (self.tile + self.block_rows) + 4 * self.scales_width
+        return min(_MOST_STAGES, _SHARED_BYTES // stage)
 
     @property
     def scales_width(self) -> int:
-        """Scales of quantised rows that are copied at once: for a tile's rows, and whole `_COPIED_BYTES`."""
+        """Scales of rows that are copied at once: for a tile's rows, and whole `_COPIED_BYTES`."""
         unit = _COPIED_BYTES // 4
         return -(-self.block_rows // unit) * unit
-
-    def rings(self, fp8: Any) -> list[Any]:
-        """Buffers of rows, of weights, and of quantised rows' scales or else of widened weights."""
-        rows = self.stages, self.block_rows, _DEPTH
-        if self.quantised:
-            weights = self.stages, self.groups, COLUMNS, _DEPTH
-            return [
-                plgpu.SMEM(rows, fp8, transforms=FP8_TERMS_TRANSFORMS),
-                plgpu.SMEM(weights, fp8, transforms=FP8_TERMS_TRANSFORMS),
-                plgpu.SMEM((self.stages, self.scales_width), jnp.float32),
-            ]
-        weights, widened = (self.stages, self.groups, _DEPTH, COLUMNS), (self.groups, 2, _DEPTH, COLUMNS)
-        return [
-            plgpu.SMEM(rows, jnp.bfloat16, transforms=WIDE_TRANSFORMS),
-            plgpu.SMEM(weights, fp8, transforms=FP8_TRANSFORMS),
-            plgpu.SMEM(widened, jnp.bfloat16, transforms=WIDE_TRANSFORMS),
-        ]
 
 
 def _program(
     call: _Call,
-    operands: Sequence[Any],
+    x_ref: Any,
+    weights_ref: Any,
+    row_scales_ref: Any,
     scales_ref: Any,
     out_ref: Any,
-    rings: Sequence[Any],
+    x_ring: Any,
+    weights_ring: Any,
+    row_scales_ring: Any,
     filled: Any,
     emptied: Any,
 ) -> None:
-    """A program: every so many items of work. The operands are rows, weights, and the rows' scales if any."""
-    x_ref, values_ref, *row_scales = operands
-    x_ring, values_ring, last_ring = rings
+    """A program: every so many items of work."""
     program, group = lax.axis_index("program"), lax.axis_index("warpgroup")
     count = lax.div(call.items - program + call.programs - 1, call.programs)
     problem = call.problem
@@ -285,12 +255,9 @@ def _program(
 
                 copy(x_ref.at[rows, terms], x_ring.at[slot])
                 for part in range(call.groups):
-                    columns = pl.ds(column * call.tile + part * COLUMNS, COLUMNS)
-                    tile = (columns, terms) if call.quantised else (terms, columns)
-                    copy(values_ref.at[tile], values_ring.at[slot, part])
-                for row_scales_ref in row_scales:
-                    scales = pl.ds(rows.start, call.scales_width)
-                    copy(row_scales_ref.at[i, scales], last_ring.at[slot])
+                    columns = pl.ds(column * call.tile + part * _COLUMNS, _COLUMNS)
+                    copy(weights_ref.at[columns, terms], weights_ring.at[slot, part])
+                copy(row_scales_ref.at[i, pl.ds(rows.start, call.scales_width)], row_scales_ring.at[slot])
                 return n + 1
 
             return lax.fori_loop(first, last, step, n)
@@ -300,118 +267,66 @@ def _program(
     @pl.when(group < call.groups)
     def _multiply() -> None:
         plgpu.set_max_registers(_REGISTERS[call.groups], action="increase")
-        consumer = _Consumer(call, group, x_ring, values_ring, last_ring, filled, emptied)
-        sums_of_steps = consumer.of_quantised_rows if call.quantised else consumer.of_widened_weights
+        shape = _COLUMNS, call.block_rows
 
         def item(j: Array, n: Array) -> Array:
             rows, column, share, first, last = place(j)
-            start = column * call.tile + group * COLUMNS
+            start = column * call.tile + group * _COLUMNS
             cell = cell_of(start, problem.columns, problem.columns_block)
 
             def scale_of(i: Array) -> Array:
                 term = jnp.minimum(i, last - 1) * _DEPTH
                 return scales_ref[cell_of(term, problem.depth, problem.depth_block), cell]
 
-            n, sums = sums_of_steps(n, first, last, scale_of)
-            store_transposed(sums, out_ref.at[share, rows, pl.ds(start, COLUMNS)])
+            def step(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+                n, sums, scale, *scales = carry
+                slot = lax.rem(n, call.stages)
+                plgpu.barrier_wait(filled.at[slot])
+
+                def multiply(products_ref: Any) -> Array:
+                    plgpu.wgmma(products_ref, weights_ring.at[slot, group], _transposed(x_ring.at[slot]))
+                    return products_ref[...]
+
+                products = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+                scales_of_rows = row_scales_ring.at[slot, pl.ds(0, call.block_rows)]
+                row_scales = _load(scales_of_rows, plgpu.Layout.WGMMA.reduce(0))
+                plgpu.barrier_arrive(emptied.at[slot])
+                sums += products * lax.broadcast_in_dim(scale * row_scales, shape, (1,))
+                return n + 1, sums, *scales, scale_of(i + _SCALES_AHEAD)
+
+            sums = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+            scales = (scale_of(first + i) for i in range(_SCALES_AHEAD))
+            n, sums, *_ = lax.fori_loop(first, last, step, (n, sums, *scales))
+            store_transposed(sums, out_ref.at[share, rows, pl.ds(start, _COLUMNS)])
             return n
 
         lax.fori_loop(0, count, item, jnp.int32(0))
 
 
-@dataclass(frozen=True, slots=True)
-class _Consumer:
-    """A warpgroup that multiplies. Its methods give the sums of an item's steps.
+def store_transposed(sums: Array, out_ref: Any) -> None:
+    """Writes sums [64, rows] of `Layout.WGMMA` to memory, [rows, 64] of an array with more columns."""
+    rows, stride, dtype = sums.shape[1], out_ref.ref.shape[-1], jnp.dtype(out_ref.dtype)
 
-    They take the number of the program's steps before the item, the item's first step of all terms, the step
-    after its last one, and a function that gives the weights' scale of a step. They return the number of
-    steps until after the item, and the sums.
+    def write(_: Any, out: Any, array: Any) -> None:
+        i8, i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (8, 32, 64))
+        c, size = functools.partial(utils.c, ty=i32), dtype.itemsize
+        # A thread of a warp has, of each 16 rows of sums, two that are eight apart, and of each eight columns
+        # two neighbouring ones.
+        thread = arith.remui(utils.thread_idx(), c(utils.WARPGROUP_SIZE))
+        warp, lane = arith.shrui(thread, c(5)), arith.andi(thread, c(31))
+        column = arith.addi(arith.muli(warp, c(16)), arith.shrui(lane, c(2)))
+        row = arith.muli(arith.andi(lane, c(3)), c(2))
+        start = arith.extui(i64, arith.addi(arith.muli(row, c(stride)), column))
+        place = utils.getelementptr(utils.memref_ptr(out), [arith.muli(start, utils.c(size, i64))], i8)
+        for (eight, half), pair in np.ndenumerate(array.registers.reshape(rows // 8, 2)):
+            for i in range(2):
+                value = vector.extract(pair, dynamic_position=[], static_position=[i])
+                if dtype != jnp.float32:
+                    value = arith.truncf(utils.dtype_to_ir_type(dtype), value)
+                at = (8 * eight + i) * stride + 8 * half
+                llvm.store(value, utils.getelementptr(place, [at * size], i8), alignment=size)
 
-    Attributes:
-        call: The launch.
-        group: The number of the warpgroup.
-        x_ring: Buffers of rows.
-        values_ring: Buffers of weights.
-        last_ring: Buffers of rows' scales or of widened weights, see `_Call.rings`.
-        filled: Barriers of the rings' slots.
-        emptied: Likewise.
-    """
-
-    call: _Call
-    group: Array
-    x_ring: Any
-    values_ring: Any
-    last_ring: Any
-    filled: Any
-    emptied: Any
-
-    def of_widened_weights(
-        self, n: Array, first: Array, last: Array, scale_of: Callable[[Array], Array]
-    ) -> tuple[Array, Array]:
-        """By weights that are widened, times their scale, while the previous step's are multiplied."""
-
-        def widened(n: Array) -> Any:
-            return self.last_ring.at[self.group, lax.rem(n, 2)]
-
-        def widen_next(n: Array, scale: Array) -> None:
-            slot = lax.rem(n, self.call.stages)
-            plgpu.barrier_wait(self.filled.at[slot])
-            widen(self.values_ring.at[slot, self.group], scale, widened(n))
-
-        def step(i: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            n, sums, *scales = carry
-            slot = lax.rem(n, self.call.stages)
-            scales = [*scales[1:], scale_of(i + _SCALES_AHEAD)]
-
-            def multiply(sums_ref: Any) -> None:
-                plgpu.wgmma(sums_ref, _transposed(widened(n)), _transposed(self.x_ring.at[slot]))
-
-                @pl.when(i + 1 < last)
-                def _meanwhile() -> None:
-                    widen_next(n + 1, scales[0])
-
-            sums = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(sums))
-            plgpu.barrier_arrive(self.emptied.at[slot])
-            plgpu.commit_smem()
-            return n + 1, sums, *scales
-
-        carry = self._begin(n, first, scale_of)
-        widen_next(n, carry[2])
-        plgpu.commit_smem()
-        n, sums, *_ = lax.fori_loop(first, last, step, carry)
-        return n, sums
-
-    def of_quantised_rows(
-        self, n: Array, first: Array, last: Array, scale_of: Callable[[Array], Array]
-    ) -> tuple[Array, Array]:
-        """By both operands in FP8, each step's sums times the scales of their row and their column."""
-        shape = COLUMNS, self.call.block_rows
-
-        def step(i: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            n, sums, scale, *scales = carry
-            slot = lax.rem(n, self.call.stages)
-            plgpu.barrier_wait(self.filled.at[slot])
-
-            def multiply(sums_ref: Any) -> Array:
-                weights = self.values_ring.at[slot, self.group]
-                plgpu.wgmma(sums_ref, weights, _transposed(self.x_ring.at[slot]))
-                return sums_ref[...]
-
-            products = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-            rows = self.last_ring.at[slot, pl.ds(0, self.call.block_rows)]
-            row_scales = _load(rows, plgpu.Layout.WGMMA.reduce(0))
-            plgpu.barrier_arrive(self.emptied.at[slot])
-            sums += products * lax.broadcast_in_dim(scale * row_scales, shape, (1,))
-            return n + 1, sums, *scales, scale_of(i + _SCALES_AHEAD)
-
-        n, sums, *_ = lax.fori_loop(first, last, step, self._begin(n, first, scale_of))
-        return n, sums
-
-    def _begin(self, n: Array, first: Array, scale_of: Callable[[Array], Array]) -> tuple[Array, ...]:
-        """What is carried into an item's first step: the number of steps, zero sums, the next scales."""
-        zeros = jnp.zeros((COLUMNS, self.call.block_rows), jnp.float32)
-        scales = (scale_of(first + i) for i in range(_SCALES_AHEAD))
-        return n, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), *scales
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))(write)(out_ref, sums)
 
 
 def _load(ref: Any, layout: Any) -> Array:
