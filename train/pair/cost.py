@@ -36,8 +36,8 @@ _STEPS = 8
 #: The most tokens of a trial's text.
 _TRIAL_TOKENS = 64
 # Steps of the head's training that take as long as one of the selector's, and as the fit of the draft scales.
-# On an H200: 3.1 and 750 with Qwen2.5-Coder-0.5B, 3.5 and 1,140 with SmolLM2.
-_SELECTOR_STEP, _FIT = 3.3, 900
+# On an H200: about 1, and 1,140 with SmolLM2 and 750 with Qwen2.5-Coder-0.5B.
+_SELECTOR_STEP, _FIT = 1.0, 900
 # Seconds of a trial after which it is not repeated.
 _SLOW = 60.0
 #: Mean tokens of an answer and of a written prompt, as shares of their limits.
