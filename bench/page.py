@@ -65,7 +65,8 @@ def with_tables(page: str, name: str) -> str:
 
 def _decode(reports: _Reports) -> Iterator[str]:
     """τ and speed relative to plain decoding, by temperature and method: a column per report."""
-    rows = {(f"{row['temperature']:g}", row["method"]): [] for report in reports for row in report["rows"]}
+    each = sorted((row for report in reports for row in report["rows"]), key=lambda row: row["temperature"])
+    rows = {(f"{row['temperature']:g}", row["method"]): [] for row in each}
     for report in reports:
         found = {(f"{row['temperature']:g}", row["method"]): row for row in report["rows"]}
         for key, cells in rows.items():

@@ -316,9 +316,10 @@ def row_group_of(w: Array | Narrow) -> int | None:
 def parts_of(w: Array | Narrow) -> tuple[Array, ...]:
     """Weights as a kernel is given them, and as they become `Tiles.refs`."""
     if isinstance(w, Quantized):
-        return with_terms_last(w.values, 1) if stored_of(w) == "fp8_rows" else words_of(w.values), w.scales
+        last = stored_of(w) == "fp8_rows"
+        return with_terms_last(w.values, 1) if last else words_of(w.values, COLUMNS), w.scales
     if isinstance(w, Mxfp4):
-        return words_of(w.values, jnp.uint16).reshape(*w.scales.shape[:-1], -1), w.scales
+        return words_of(w.values, TERMS // 2).reshape(*w.scales.shape[:-1], -1), w.scales
     return (w,)
 
 

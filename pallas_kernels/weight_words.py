@@ -6,8 +6,8 @@ assembly gives two weights in a register: of FP8 in float16 by two instructions,
 a product.
 
 A word has four neighbouring columns of FP8, or four neighbouring terms of one column of MXFP4. Two words of
-MXFP4 share a register, as their widened terms do. Were a tile joined of two, Triton would take the order of
-terms for narrower ones, and the registers of rows would be copied for every product.
+MXFP4 share a register, as their widened terms do. If a tile were joined of two, Triton would choose the
+layout of narrower operands, and copy each register of rows for every product.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, UInt8, UInt16, UInt32
+from jaxtyping import Array, UInt, UInt8, UInt16, UInt32
 
 from pallas_kernels.mxfp4 import LARGEST_SCALE
 
@@ -30,10 +30,10 @@ _MXFP4_SHIFT = 254 - LARGEST_SCALE
 _MXFP4_FACTOR = 2.0 ** (_MXFP4_SHIFT - 126)
 
 
-def words_of(numbers: Array, dtype: jnp.dtype = jnp.uint32) -> Array:
-    """Numbers of eight bits, [*others, N], as words [*others, words]; XLA:GPU moves nothing for it."""
-    groups = numbers.reshape(*numbers.shape[:-1], -1, jnp.dtype(dtype).itemsize)
-    return jax.lax.bitcast_convert_type(groups, dtype)
+def words_of(numbers: Array, size: int) -> UInt[Array, "*others words"]:
+    """Numbers of eight bits, [*others, N], as words of so many bytes; XLA:GPU moves nothing for it."""
+    groups = numbers.reshape(*numbers.shape[:-1], -1, size)
+    return jax.lax.bitcast_convert_type(groups, jnp.dtype(f"uint{8 * size}"))
 
 
 def fp8_columns(words: UInt32[Array, "*shape"], dtype: jnp.dtype) -> list[Array]:

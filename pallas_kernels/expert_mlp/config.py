@@ -7,7 +7,7 @@ from pallas_kernels.checks import check_config
 # Programs that keep the largest GPUs busy: two for each of their processors, about.
 _PROGRAMS = 256
 _ROWS = (16, 32, 64, 128)  # a tensor core's product has 16 rows at least
-_FEW_TOKENS = 128  # of a call, whose blocks may be as small as an expert's rows are few
+_FEW_TOKENS = 128  # up to so many, blocks of narrow weights have 1.5 times an expert's mean rows
 _COLUMNS = (128, 64)  # of plain weights: narrower ones are slower even for one token
 # (features, model columns, depth, warps) by weight format. First: 16-row blocks when the features
 # of the second would give fewer than `_PROGRAMS` programs. Second: other 16-row blocks. Third: larger blocks.
@@ -60,9 +60,9 @@ def config_for(
     """The configuration of a call.
 
     An expert's rows should fit into one block, because every block reads the expert's weights again. A block
-    has room for 1.5 times an expert's mean rows. With plain weights, which take longest to read, and with
-    more than 128 tokens it has room for 3 times, up to 32 rows, because routers have favourites. If few
-    experts are chosen, columns are narrow, so that there are enough programs.
+    has room for 1.5 times an expert's mean rows. Reading plain weights twice costs most, so with them, and
+    with more than 128 tokens, it has room for 3 times, up to 32 rows, because routers have favourites. If
+    few experts are chosen, columns are narrow, so that there are enough programs.
     """
     mean = tokens * top_k / experts
     groups = min(tokens * top_k, experts)

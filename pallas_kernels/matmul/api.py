@@ -2,8 +2,8 @@
 
 Unlike other operations' kernels, these are not taken wherever they run: XLA's own product is as good or
 better at many shapes. So by default a kernel is taken where it was measured to be faster, on this kind of
-device at these sizes (`config.fastest`), and on Hopper GPUs for weights in quantised blocks, which XLA widens
-first.
+device at these sizes (`config.fastest`), on Hopper GPUs for weights in quantised blocks, which XLA widens
+first, and wherever rows are quantised too.
 """
 
 from jaxtyping import Array, Float
@@ -18,7 +18,7 @@ from pallas_kernels.weights import Narrow, expected_weights
 
 #: Up to so many rows were measured. On an H200 XLA took 1.03 to 3.0 times as long for all 24 products of
 #: quantised blocks as a slower Triton kernel than today's.
-_MOST_ROWS_OF_BLOCKS = 128
+_MOST_ROWS_WIDENED = 128
 #: Beyond these rows the Mosaic kernel was the faster one of quantised rows, on an H200.
 _MOST_TRITON_ROWS = 16
 
@@ -97,5 +97,5 @@ def _fastest(spec: str, x: Array, w: Array | Narrow) -> str:
     if problem.stored == "fp8_rows":
         few = problem.rows <= _MOST_TRITON_ROWS
         return "pallas_triton" if few or pallas_mosaic.unsupported(x, w, spec) else "pallas_mosaic"
-    few = problem.rows <= _MOST_ROWS_OF_BLOCKS and compute_capability() == pallas_mosaic.HOPPER
+    few = problem.rows <= _MOST_ROWS_WIDENED and compute_capability() == pallas_mosaic.HOPPER
     return "pallas_triton" if few and problem.stored != "plain" else "xla"

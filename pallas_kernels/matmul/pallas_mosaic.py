@@ -50,7 +50,7 @@ _MOST_STAGES = 8
 _COPIED_BYTES = 128  # a copy to shared memory has a multiple
 _SCALES_AHEAD = 2  # steps
 _FEWEST_STEPS = 2  # of a share
-# Parts of sums, relative to weights: fitted to Qwen3-8B's products of 64 and 128 bfloat16 rows on an H100.
+# Parts of sums, relative to weights: fitted to an earlier kernel, which had bfloat16 rows, on an H100.
 _COST_OF_PARTS = 4
 
 

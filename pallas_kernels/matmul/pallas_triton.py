@@ -36,7 +36,7 @@ from pallas_kernels.weight_tiles import (
     rows_for,
     with_terms_last,
 )
-from pallas_kernels.weight_words import words_of
+from pallas_kernels.weight_words import COLUMNS, TERMS, words_of
 from pallas_kernels.weights import Narrow
 
 
@@ -81,11 +81,11 @@ def _matrices(problem: Problem, x: Array, w: Array | Narrow) -> tuple[Any, ...]:
     rows, depth, columns = problem.sizes
     given = rows_for(w, x.reshape(rows, depth))
     if isinstance(w, Mxfp4):
-        return given, words_of(w.values, jnp.uint16).reshape(columns, -1), w.scales.reshape(columns, -1)
+        return given, words_of(w.values, TERMS // 2).reshape(columns, -1), w.scales.reshape(columns, -1)
     if isinstance(w, Quantized):
         values = w.values.reshape(depth, columns)
         scales = problem.scales_matrix(w.scales)
-        read = with_terms_last(values, 0) if problem.stored == "fp8_rows" else words_of(values)
+        read = with_terms_last(values, 0) if problem.stored == "fp8_rows" else words_of(values, COLUMNS)
         return given, read, scales
     return given, w.reshape(depth, columns)
 

@@ -306,6 +306,8 @@ def test_configurations(case, stored, itemsize):
 @pytest.mark.parametrize(
     ("stored", "tokens", "fastest"),
     [
+        ("plain", 64, Config(16, 64, 128, 64, 4, 4)),
+        ("plain", 128, Config(32, 64, 128, 64, 4, 4)),
         ("mxfp4", 1, Config(16, 32, 32, 256, 4, 3)),
         ("mxfp4", 64, Config(16, 64, 128, 128, 4, 3)),
         ("mxfp4", 128, Config(32, 64, 128, 128, 4, 3)),

@@ -28,13 +28,14 @@ def fp8_of(shape, block, row_group=128):
         wide("bhe,hem->bm", 256, (4, 128, 256), (1, 128, 128)),
     ],
 )
-def test_lowers_for_cuda(spec, rows, shape, block, monkeypatch):
+@pytest.mark.parametrize("wide", [False, True])
+def test_lowers_for_cuda(spec, rows, shape, block, wide, monkeypatch):
     """Its rows are quantised by one launch, as it reads them."""
     monkeypatch.setattr("pallas_kernels.dispatch.gpu_problem", lambda: None)
     x = jnp.zeros((rows, *shape[: len(shape) - len(spec.split("->")[1]) + 1]), jnp.bfloat16)
     w = fp8_of(shape, block)
     assert pallas_mosaic.unsupported(x, w, spec) is None
-    program = lower_for_gpu(partial(pallas_mosaic.matmul, spec=spec, wide=False), x, w)
+    program = lower_for_gpu(partial(pallas_mosaic.matmul, spec=spec, wide=wide), x, w)
     assert program.count(MOSAIC) == 1
     assert launches(program) == {"quantize_rows": 1}
     assert "stablehlo.pad" not in program
