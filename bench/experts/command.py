@@ -58,9 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     assert ceilings is not None
     entries = [check._asdict() for check in checks]
     report = report_of(arguments, "experts", ceilings, entries, rows) | {"weights": arguments.weights}
-    from bench.experts.plot import draw_experts
-
-    publish(arguments, report, tables_of(rows), notes_of(report), draw_experts, title=title_of(report))
+    publish(arguments, report, tables_of(rows), notes_of(report), title=title_of(report))
     return 0
 
 

@@ -135,9 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
             reference = times.get((case, "xla")) if len(names) > 1 else None
             rows.append(row_of(case, names[0], times[case, names[0]], reference, ceilings))
     report = report_of(arguments, "kernel", ceilings, [check_row(outcome) for outcome in outcomes], rows)
-    from bench.kernel.plot import draw_kernels
-
-    publish(arguments, report, tables_of(rows), notes_of(report), draw_kernels, title=title_of(report))
+    publish(arguments, report, tables_of(rows), notes_of(report), title=title_of(report))
     return 0
 
 

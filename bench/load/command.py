@@ -169,10 +169,8 @@ def run(arguments: argparse.Namespace) -> int:
             report["notes"] = notes_of(report["parts"])
             write_json(arguments.json, report)
             bar.update()
-    from bench.load.plot import draw_load
-
     title = f"{arguments.shape}, {measured_on(report)}"
-    publish(arguments, report, tables_of(report["parts"]), report["notes"], draw_load, title=title)
+    publish(arguments, report, tables_of(report["parts"]), report["notes"], title=title)
     return 0
 
 

@@ -67,9 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     names = list(dict.fromkeys([arguments.implementation, "xla"]))
     rows = [_time(case, dtype, names, arguments.repeats, ceilings) for case in cases]
     report = report_of(arguments, "matmul", ceilings, [check._asdict() for check in checks], rows)
-    from bench.matmul.plot import draw_products
-
-    publish(arguments, report, tables_of(rows), notes_of(report), draw_products, title=title_of(report))
+    publish(arguments, report, tables_of(rows), notes_of(report), title=title_of(report))
     return 0
 
 

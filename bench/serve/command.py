@@ -89,9 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
                     server.close()
             report["notes"] = notes_of(rows)
             write_json(arguments.json, report)
-    from bench.serve.plot import draw_serve
-
-    publish(arguments, report, tables_of(rows), report["notes"], draw_serve)
+    publish(arguments, report, tables_of(rows), report["notes"])
     return 0
 
 
