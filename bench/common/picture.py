@@ -19,14 +19,7 @@ Row = Mapping[str, Any]
 Report = Mapping[str, Any]
 # The colours of Okabe and Ito, which remain distinct for colour-blind readers, without yellow: it is too pale
 # on white.
-BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = COLOURS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",
-)
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 GREY = "#666666"
 # Font sizes in points: a figure's title, its subtitle, and its note.
 TITLE, ABOUT, NOTE = 12, 9, 8
