@@ -53,11 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, prints the table, and writes the JSON.
-
-    Raises:
-        ValueError: A setting is invalid.
-    """
+    """Measures, prints the table, and writes the JSON."""
     if arguments.shape != DEMO:
         check_known("shape", [arguments.shape], SHAPES)
     check_least(arguments, 1, "max_num_seqs", "prompt_tokens", "max_tokens")

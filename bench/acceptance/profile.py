@@ -136,13 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
 def tables(
     rounds: Sequence[TracedRound], *, nodes: str = "reached", least_nodes: int = 1, least_share: float = 0.0
 ) -> dict[str, Any]:
-    """The tables of a profile: for all rounds, and for each class with enough rounds.
-
-    Args:
-        nodes: The nodes that are counted, a key of `COUNTS`.
-        least_nodes: A table ends at the first depth with fewer nodes.
-        least_share: Smaller shares are 0 in the tables of classes.
-    """
+    """The tables of a profile: for all rounds, and for each class with enough rounds."""
     count, classes = COUNTS[nodes], classes_of(rounds)
     histograms = {}
     for i, name in enumerate(CLASSES):

@@ -31,7 +31,6 @@ def compare_jobs(
         jobs: Programs whose results are compared, each [B, N, ...] or a matrix of rows.
         references: The float32 reference of each job.
         tolerances: The largest relative error of each job.
-        title: The progress bar's title.
     """
     verdicts = []
     with Progress(total=3 * len(jobs), desc=title, unit="step") as bar:

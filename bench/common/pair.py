@@ -39,7 +39,6 @@ def add_pair_arguments(
     """Adds the options of a pair, its prompts and how they are decoded.
 
     Args:
-        parser: The command's parser.
         prompts: The default number of prompts.
         max_tokens: The default number of tokens per prompt.
         copies: Whether several copies of the pair (data parallelism) can decode the prompts.
@@ -121,11 +120,7 @@ def add_trees_arguments(
 
 
 def check_numbers(arguments: argparse.Namespace, *numbers: str) -> None:
-    """Checks numbers before anything is loaded.
-
-    Args:
-        arguments: The command line, with `add_pair_arguments`.
-        numbers: Further options whose values must be at least 1.
+    """Checks `add_pair_arguments`, and ``numbers``, further options of at least 1, before anything is loaded.
 
     Raises:
         ValueError: A number is less than 1, or ``skip_prompts`` is negative.
@@ -147,10 +142,7 @@ def check_trees(arguments: argparse.Namespace) -> None:
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[Prompt]:
-    """Reads the prompts.
-
-    Args:
-        arguments: The command line, with `add_pair_arguments`; a default ``num_prompts`` is filled in.
+    """Reads the prompts of `add_pair_arguments`, and fills in a default ``num_prompts``.
 
     Raises:
         FileNotFoundError: A file is missing, or a set cannot be loaded.
@@ -170,11 +162,9 @@ def load_pair(
     *,
     one_device: bool = False,
 ) -> Pair:
-    """Loads the models.
+    """Loads the models of `add_pair_arguments`.
 
     Args:
-        arguments: The command line, with `add_pair_arguments`.
-        dtype: The type of the weights.
         settings: Trees that the pair must be able to grow.
         one_device: Whether to ignore the numbers of devices in ``arguments``.
 

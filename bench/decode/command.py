@@ -53,12 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, prints the tables, and writes the JSON and the plot.
-
-    Raises:
-        FileNotFoundError: A checkpoint, the prompts or the profile are missing.
-        ValueError: A setting or a prompt is invalid, or the report to continue has other settings.
-    """
+    """Measures, prints the tables, and writes the JSON and the plot."""
     check_numbers(arguments, "width", "candidates", "repeats", "batch")
     check_trees(arguments)
     check_report(arguments)

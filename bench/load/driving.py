@@ -22,11 +22,9 @@ from jetspec_jax.engine.request import Request
 
 @dataclass(eq=False)
 class TimedRequest:
-    """A request and the times of its tokens, in seconds after the start of the clock.
+    """A request and the times of its arrival and tokens, in seconds after the start of the clock.
 
     Attributes:
-        due: The arrival time.
-        request: The request.
         deliveries: The time and the number of tokens so far, for every delivery of tokens.
     """
 

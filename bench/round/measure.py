@@ -59,19 +59,7 @@ class RoundCase(NamedTuple):
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings that all cases share.
-
-    Attributes:
-        params: The sampling parameters.
-        width: The most children of a node; None is all candidates.
-        rounds: Rounds per dispatch.
-        repeats: Timed dispatches per program.
-        implementation: The implementation of tree attention.
-        phases: Whether to time each phase alone.
-        profile: Whether to record the GPU's kernels.
-        candidates: Candidates per draft row; None is the algorithm's default.
-        mesh: The devices that share the models; None is one device.
-    """
+    """The settings that all cases share: the command's, see `bench.round.command`."""
 
     params: SamplingParams
     width: int | None
@@ -250,10 +238,6 @@ class CaseRunner:
         self._put_back(split(state)[0])
         return jax.tree.map(lambda *counts: float(np.mean(counts)), *jax.device_get(rounds))
 
-    def record(self) -> None:
-        """Runs one dispatch under the profiler."""
-        self.measured.kernels = trace_kernels(self.decode)
-
     def _start(self) -> DecodeState:
         """The initial state; a copy, because a dispatch's arguments are donated."""
         return join(self._stores(), jax.tree.map(jnp.copy, self._state))
@@ -283,12 +267,7 @@ def measure(
 ) -> dict[RoundCase, CaseRuns]:
     """Measures cases in turn, so that a slow period of the machine affects all of them alike.
 
-    Args:
-        cases: The cases; memory holds the stores of all their scenes.
-        shape: The target and the draft head.
-        weights: Their parameters.
-        setup: The settings that the cases share.
-        step: Called with the name of each step.
+    Memory holds the stores of all their scenes. ``step`` is called with the name of each step.
     """
     shelves: dict[Scene, Shelf] = {}
     runners, prepared = [], weights
@@ -317,5 +296,5 @@ def measure(
             runner.time_phase(phase, made)
         if setup.profile:
             step(f"profile: {runner.case}")
-            runner.record()
+            runner.measured.kernels = trace_kernels(runner.decode)
     return {runner.case: runner.measured for runner in runners}

@@ -22,11 +22,7 @@ class Answer:
         status: The response's status; 0 without a response.
         first: The time of the first text; None without text.
         last: The time of the last text.
-        tokens: Tokens of the answer, counted by the server.
-        prompt_tokens: Tokens of the prompt, counted by the server.
-        cached_tokens: Tokens of the prompt in the server's prefix cache.
-        events: Events of the stream.
-        text: The text.
+        tokens: Counted by the server, as those of the prompt and those in its prefix cache.
         retry_after: The header Retry-After of a refusal.
         error: The reason for an incomplete answer.
     """
@@ -94,13 +90,7 @@ class Clients:
     """The clients of a server, on one event loop."""
 
     def __init__(self, url: str, asking: Asking, *, api_key: str | None = None):
-        """Opens no connection yet.
-
-        Args:
-            url: The server's URL, without a path.
-            asking: The form of requests.
-            api_key: The server's API key.
-        """
+        """Opens no connection yet; the URL has no path."""
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         # A client disconnects after ten minutes without a byte.
         self._asking, self._settings = asking, {"base_url": url, "headers": headers, "timeout": 600.0}
