@@ -53,6 +53,5 @@ def row_of(
         "config": config,
         "xla_us": reference.micros,
         "xla_wall_us": reference.wall,
-        "xla_layers": num_layers(case, "xla"),
         "times_faster": reference.micros / measured.micros,
     }

@@ -41,11 +41,6 @@ class TimedRequest:
         """Number of tokens until ``end``."""
         return next((count for at, count in reversed(self.deliveries) if at <= end), 0)
 
-    @property
-    def decode_time(self) -> float:
-        """Seconds from the first token to the last."""
-        return self.deliveries[-1][0] - self.deliveries[0][0] if self.deliveries else 0.0
-
     def gaps(self, start: float = 0.0) -> list[float]:
         """Seconds between deliveries, for all whose later delivery is not before ``start``."""
         times = [at for at, _ in self.deliveries]

@@ -112,10 +112,6 @@ def _together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "tau": median([run["tau"] for run in runs]),
         "first_token": quantiles([timed.first_token or 0.0 for timed in requests]),
         "gaps": quantiles([gap for timed in requests for gap in timed.gaps()]),
-        "decode": quantiles([timed.decode_time for timed in requests]),
-        "queue": quantiles(
-            [(timed.request.started or math.nan) - timed.request.arrival for timed in requests]
-        ),
         "dispatches": len(host) / len(runs),
         "host_ms": median(host),
         "tokens": runs[0]["tokens"],

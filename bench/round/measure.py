@@ -106,7 +106,6 @@ class CaseRuns:
         compile_seconds: Seconds to trace and compile each program.
         experts_touched: The mean number of different experts that a round reads, for each layer with experts.
         collectives: Those of the rounds' program.
-        temporary_bytes: Memory that the rounds' program allocates beside its arguments and results.
         kernels: The GPU's kernels of a dispatch; None if they were not recorded.
     """
 
@@ -117,7 +116,6 @@ class CaseRuns:
     compile_seconds: dict[str, float] = field(default_factory=dict)
     experts_touched: dict[int, float] = field(default_factory=dict)
     collectives: list[Collective] = field(default_factory=list)
-    temporary_bytes: int | None = None
     kernels: list[Kernel] | None = None
 
 
@@ -163,8 +161,6 @@ class CaseRunner:
         self.measured.compile_seconds["decode"] = seconds
         lowered = self._decoder.lower(self._weights, join(self._stores(), self._state))
         self.measured.collectives = collectives(lowered)
-        memory = program.memory_analysis()
-        self.measured.temporary_bytes = None if memory is None else int(memory.temp_size_in_bytes)
         self._program = program
         if any(layer.experts is not None for layer in self._decoder.target.layers):
             self.measured.experts_touched = self._experts_touched()
