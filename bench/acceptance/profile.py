@@ -28,7 +28,6 @@ from bench.common.report import (
     write_report,
 )
 from bench.common.workload import make_workloads
-from bench.plots import draw_kept
 from jetspec_jax import SamplingParams, enable_compilation_cache
 from jetspec_jax.cli.options import MODELS
 from jetspec_jax.decode.settings import TreeSettings
@@ -129,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     show(title, table_of(counts), notes)
     write_report(arguments.json, profile)
-    draw_kept(arguments.json, arguments.plot)
+    arguments.draw(arguments.json, arguments.plot)
     return 0
 
 

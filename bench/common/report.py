@@ -19,7 +19,7 @@ import jetspec_jax
 from jetspec_jax.checkpoint.files import check_writable, write_json
 
 # Arguments without influence on what is measured: paths, what is shown, and the default number of prompts.
-_PLACES = ("usual_prompts", "run", "resume", "compilation_cache", "json", "plot", "table")
+_PLACES = ("usual_prompts", "run", "draw", "resume", "compilation_cache", "json", "plot", "table")
 # Options whose value is yes or no; other yes and no are switches.
 _ANSWERED = ("fp8_activations",)
 # Options that are repeated for each value.
@@ -153,9 +153,7 @@ def publish(
     show(heading, rows, notes)
     write_report(arguments.json, {**report, "notes": notes})
     if "plot" in arguments:
-        from bench.plots import draw_kept
-
-        draw_kept(arguments.json, arguments.plot)
+        arguments.draw(arguments.json, arguments.plot)
 
 
 def measured_on(report: Mapping[str, Any]) -> str:
