@@ -60,8 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     for check in checks:
         key = check.operation, check.dtype
         worst[key] = max(worst.get(key, 0.0), check.relative_error)
-    errors = ", ".join(f"{error:.1e} of {name} in {dtype}" for (name, dtype), error in worst.items())
-    errors = f"relative error of a row: {errors}"
+    largest = ", ".join(f"{error:.1e} of {name} in {dtype}" for (name, dtype), error in worst.items())
+    errors = f"relative error of a row: {largest}"
     read = "the tokens' experts (their mean number is the column experts) read once"
     notes = notes_of(report, "the references in float32", errors, "call", read)
     weights = "" if arguments.weights == "plain" else f" in {arguments.weights}"
