@@ -114,7 +114,9 @@ def _run(words: Sequence[str]) -> int:
             print(f"bench: {name} needs {needed}", file=sys.stderr)
             return 2
         subparser.description = module.__doc__
-        subparser.set_defaults(run=module.run)
+        from bench.plots import draw_kept
+
+        subparser.set_defaults(run=module.run, draw=draw_kept)
         module.add_arguments(subparser)
     arguments = parser.parse_args(words)
     try:

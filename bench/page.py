@@ -40,12 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def with_tables(page: str, name: str) -> str:
-    """A page with new tables; see `run` for errors.
-
-    Args:
-        page: The page's text.
-        name: The page's name in errors.
-    """
+    """The text of a page with new tables; see `run` for errors, in which the page has a ``name``."""
 
     def table(match: re.Match[str]) -> str:
         begin, kind, names, end = match.groups()

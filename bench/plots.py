@@ -49,11 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError: A file is no report, or its kind has no picture.
         RuntimeError: The browser made no picture.
     """
-    from bench.common.picture import write_picture
-
     for path in arguments.reports or kept_reports():
-        write_picture(path.with_suffix(".svg"), picture_of(path))
+        draw_kept(path, path.with_suffix(".svg"))
     if not arguments.reports:
+        from bench.common.picture import write_picture
         from bench.decode.plot import draw_budgets
 
         budgets = draw_budgets(read_report(RESULTS / f"{BUDGETS}.json"), COMPARED)
@@ -81,15 +80,20 @@ def read_report(path: Path) -> dict[str, Any]:
     return report
 
 
+def draw_kept(path: Path, picture: Path) -> None:
+    """Draws a report to an SVG; raises ValueError if its kind has no picture."""
+    from bench.common.picture import write_picture
+
+    write_picture(picture, picture_of(path))
+
+
 def picture_of(path: Path) -> "Figure":
     """Draws a report; raises ValueError if its kind has no picture."""
     from bench.acceptance.plot import draw_acceptance, draw_profile
     from bench.decode.plot import draw_decode
     from bench.exactness.plot import draw_ledger
-    from bench.experts.plot import draw_experts
-    from bench.kernel.plot import draw_kernels
+    from bench.kernel.plot import draw_experts, draw_kernels, draw_products
     from bench.load.plot import draw_load
-    from bench.matmul.plot import draw_products
     from bench.round.plot import draw_rounds
     from bench.serve.plot import draw_serve
 

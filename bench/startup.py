@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import os
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -53,11 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, prints the table, and writes the JSON.
-
-    Raises:
-        ValueError: A setting is invalid.
-    """
+    """Measures, prints the table, and writes the JSON."""
     if arguments.shape != DEMO:
         check_known("shape", [arguments.shape], SHAPES)
     check_least(arguments, 1, "max_num_seqs", "prompt_tokens", "max_tokens")
@@ -92,7 +87,9 @@ def run(arguments: argparse.Namespace) -> int:
         "seconds_of_stages": stages,
         "programs_from_cache": len(cached),
     }
-    publish(arguments, report, [(f"{arguments.shape}, {measured_on(report)}", [_row(report)])], _NOTES)
+    row = {**{f"{name} s": value for name, value in times.items()}, **stages}
+    tables = [(f"{arguments.shape}, {measured_on(report)}", [row])]
+    publish(arguments, report, tables, _NOTES)
     return 0
 
 
@@ -135,10 +132,3 @@ async def _measure(llm: AsyncLLM, arguments: argparse.Namespace) -> dict[str, fl
         await llm.warm_up()
         reached("warm")
     return times
-
-
-def _row(report: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **{f"{name} s": value for name, value in report["seconds"].items()},
-        **report["seconds_of_stages"],
-    }

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from bench.common.floors import measure_ceilings
-from bench.common.kernel_trace import summarise, trace_kernels
+from bench.common.kernel_trace import kernel_tables, summarise, trace_kernels
 from bench.common.options import add_program_arguments, add_switch, check_least
 from bench.common.report import add_report_arguments, check_report, measured_on, opening_of, publish
 from bench.common.scene import random_weights
@@ -208,17 +208,7 @@ def run(arguments: argparse.Namespace) -> int:
         ("operations of a step", [{k: f"{v / 1e12:.1f} T" for k, v in work.items()}]),
     ]
     if kernels:
-        classes, longest = report["profile"]["classes"], report["profile"]["top"][:12]
-        tables += [
-            ("one step's kernels", [{k: f"{v['us'] / 1e3:.1f} ms" for k, v in classes.items()}]),
-            (
-                "the longest",
-                [
-                    {"kernel": k["kernel"][:60], "ms": k["us"] / 1e3, "launches": k["launches"]}
-                    for k in longest
-                ],
-            ),
-        ]
+        tables += kernel_tables(report["profile"], "a step")
     publish(arguments, report, tables)
     return 0
 

@@ -138,12 +138,10 @@ def run(arguments: argparse.Namespace) -> int:
         report["calibration"] = {name: table_of(of_depths) for name, of_depths in curves.items()}
         draw_calibration(curves, arguments.calibration, "What the head says, and what the target chose")
     title = f"{arguments.num_prompts} prompts x {arguments.max_tokens} tokens, {measured_on(report)}"
-    from bench.acceptance.plot import draw_acceptance
-
     tables = _tables(rows, title) + rejection_tables(rows)
     for name, found in report.get("calibration", {}).items():
         tables.append((f"{name}: candidates that were said to be chosen, and that were", found))
-    publish(arguments, report, tables, profile_notes(report), draw_acceptance)
+    publish(arguments, report, tables, profile_notes(report))
     return 0
 
 

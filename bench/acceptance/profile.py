@@ -17,16 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.acceptance.counts import TracedRound, count_reached, count_tree, table_of, trace_requests
-from bench.common.options import check_least
-from bench.common.pair import (
-    add_pair_arguments,
-    add_round_arguments,
-    check_numbers,
-    check_round,
-    describe_pair,
-    load_pair,
-    read_prompts,
-)
+from bench.common.methods import check_fixed_budgets, fixed_budget_names
+from bench.common.pair import add_pair_arguments, check_numbers, describe_pair, load_pair, read_prompts
 from bench.common.report import (
     add_report_arguments,
     check_report,
@@ -36,9 +28,10 @@ from bench.common.report import (
     write_report,
 )
 from bench.common.workload import make_workloads
-from jetspec_jax import enable_compilation_cache
+from jetspec_jax import SamplingParams, enable_compilation_cache
+from jetspec_jax.cli.options import MODELS
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.tree import Candidates, Profile, Routing
+from jetspec_jax.tree import BUCKETS, DEFAULT_ALGORITHM, Candidates, Profile, Routing, get_algorithm
 from jetspec_jax.tree.profiles import VERSION
 from jetspec_jax.tree.published import TaskRouter
 from jetspec_jax.tree.routing import CLASSES
@@ -50,8 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     # Prompts are decoded one at a time, so copies of the pair have no use.
     add_pair_arguments(parser, prompts=16, max_tokens=128, copies=False)
-    add_round_arguments(parser)
     add = parser.add_argument
+    add("--budget", type=int, default=64, help="nodes of the trees, root included (default: 64)")
+    names, usual = ", ".join(fixed_budget_names()), DEFAULT_ALGORITHM
+    add("--algorithm", default=usual, metavar="NAME", help=f"{names} (default: {usual})")
+    MODELS.add(parser, ["width", "candidates"])
+    add("--temperature", type=float, default=0.0, help="prompt i has seed i (default: 0)")
+    MODELS.add(parser, ["dtype"], dtype="auto")
     add("--nodes", choices=tuple(COUNTS), default="reached", help="nodes that are counted (default: reached)")
     add(
         "--least-nodes",
@@ -70,11 +68,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the table, and writes the profile and its picture."""
-    check_least(arguments, 1, "least_nodes")
     if not 0 <= arguments.least_share <= 1:
         raise ValueError(f"--least-share must lie in 0..1, not {arguments.least_share}")
-    check_numbers(arguments)
-    check_round(arguments)
+    check_numbers(arguments, "least_nodes", "width", "candidates")
+    get_algorithm(arguments.algorithm)
+    check_fixed_budgets("--algorithm", [arguments.algorithm])
+    SamplingParams(temperature=arguments.temperature)
+    # A budget of one node drafts nothing.
+    if not 2 <= arguments.budget <= BUCKETS[-1]:
+        raise ValueError(
+            f"--budget must be in 2..{BUCKETS[-1]} (nodes, root and a draft included), not {arguments.budget}"
+        )
     check_report(arguments)
     settings = TreeSettings(
         arguments.budget, arguments.width, None, arguments.algorithm, arguments.candidates
@@ -124,23 +128,14 @@ def run(arguments: argparse.Namespace) -> int:
         )
     show(title, table_of(counts), notes)
     write_report(arguments.json, profile)
-    from bench.acceptance.plot import draw_profile
-    from bench.common.picture import write_picture
-
-    write_picture(arguments.plot, draw_profile(profile))
+    arguments.draw(arguments.json, arguments.plot)
     return 0
 
 
 def tables(
     rounds: Sequence[TracedRound], *, nodes: str = "reached", least_nodes: int = 1, least_share: float = 0.0
 ) -> dict[str, Any]:
-    """The tables of a profile: for all rounds, and for each class with enough rounds.
-
-    Args:
-        nodes: The nodes that are counted, a key of `COUNTS`.
-        least_nodes: A table ends at the first depth with fewer nodes.
-        least_share: Smaller shares are 0 in the tables of classes.
-    """
+    """The tables of a profile: for all rounds, and for each class with enough rounds."""
     count, classes = COUNTS[nodes], classes_of(rounds)
     histograms = {}
     for i, name in enumerate(CLASSES):

@@ -2,12 +2,13 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from bench.common.floors import Ceilings
+from bench.common.options import check_known, check_least
 from bench.common.programs import UNCOMPILABLE, Job, compile_together
 from bench.common.report import opening_of
 from bench.common.timing import on_gpu
@@ -30,7 +31,6 @@ def compare_jobs(
         jobs: Programs whose results are compared, each [B, N, ...] or a matrix of rows.
         references: The float32 reference of each job.
         tolerances: The largest relative error of each job.
-        title: The progress bar's title.
     """
     verdicts = []
     with Progress(total=3 * len(jobs), desc=title, unit="step") as bar:
@@ -82,22 +82,34 @@ def compare_rows(out: np.ndarray, again: np.ndarray, expected: np.ndarray, toler
     return error, None
 
 
-def all_right(verdicts: Sequence[tuple[Any, str | None]], name: str, seed: int, consequence: str) -> bool:
-    """Whether all comparisons passed; prints the failures to stderr.
-
-    Args:
-        verdicts: Each case and its fault, or None.
-        name: The implementation.
-        seed: The seed of the inputs.
-        consequence: Printed after a failure, as "nothing was timed".
-    """
-    wrong = [(case, problem) for case, problem in verdicts if problem is not None]
-    for case, problem in wrong:
-        print(f"bench: {name} is wrong: {case}: {problem}", file=sys.stderr)
+def all_right(
+    arguments: argparse.Namespace, checks: Sequence[Any], consequence: str = "nothing was timed"
+) -> bool:
+    """Whether no check has a ``problem``; prints those that have one to stderr."""
+    wrong = [check for check in checks if check.problem is not None]
+    for check in wrong:
+        print(f"bench: {arguments.implementation} is wrong: {check}: {check.problem}", file=sys.stderr)
     if wrong:
-        failed = f"{len(wrong)} of {len(verdicts)} comparisons failed, with --seed {seed}"
+        failed = f"{len(wrong)} of {len(checks)} comparisons failed, with --seed {arguments.seed}"
         print(f"bench: {failed}; {consequence}", file=sys.stderr)
     return not wrong
+
+
+def find_shapes(
+    arguments: argparse.Namespace, known: Sequence[Any], usual: Iterable[str], implementations: Sequence[str]
+) -> list[Any]:
+    """Checks the arguments that all operations of ``kernel`` have; returns the shapes.
+
+    Raises:
+        ValueError: A name is unknown, or a number is too small.
+    """
+    by_name = {shape.name: shape for shape in known}
+    arguments.shapes = list(dict.fromkeys(arguments.shapes or usual))
+    check_known("shapes", arguments.shapes, by_name)
+    check_known("dtypes", arguments.dtypes, TOLERANCES)
+    check_known("implementation", [arguments.implementation], implementations)
+    check_least(arguments, 1, "rows", "prefixes", "batch", "repeats")
+    return [by_name[name] for name in arguments.shapes]
 
 
 def report_of(
@@ -119,6 +131,39 @@ def report_of(
         "checks": checks,
         "rows": rows,
     }
+
+
+def tables_of(
+    rows: Sequence[Mapping[str, Any]], shown: Sequence[str]
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A titled table per shape, with the keys of the rows that are shown."""
+    for name in dict.fromkeys(row["shape"] for row in rows):
+        of_shape = [row for row in rows if row["shape"] == name]
+        yield name, [{key.replace("_", " "): row[key] for key in shown} for row in of_shape]
+
+
+def notes_of(report: Mapping[str, Any], reference: str, errors: str, call: str, read: str) -> list[str]:
+    """The comparisons, and the meaning of the figures.
+
+    Args:
+        reference: What the kernel was compared with.
+        errors: The largest errors.
+        call: What was timed.
+        read: What a call must move.
+    """
+    ceilings = report["ceilings"]
+    clock = (
+        "by the GPU's clock, the sum of its kernels; wall: by the host's clock, with launches and gaps"
+        if report["clock"] == "GPU"
+        else "by the host's clock: there is no GPU"
+    )
+    return [
+        f"{len(report['checks'])} comparisons with {reference}, all passed (seed {report['seed']}). "
+        f"Largest {errors}.",
+        f"us: one {call}, {clock}.",
+        f"Floor: {read} at {ceilings['bandwidth'] / 1e9:,.0f} GB/s, or computing at "
+        f"{ceilings['matmul'] / 1e12:,.2f} TFLOP/s, whichever takes longer; both measured here.",
+    ]
 
 
 def _first(where: np.ndarray) -> str:

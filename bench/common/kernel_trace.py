@@ -8,7 +8,7 @@ lines every kernel would count twice. Other devices have no streams, and therefo
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,6 +112,29 @@ def summarise(kernels: Sequence[Kernel], rounds: int) -> dict[str, Any]:
             for name, total in sorted(micros.items(), key=lambda item: -item[1])[:TOP]
         ],
     }
+
+
+def kernel_tables(profile: Mapping[str, Any], name: str) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Titled tables of `summarise`: the kernels by class, and the longest ones."""
+    classes = {
+        **profile["classes"],
+        "(busy)": {"us": profile["busy_us"], "launches": profile["launches"]},
+        "(idle)": {"us": profile["idle_us"], "launches": 0.0},
+    }
+    longest = [
+        {
+            "kernel": part["kernel"][:60],
+            "class": part["class"],
+            "us": part["us"],
+            "launches": part["launches"],
+            "mean us": part["mean_us"],
+        }
+        for part in profile["top"]
+    ]
+    return [
+        (f"Kernels by class of {name}", [{"class": kind, **part} for kind, part in classes.items()]),
+        (f"The longest kernels of {name}", longest),
+    ]
 
 
 def _union(kernels: Iterable[Kernel]) -> float:

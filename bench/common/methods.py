@@ -21,13 +21,7 @@ CHAIN = "chain"
 
 @dataclass(frozen=True)
 class Method:
-    """A way to decode.
-
-    Attributes:
-        name: The name in reports.
-        algorithm: The name of the tree algorithm; None for plain decoding and the chain.
-        settings: The tree settings; a budget of 1 is plain decoding.
-    """
+    """A way to decode; ``algorithm`` is None for plain decoding, which has a budget of 1, and the chain."""
 
     name: str
     algorithm: str | None

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bench.common.methods import check_fixed_budgets, fixed_budget_names
 from bench.common.options import add_switch, best_attention, check_least
 from bench.common.prompts import Prompt, load_prompts
 from bench.common.scene import random_weights
@@ -23,7 +22,7 @@ from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.demo import DEMO
 from jetspec_jax.device.groups import meshes_for, say_unused
 from jetspec_jax.device.mesh import size_of
-from jetspec_jax.tree import BUCKETS, DEFAULT_ALGORITHM, algorithm_names, bucket_for, get_algorithm
+from jetspec_jax.tree import DEFAULT_ALGORITHM, algorithm_names, bucket_for
 from train.data.prompt_sets import FORMS, PROMPT_SETS, PUBLISHED, Part
 
 
@@ -40,7 +39,6 @@ def add_pair_arguments(
     """Adds the options of a pair, its prompts and how they are decoded.
 
     Args:
-        parser: The command's parser.
         prompts: The default number of prompts.
         max_tokens: The default number of tokens per prompt.
         copies: Whether several copies of the pair (data parallelism) can decode the prompts.
@@ -121,24 +119,8 @@ def add_trees_arguments(
     )
 
 
-def add_round_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the tree, the temperature and the type of a command that measures one kind of round."""
-    names = ", ".join(fixed_budget_names())
-    add = parser.add_argument
-    add("--budget", type=int, default=64, help="nodes of the trees, root included (default: 64)")
-    usual = DEFAULT_ALGORITHM
-    add("--algorithm", default=usual, metavar="NAME", help=f"{names} (default: {usual})")
-    MODELS.add(parser, ["width", "candidates"])
-    add("--temperature", type=float, default=0.0, help="prompt i has seed i (default: 0)")
-    MODELS.add(parser, ["dtype"], dtype="auto")
-
-
 def check_numbers(arguments: argparse.Namespace, *numbers: str) -> None:
-    """Checks numbers before anything is loaded.
-
-    Args:
-        arguments: The command line, with `add_pair_arguments`.
-        numbers: Further options whose values must be at least 1.
+    """Checks `add_pair_arguments`, and ``numbers``, further options of at least 1, before anything is loaded.
 
     Raises:
         ValueError: A number is less than 1, or ``skip_prompts`` is negative.
@@ -159,28 +141,8 @@ def check_trees(arguments: argparse.Namespace) -> None:
         SamplingParams(temperature=temperature)
 
 
-def check_round(arguments: argparse.Namespace) -> None:
-    """Checks `add_round_arguments`, except the type, before anything is loaded.
-
-    Raises:
-        ValueError: The algorithm is unknown or chooses budgets, or the temperature, the budget, the width or
-            the number of candidates is out of range. A budget of one node is too small: it drafts nothing.
-    """
-    check_least(arguments, 1, "width", "candidates")
-    get_algorithm(arguments.algorithm)
-    check_fixed_budgets("--algorithm", [arguments.algorithm])
-    SamplingParams(temperature=arguments.temperature)
-    if not 2 <= arguments.budget <= BUCKETS[-1]:
-        raise ValueError(
-            f"--budget must be in 2..{BUCKETS[-1]} (nodes, root and a draft included), not {arguments.budget}"
-        )
-
-
 def read_prompts(arguments: argparse.Namespace) -> list[Prompt]:
-    """Reads the prompts.
-
-    Args:
-        arguments: The command line, with `add_pair_arguments`; a default ``num_prompts`` is filled in.
+    """Reads the prompts of `add_pair_arguments`, and fills in a default ``num_prompts``.
 
     Raises:
         FileNotFoundError: A file is missing, or a set cannot be loaded.
@@ -200,11 +162,9 @@ def load_pair(
     *,
     one_device: bool = False,
 ) -> Pair:
-    """Loads the models.
+    """Loads the models of `add_pair_arguments`.
 
     Args:
-        arguments: The command line, with `add_pair_arguments`.
-        dtype: The type of the weights.
         settings: Trees that the pair must be able to grow.
         one_device: Whether to ignore the numbers of devices in ``arguments``.
 

@@ -19,14 +19,7 @@ Row = Mapping[str, Any]
 Report = Mapping[str, Any]
 # The colours of Okabe and Ito, which remain distinct for colour-blind readers, without yellow: it is too pale
 # on white.
-BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = COLOURS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",
-)
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 GREY = "#666666"
 # Font sizes in points: a figure's title, its subtitle, and its note.
 TITLE, ABOUT, NOTE = 12, 9, 8
@@ -38,9 +31,7 @@ def empty_figure(width: float, height: float, title: str, about: str, note: str 
     """A figure with its texts, and room for panels between them.
 
     Args:
-        width: The figure's width in inches.
-        height: The figure's height in inches.
-        title: What the figure shows.
+        width: In inches, like ``height``.
         about: What was measured, and on which device; a subtitle in smaller type.
         note: What the reader must know to interpret the figure; below all panels.
     """
@@ -105,16 +96,11 @@ def grid_of(
     height: float,
     **shared: Any,
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with a grid of titled panels.
+    """A figure with a grid of panels titled by ``names``; for its texts see `empty_figure`.
 
     Args:
-        names: The panels' titles.
-        title: See `empty_figure`.
-        about: See `empty_figure`.
-        note: See `empty_figure`.
         columns: The most panels in a row.
-        width: A panel's width in inches.
-        height: A panel's height in inches.
+        width: A panel's width in inches, like ``height``.
         shared: Passed to `Figure.subplots`.
     """
     columns = min(columns, len(names))

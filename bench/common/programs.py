@@ -71,15 +71,7 @@ class Program:
 
 
 def compile_together(jobs: Sequence[Job], step: Callable[[], object]) -> list[Any]:
-    """Compiles functions for their arguments, in parallel.
-
-    Args:
-        jobs: Functions and their arguments.
-        step: Called after each program.
-
-    Returns:
-        The program of each job, or the error if it could not be compiled.
-    """
+    """The program of each job, or the error if it could not be compiled; ``step`` is called after each."""
 
     def compiled(job: Job) -> Any:
         function, arguments = job
@@ -102,11 +94,9 @@ def time_together(
     """Times chains of layers in interleaved bursts.
 
     Args:
-        jobs: The chains.
         layers: The number of layers in each.
         counted: For each chain, a part of the names of the kernels that count; None counts all.
         repeats: Bursts timed by the host's clock.
-        title: The progress bar's title.
     """
     with Progress(total=len(jobs) * (2 + repeats), desc=title, unit="step") as bar:
         programs = []

@@ -5,9 +5,9 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import flax
 import jax
@@ -18,11 +18,8 @@ from rich.table import Table
 import jetspec_jax
 from jetspec_jax.checkpoint.files import check_writable, write_json
 
-if TYPE_CHECKING:  # matplotlib is imported when a picture is drawn
-    from matplotlib.figure import Figure
-
 # Arguments without influence on what is measured: paths, what is shown, and the default number of prompts.
-_PLACES = ("usual_prompts", "run", "resume", "compilation_cache", "json", "plot", "table")
+_PLACES = ("usual_prompts", "run", "draw", "resume", "compilation_cache", "json", "plot", "table")
 # Options whose value is yes or no; other yes and no are switches.
 _ANSWERED = ("fp8_activations",)
 # Options that are repeated for each value.
@@ -139,18 +136,14 @@ def publish(
     report: Mapping[str, Any],
     tables: Iterable[tuple[str, Sequence[Mapping[str, Any]]]],
     notes: Sequence[str] = (),
-    draw: "Callable[[Mapping[str, Any]], Figure] | None" = None,
     *,
     title: str = "",
 ) -> None:
-    """Prints the tables, writes the report with its notes, and draws its picture.
+    """Prints the title, the tables and the notes, writes the report, and draws it if it has a picture.
 
     Args:
         arguments: The command line, checked by `check_report`.
         tables: At least one, each a title and rows; the notes are printed below the last.
-        notes: What a reader of the figures must know.
-        draw: Draws the report.
-        title: Printed above the tables.
     """
     if title:
         print(f"\n{title}")
@@ -159,10 +152,8 @@ def publish(
         show(*other)
     show(heading, rows, notes)
     write_report(arguments.json, {**report, "notes": notes})
-    if draw is not None:
-        from bench.common.picture import write_picture
-
-        write_picture(arguments.plot, draw(report))
+    if "plot" in arguments:
+        arguments.draw(arguments.json, arguments.plot)
 
 
 def measured_on(report: Mapping[str, Any]) -> str:

@@ -18,14 +18,7 @@ TASK_OF_SET = "set"
 
 @dataclass(frozen=True)
 class Workload:
-    """The requests of one temperature.
-
-    Attributes:
-        prompts: The prompts.
-        ids: Their token ids.
-        params: Their sampling parameters.
-        routing: Their hints for algorithms that route.
-    """
+    """The requests of one temperature: prompts, their token ids, parameters, and hints for routers."""
 
     prompts: list[Prompt]
     ids: list[list[int]]

@@ -8,7 +8,6 @@ report is written after each run of a group. ``--resume`` measures the methods w
 
 import argparse
 import itertools
-from typing import Any
 
 from bench.common.given_profile import describe_profile
 from bench.common.methods import PLAIN_METHOD, choose_algorithms, choose_methods
@@ -54,12 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, prints the tables, and writes the JSON and the plot.
-
-    Raises:
-        FileNotFoundError: A checkpoint, the prompts or the profile are missing.
-        ValueError: A setting or a prompt is invalid, or the report to continue has other settings.
-    """
+    """Measures, prints the tables, and writes the JSON and the plot."""
     check_numbers(arguments, "width", "candidates", "repeats", "batch")
     check_trees(arguments)
     check_report(arguments)
@@ -110,16 +104,10 @@ def run(arguments: argparse.Namespace) -> int:
                 write_json(arguments.json, report)
             done.update(method.name for method in group)
     finish_report(report)
-    _publish(report, arguments)
-    return 0
-
-
-def _publish(report: dict[str, Any], arguments: argparse.Namespace) -> None:
-    from bench.decode.plot import draw_decode
-
     given = report["arguments"]
     title = (
         f"{given['target']}: {given['num_prompts']} prompts of {given['prompts']} x {given['max_tokens']} "
         f"tokens, batch {given['batch']}, {measured_on(report)}"
     )
-    publish(arguments, report, tables_of(report["rows"]), report["notes"], draw_decode, title=title)
+    publish(arguments, report, tables_of(report["rows"]), report["notes"], title=title)
+    return 0

@@ -67,10 +67,8 @@ class Bench:
         """Compiles nothing yet.
 
         Args:
-            head: The draft head.
             works: The workload of each temperature.
             batch: The most prompts that each copy of the models decodes at once.
-            implementation: The implementation of tree attention.
             together: Whether the device holds the stores of all methods at once, and methods alternate after
                 a few prompts. Otherwise one method at a time decodes all prompts.
         """

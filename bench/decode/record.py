@@ -18,11 +18,7 @@ _WORDS = ("command", "ignore_config_key", "profile")
 
 
 def begin_report(arguments: argparse.Namespace, about: Mapping[str, Any]) -> dict[str, Any]:
-    """A report without rows, or the report to resume.
-
-    Args:
-        arguments: The command line.
-        about: The keys of `describe_pair` and `describe_profile`.
+    """A report without rows, or the report to resume; ``about`` describes the pair and the profile.
 
     Raises:
         ValueError: The report to resume has other settings, or another machine.
@@ -36,8 +32,7 @@ def begin_report(arguments: argparse.Namespace, about: Mapping[str, Any]) -> dic
     given = report["arguments"]
     if not (arguments.resume and arguments.json.is_file()):
         return report
-    # Older reports lack the number of devices, which was one.
-    old = {"devices": 1, **read_json(arguments.json)}
+    old = read_json(arguments.json)
     # Values are compared in JSON's form, where a tuple is a list.
     for name, ours, theirs in [
         *((key, value, old.get(key)) for key, value in report.items() if not isinstance(value, dict | list)),

@@ -102,9 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"attention {arguments.implementation}, {measured_on(report)}"
     )
     notes = [*notes_of(rows), *agreement_notes(report["agreement"]), *profile_notes(report)]
-    from bench.exactness.plot import draw_ledger
-
-    publish(arguments, report, tables_of(title, rows, entries), notes, draw_ledger)
+    publish(arguments, report, tables_of(title, rows, entries), notes)
     return 1 if agreement.unequal or any(row["mistakes"] for row in rows) else 0
 
 

@@ -18,14 +18,7 @@ from jetspec_jax.inspect.agreement import WatchedEngine, unequal
 
 @dataclass
 class Agreement:
-    """A comparison of the arrays that must be equal on all devices that share a model.
-
-    Attributes:
-        devices: The number of devices.
-        arrays: The largest number of arrays.
-        launches: The number of launches after which arrays were compared.
-        unequal: The arrays that differed after any launch.
-    """
+    """A comparison, after each launch, of the arrays that must be equal on all devices that share a model."""
 
     devices: int = 1
     arrays: int = 0
@@ -56,16 +49,7 @@ def decode(
     implementation: str | None,
     agreement: Agreement,
 ) -> list[Completion]:
-    """Completions of the prompts.
-
-    Args:
-        target: The target and its copies.
-        head: The draft head; None is plain decoding.
-        work: The prompts.
-        max_slots: The most prompts that each copy decodes at once.
-        implementation: The implementation of tree attention.
-        agreement: Compares the devices after every launch.
-    """
+    """Completions of the prompts, ``max_slots`` at a time on each copy; without a head by plain decoding."""
     models = target.config, None if head is None else head.config
     served = {"slots": max_slots, "implementation": implementation, "mesh": target.mesh}
     plan = plan_engine(*models, settings, target.dtype, **served)

@@ -27,12 +27,7 @@ def divergences_of(
 ) -> list[dict[str, Any]]:
     """An entry for the first difference of each output that is not plain decoding's.
 
-    Args:
-        target: The target, whose logits give the gap at the difference.
-        work: The prompts.
-        outputs: The outputs of trees.
-        plain: The outputs of plain decoding.
-        judged: Whether a difference is judged as a tie or a mistake; else the verdict is None.
+    The target's logits give the gap there. Without ``judged`` the verdict is None.
     """
     entries, words = [], detokenizer_of(target.tokenizer)
     pairs = zip(work.prompts, work.ids, work.params, outputs, plain, strict=True)
@@ -53,14 +48,7 @@ def divergences_of(
 def total(
     work: Workload, outputs: Sequence[Completion], entries: Sequence[Row], *, judged: bool
 ) -> dict[str, Any]:
-    """The totals of one method.
-
-    Args:
-        work: The prompts.
-        outputs: The method's outputs.
-        entries: Their differences from plain decoding.
-        judged: Whether differences were judged; else ties and mistakes are None.
-    """
+    """The totals of one method; without ``judged``, ties and mistakes are None."""
     parted = {entry["prompt"]: entry["position"] for entry in entries}
     ties = sum(entry["verdict"] == "tie" for entry in entries)
     rounds = sum(output.rounds for output in outputs)

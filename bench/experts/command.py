@@ -6,19 +6,18 @@ experts once.
 """
 
 import argparse
-import secrets
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from bench.common.comparison import TOLERANCES, all_right, report_of
+from bench.common.comparison import all_right, find_shapes, notes_of, report_of
 from bench.common.floors import Ceilings, measure_ceilings
-from bench.common.options import check_known, check_least
-from bench.common.report import check_report, publish
+from bench.common.options import check_known
+from bench.common.report import check_report, measured_on, publish
 from bench.experts.cases import GROUPED, STORED, ExpertWeights, experts_by, random_layer
 from bench.experts.check import check_choices, check_experts
-from bench.experts.report import notes_of, tables_of, title_of
+from bench.experts.report import tables_of
 from bench.experts.speed import time_shape
 from pallas_kernels.expert_choice import ExpertChoice, RouterRule
 from pallas_kernels.expert_mlp import implementations
@@ -35,8 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     shapes = _shapes(arguments)
     arguments.json = arguments.json or Path("results/experts.json")
     check_report(arguments)
-    seed = arguments.seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
-    dtype, names = arguments.dtypes[0], list(dict.fromkeys([arguments.implementation, *arguments.baselines]))
+    seed, dtype = arguments.seed, arguments.dtypes[0]
+    names = list(dict.fromkeys([arguments.implementation, *arguments.baselines]))
     ceilings: Ceilings | None = None
     checks, rows = [], []
     for shape in shapes:
@@ -46,8 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
             layer = random_layer(shape, compared, arguments.weights)
             found += check_experts(shape, layer, compared, counts, arguments.implementation, seed)
             del layer  # frees gigabytes before the next layer is made
-        verdicts = [(check, check.problem) for check in found]
-        if not all_right(verdicts, arguments.implementation, seed, f"{shape.name} was not timed"):
+        if not all_right(arguments, found, f"{shape.name} was not timed"):
             return 1
         checks += found
         ceilings = ceilings or measure_ceilings(jnp.dtype(dtype), arguments.repeats)
@@ -58,9 +56,17 @@ def run(arguments: argparse.Namespace) -> int:
     assert ceilings is not None
     entries = [check._asdict() for check in checks]
     report = report_of(arguments, "experts", ceilings, entries, rows) | {"weights": arguments.weights}
-    from bench.experts.plot import draw_experts
-
-    publish(arguments, report, tables_of(rows), notes_of(report), draw_experts, title=title_of(report))
+    worst: dict[tuple[str, str], float] = {}
+    for check in checks:
+        key = check.operation, check.dtype
+        worst[key] = max(worst.get(key, 0.0), check.relative_error)
+    largest = ", ".join(f"{error:.1e} of {name} in {dtype}" for (name, dtype), error in worst.items())
+    errors = f"relative error of a row: {largest}"
+    read = "the tokens' experts (their mean number is the column experts) read once"
+    notes = notes_of(report, "the references in float32", errors, "call", read)
+    weights = "" if arguments.weights == "plain" else f" in {arguments.weights}"
+    title = f"experts of a layer{weights} by {arguments.implementation}, {measured_on(report)}"
+    publish(arguments, report, tables_of(rows), notes, title=title)
     return 0
 
 
@@ -70,20 +76,15 @@ def _shapes(arguments: argparse.Namespace) -> list[ExpertShape]:
     Raises:
         ValueError: An argument is out of range or belongs to tree attention, or an implementation cannot run.
     """
-    known = {shape.name: shape for shape in SHAPES}
-    arguments.shapes = arguments.shapes or list(DEFAULT_SHAPES)
+    shapes = find_shapes(arguments, SHAPES, DEFAULT_SHAPES, implementations())
     if arguments.baselines is None:
         arguments.baselines = list(BASELINES[: 2 if arguments.weights == "plain" else 1])
-    check_known("shapes", arguments.shapes, known)
-    check_known("dtypes", arguments.dtypes, TOLERANCES)
-    check_known("implementation", [arguments.implementation], implementations())
     check_known("baselines", arguments.baselines, BASELINES)
     check_known("weights", [arguments.weights], STORED)
     if arguments.weights != "plain" and not GROUPED.keys().isdisjoint(arguments.baselines):
         raise ValueError(f"--weights {arguments.weights} does not go with {', '.join(GROUPED)}")
     if arguments.prefixes or arguments.batch != 1 or arguments.tune or arguments.again:
         raise ValueError("--operation experts has no --prefixes, --batch, --tune and --again")
-    check_least(arguments, 1, "repeats", "rows")
     tiny = ExpertShape("tiny", 4, 32, 16, RouterRule(2))
     for name in (arguments.implementation, *arguments.baselines):
         call = ExpertWeights(jnp.zeros((4, 32, 2, 16)), jnp.zeros((4, 16, 32)), None, None)
@@ -93,4 +94,4 @@ def _shapes(arguments: argparse.Namespace) -> list[ExpertShape]:
             jax.eval_shape(experts_by(tiny, name), call, jnp.zeros((3, 32)), choice)
         except (NotImplementedError, ImportError) as error:
             raise ValueError(f"{name}: {error}") from None
-    return [known[name] for name in dict.fromkeys(arguments.shapes)]
+    return shapes

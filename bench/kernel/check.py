@@ -19,30 +19,18 @@ LONG_ROWS = 16
 
 
 class AttentionCheck(NamedTuple):
-    """A call that is compared with the reference."""
+    """A comparison with the reference, the largest relative error of a row, and the fault or None."""
 
     shape: AttentionShape
     dtype: str
     rows: int
     lengths: tuple[int, ...]
+    relative_error: float = 0.0
+    problem: str | None = None
 
     def __str__(self) -> str:
         lengths = " ".join(map(str, self.lengths))
         return f"{self.shape.name}, {self.dtype}, {self.rows} rows, prefixes of {lengths}"
-
-
-class Outcome(NamedTuple):
-    """The result of a comparison.
-
-    Attributes:
-        check: The compared call.
-        error: The largest relative error of a row.
-        problem: The fault, or None.
-    """
-
-    check: AttentionCheck
-    error: float
-    problem: str | None
 
 
 def checks_of(
@@ -65,7 +53,9 @@ def checks_of(
                 yield AttentionCheck(shape, dtype, few[-1 - i % len(few)], (length,))
 
 
-def run_checks(checks: Sequence[AttentionCheck], implementation: str, seed: int, title: str) -> list[Outcome]:
+def run_checks(
+    checks: Sequence[AttentionCheck], implementation: str, seed: int, title: str
+) -> list[AttentionCheck]:
     """Compares an implementation with the XLA reference in float32, on inputs drawn for each check."""
     seeds = np.random.SeedSequence(seed).spawn(len(checks))
     jobs, references = [], []
@@ -76,7 +66,10 @@ def run_checks(checks: Sequence[AttentionCheck], implementation: str, seed: int,
         references.append((_reference_of(check.shape), (call,)))
     tolerances = [TOLERANCES[check.dtype] for check in checks]
     verdicts = compare_jobs(jobs, references, tolerances, title)
-    return [Outcome(check, *verdict) for check, verdict in zip(checks, verdicts, strict=True)]
+    return [
+        check._replace(relative_error=error, problem=problem)
+        for check, (error, problem) in zip(checks, verdicts, strict=True)
+    ]
 
 
 def _reference_of(shape: AttentionShape) -> Attend:

@@ -11,22 +11,21 @@ must compute at the measured matmul rate, whichever takes longer.
 
 import argparse
 import secrets
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.common.comparison import TOLERANCES, all_right, report_of
+from bench.common.comparison import TOLERANCES, all_right, find_shapes, notes_of, report_of, tables_of
 from bench.common.floors import measure_ceilings
-from bench.common.options import add_switch, check_known, check_least
-from bench.common.report import check_report, opening_of, publish
+from bench.common.options import add_switch
+from bench.common.report import check_report, measured_on, opening_of, publish
 from bench.experts import command as experts
 from bench.experts.cases import STORED
 from bench.kernel.cases import attend_by, ragged_call
-from bench.kernel.check import ROWS, Outcome, checks_of, run_checks
-from bench.kernel.report import check_row, notes_of, row_of, tables_of, title_of
+from bench.kernel.check import ROWS, AttentionCheck, checks_of, run_checks
+from bench.kernel.report import SHOWN, row_of
 from bench.kernel.speed import AttentionCase, time_shape
 from bench.kernel.tuning_run import TUNED, tune
 from bench.matmul import command as matmul
@@ -93,6 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compares, measures, prints the table, and writes the JSON and the plot; or tunes."""
+    if arguments.seed is None:
+        arguments.seed = secrets.randbits(32)
     if arguments.operation == "experts":
         arguments.weights = arguments.weights or "plain"
         return experts.run(arguments)
@@ -115,10 +116,12 @@ def run(arguments: argparse.Namespace) -> int:
             json_path=arguments.json,
             opening=opening_of("kernel", arguments),
         )
-    seed = arguments.seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
-    outcomes = _compare(arguments, shapes, seed)
-    verdicts = [(outcome.check, outcome.problem) for outcome in outcomes]
-    if not all_right(verdicts, arguments.implementation, seed, "nothing was timed"):
+    checks: list[AttentionCheck] = []
+    for i, shape in enumerate(shapes):
+        rows, prefixes = arguments.rows or ROWS, arguments.prefixes or shape.prefixes
+        planned = list(checks_of(shape, arguments.dtypes, rows, prefixes))
+        checks += run_checks(planned, arguments.implementation, arguments.seed + i, f"check {shape.name}")
+    if not all_right(arguments, checks):
         return 1
 
     dtype = arguments.dtypes[0]
@@ -132,12 +135,22 @@ def run(arguments: argparse.Namespace) -> int:
         ]
         times = time_shape(cases, names, arguments.repeats)
         for case in cases:
-            reference = times.get((case, "xla")) if len(names) > 1 else None
-            rows.append(row_of(case, names[0], times[case, names[0]], reference, ceilings))
-    report = report_of(arguments, "kernel", ceilings, [check_row(outcome) for outcome in outcomes], rows)
-    from bench.kernel.plot import draw_kernels
-
-    publish(arguments, report, tables_of(rows), notes_of(report), draw_kernels, title=title_of(report))
+            rows.append(row_of(case, names[0], times[case, names[0]], times[case, "xla"], ceilings))
+    entries = [
+        {**check._asdict(), "shape": check.shape.name, "tolerance": TOLERANCES[check.dtype]}
+        for check in checks
+    ]
+    worst = ", ".join(
+        f"{max(check.relative_error for check in checks if check.dtype == name):.1e} in {name} "
+        f"({TOLERANCES[name]:.0e} allowed)"
+        for name in arguments.dtypes
+    )
+    report = report_of(arguments, "kernel", ceilings, entries, rows)
+    errors = f"relative error of a row: {worst}"
+    moved = "keys, values, queries and output moved once"
+    notes = notes_of(report, "the reference in float32", errors, "layer", moved)
+    title = f"tree attention by {arguments.implementation}, batch {arguments.batch}, {measured_on(report)}"
+    publish(arguments, report, tables_of(rows, SHOWN), notes, title=title)
     return 0
 
 
@@ -147,19 +160,13 @@ def _shapes(arguments: argparse.Namespace) -> list[AttentionShape]:
     Raises:
         ValueError: An argument is out of range, or the implementation cannot run here.
     """
-    known = {shape.name: shape for shape in SHAPES}
-    arguments.shapes = arguments.shapes or list(known)
     if arguments.baselines is not None:
         raise ValueError("--baselines is for --operation experts: tree attention is timed beside xla")
-    check_known("shapes", arguments.shapes, known)
-    check_known("dtypes", arguments.dtypes, TOLERANCES)
-    check_known("implementation", [arguments.implementation], implementations())
-    check_least(arguments, 1, "rows", "prefixes", "batch", "repeats")
-    for option in ("shapes", "rows", "prefixes", "dtypes"):
+    shapes = find_shapes(arguments, SHAPES, [shape.name for shape in SHAPES], implementations())
+    for option in ("rows", "prefixes", "dtypes"):
         # Without repetitions, in the given order.
         if getattr(arguments, option):
             setattr(arguments, option, list(dict.fromkeys(getattr(arguments, option))))
-    shapes = [known[name] for name in arguments.shapes]
     name = "pallas_triton" if arguments.tune else arguments.implementation
     for shape in shapes:
         call = ragged_call(np.random.default_rng(0), shape, 1, (1,), np.dtype(np.float32))
@@ -169,12 +176,3 @@ def _shapes(arguments: argparse.Namespace) -> list[AttentionShape]:
         except NotImplementedError as error:
             raise ValueError(f"--implementation {name}: {error}") from None
     return shapes
-
-
-def _compare(arguments: argparse.Namespace, shapes: Sequence[AttentionShape], seed: int) -> list[Outcome]:
-    outcomes = []
-    for i, shape in enumerate(shapes):
-        prefixes = arguments.prefixes or shape.prefixes
-        checks = list(checks_of(shape, arguments.dtypes, arguments.rows or ROWS, prefixes))
-        outcomes += run_checks(checks, arguments.implementation, seed + i, f"check {shape.name}")
-    return outcomes

@@ -94,13 +94,7 @@ def pages_read(case: AttentionCase, implementation: str) -> int:
 def time_shape(
     cases: Sequence[AttentionCase], implementations: Sequence[str], repeats: int
 ) -> dict[tuple[AttentionCase, str], LayerTime]:
-    """Times all cases of one shape by each implementation.
-
-    Args:
-        cases: The cases of one shape.
-        implementations: The implementations' names.
-        repeats: Interleaved bursts timed by the host's clock.
-    """
+    """Times all cases of one shape by each implementation; ``repeats`` bursts by the host's clock."""
     keys = [(case, name) for case in cases for name in implementations]
     jobs = [
         (partial(chain, attend_by(case.shape, name)), arguments)

@@ -17,7 +17,6 @@ tokens must be those of plain decoding without load.
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -34,18 +33,18 @@ from bench.common.shapes import SHAPES, find_pair_shape
 from bench.load import traffic, waits
 from bench.load.arrivals import Lengths, random_prompts
 from bench.load.driving import Load
-from bench.load.report import TITLES, notes_of, tables_of
+from bench.load.report import PARTS, notes_of, tables_of
 from jetspec_jax import SamplingParams, enable_compilation_cache
 from jetspec_jax.checkpoint.files import write_json
 from jetspec_jax.checkpoint.source import resolve_dtype
 from jetspec_jax.cli.options import MODELS
+from jetspec_jax.config import read_json
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.demo import DEMO
 from jetspec_jax.progress import Progress
 from jetspec_jax.tree import bucket_for
 from pallas_kernels.tree_attention import implementations
 
-PARTS = tuple(TITLES)
 #: The default parts: those of one model, and the demo pair's.
 USUAL_PARTS = tuple(part for part in PARTS if part != "traffic")
 # Defaults by whether there is a GPU: a published shape there, and a small one on a CPU.
@@ -55,8 +54,6 @@ _USUAL = {
         "prompts": ["512", "2048", "4096", "8192", "8x1024"],
         "long_prompt": 16384,
         "shared_tokens": 4096,
-        "slots": 64,
-        "host_slots": [1, 8, 32, 64],
         "buckets_up_to": 128,
         "least_nodes": 2,
         "concurrency": [1, 2, 4, 8, 16, 32, 64],
@@ -67,8 +64,6 @@ _USUAL = {
         "prompts": ["256", "4x128"],
         "long_prompt": 1024,
         "shared_tokens": 512,
-        "slots": 64,
-        "host_slots": [1, 8, 32, 64],
         "buckets_up_to": 16,
         "least_nodes": 8,
         "concurrency": [1, 4],
@@ -93,8 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompts", nargs="+", metavar="N", help="prompts of prefill: 2048 is one prompt, 8x1024 are eight")
     add("--long-prompt", type=int, help="tokens of the long prompt of gaps")
     add("--shared-tokens", type=int, help="tokens of the prefix of shared; a multiple of 64")
-    add("--slots", type=int, help="slots in host")
-    add("--host-slots", type=int, nargs="+", help="numbers of decoding slots in host")
+    add("--slots", type=int, default=64, help="slots in host (default: 64)")
+    usual = [1, 8, 32, 64]
+    add("--host-slots", type=int, nargs="+", default=usual, help="numbers of decoding slots in host")
     add("--buckets-up-to", type=int, help="most nodes of a tree of auto")
     add("--least-nodes", type=int, help="fewest nodes of these trees (default: 2 on a GPU, else 8)")
     add("--concurrency", type=int, nargs="+", help="concurrent requests in traffic and demo")
@@ -148,7 +144,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the tables, and writes the JSON and the plot.
 
     Raises:
-        ValueError: A setting is invalid, or the report to resume has other settings.
         RuntimeError: A method does not give plain decoding's tokens.
     """
     _check(arguments)
@@ -169,10 +164,8 @@ def run(arguments: argparse.Namespace) -> int:
             report["notes"] = notes_of(report["parts"])
             write_json(arguments.json, report)
             bar.update()
-    from bench.load.plot import draw_load
-
     title = f"{arguments.shape}, {measured_on(report)}"
-    publish(arguments, report, tables_of(report["parts"]), report["notes"], draw_load, title=title)
+    publish(arguments, report, tables_of(report["parts"]), report["notes"], title=title)
     return 0
 
 
@@ -227,8 +220,7 @@ def _begin(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     if not (arguments.resume and arguments.json.exists()):
         return report
-    kept = json.loads(arguments.json.read_text(encoding="utf-8"))
-    kept.setdefault("target", DEMO)
+    kept = read_json(arguments.json)
     for name in ("benchmark", "shape", "target", "dtype", "device", "jax"):
         if kept.get(name) != report[name]:
             raise ValueError(f"--resume: {name} of {arguments.json} is {kept.get(name)}, not {report[name]}")
@@ -253,17 +245,6 @@ def check(arguments: argparse.Namespace) -> int:
     return traffic.check_outputs(pair, [trees], prompts, 256)
 
 
-def methods_of(arguments: argparse.Namespace, block_size: int) -> list[Method]:
-    """The methods of traffic: plain decoding, the chain, "auto", and fixed trees."""
-    auto = TreeSettings(arguments.buckets_up_to, algorithm=AUTO)
-    return [
-        PLAIN_METHOD,
-        Method("chain", None, TreeSettings(block_size, 1)),
-        Method(AUTO, AUTO, auto),
-        *(Method(f"tree {budget}", None, TreeSettings(budget)) for budget in arguments.budgets),
-    ]
-
-
 class Measured:
     """Measures the parts, each by the method of its name. Engines are made when needed, one at a time."""
 
@@ -275,58 +256,37 @@ class Measured:
     def _pair(self) -> Pair:
         return random_pair(self._given.shape, resolve_dtype(self._given.dtype))
 
+    @cached_property
+    def _real(self) -> Pair:
+        return load_pair(self._given, self._given.dtype)
+
     @property
     def _rng(self) -> np.random.Generator:
         return np.random.default_rng(self._given.seed)
 
-    def _load(self, kind: str, make: Callable[[], Load]) -> Load:
+    def _close(self) -> None:
+        for load in self._loads.values():
+            load.close()
+        self._loads.clear()
+
+    def _load(self, kind: str, pair: Pair, settings: TreeSettings, **plan: Any) -> Load:
         """The engine of a kind; any other engine is closed first."""
         if kind not in self._loads:
-            for load in self._loads.values():
-                load.close()
-            self._loads.clear()
-            self._loads[kind] = make()
+            self._close()
+            self._loads[kind] = Load(pair, settings, implementation=self._given.implementation, **plan)
         return self._loads[kind]
 
     @property
     def _waiting(self) -> Load:
         """The engine that measures latency: few slots and long prompts."""
-        given = self._given
-        return self._load(
-            "waits",
-            lambda: Load(
-                self._pair,
-                TreeSettings(_NODES, algorithm=AUTO),
-                slots=_BESIDE,
-                capacity=longest(given),
-                implementation=given.implementation,
-                live=(1,),
-                least_nodes=_NODES,
-            ),
-        )
-
-    @property
-    def _crowded(self) -> Load:
-        """The engine with many slots."""
-        given = self._given
-        return self._load(
-            "many",
-            lambda: Load(
-                self._pair,
-                TreeSettings(bucket_for(given.buckets_up_to), algorithm=AUTO),
-                slots=given.slots,
-                capacity=_CROWDED_CAPACITY,
-                implementation=given.implementation,
-                least_nodes=given.least_nodes,
-            ),
-        )
+        settings, capacity = TreeSettings(_NODES, algorithm=AUTO), longest(self._given)
+        plan = {"slots": _BESIDE, "capacity": capacity, "live": (1,), "least_nodes": _NODES}
+        return self._load("waits", self._pair, settings, **plan)
 
     def prefill(self, step: Callable[[str], None]) -> Any:
         """See `bench.load.waits.measure_prefill`."""
-        step("compile")
-        load, prompts = self._waiting, [waits.parse_prompts(text) for text in self._given.prompts]
-        step("measure")
-        return waits.measure_prefill(load, prompts, self._given.repeats, self._rng)
+        prompts = [waits.parse_prompts(text) for text in self._given.prompts]
+        return waits.measure_prefill(self._waiting, prompts, self._given.repeats, self._rng)
 
     def ttft(self, step: Callable[[str], None]) -> Any:
         """See `bench.load.waits.measure_first_tokens`."""
@@ -344,10 +304,17 @@ class Measured:
 
     def host(self, step: Callable[[str], None]) -> Any:
         """See `bench.load.waits.measure_host`."""
-        step("compile")
-        load = self._crowded
-        step("measure")
-        return waits.measure_host(load, self._given.host_slots, self._given.count, self._rng)
+        given = self._given
+        settings = TreeSettings(bucket_for(given.buckets_up_to), algorithm=AUTO)
+        plan = {"slots": given.slots, "capacity": _CROWDED_CAPACITY, "least_nodes": given.least_nodes}
+        load = self._load("many", self._pair, settings, **plan)
+        return waits.measure_host(load, given.host_slots, given.count, self._rng)
+
+    def structured(self, step: Callable[[str], None]) -> Any:
+        """See `bench.load.waits.measure_structured`."""
+        capacity = self._real.target.config.max_position_embeddings
+        load = self._load("structured", self._real, TreeSettings(_NODES), slots=_BESIDE, capacity=capacity)
+        return waits.measure_structured(load, _BESIDE - 1, self._given.repeats, self._rng)
 
     def traffic(self, step: Callable[[str], None]) -> Any:
         """See `bench.load.traffic.measure_traffic`."""
@@ -358,34 +325,11 @@ class Measured:
 
     def demo(self, step: Callable[[str], None]) -> Any:
         """Like `traffic`, with the given pair and the demo's prompts."""
-        pair = self._real
-        prompts = encode_prompts(pair.target, load_prompts(DEMO)[: self._given.num_prompts], {})
-        return self._traffic(pair, prompts, step)
-
-    def structured(self, step: Callable[[str], None]) -> Any:
-        """See `bench.load.waits.measure_structured`."""
-        step("compile")
-        load = self._load(
-            "structured",
-            lambda: Load(
-                self._real,
-                TreeSettings(_NODES),
-                slots=_BESIDE,
-                capacity=self._real.target.config.max_position_embeddings,
-                implementation=self._given.implementation,
-            ),
-        )
-        step("measure")
-        return waits.measure_structured(load, _BESIDE - 1, self._given.repeats, self._rng)
-
-    @cached_property
-    def _real(self) -> Pair:
-        return load_pair(self._given, self._given.dtype)
+        prompts = encode_prompts(self._real.target, load_prompts(DEMO)[: self._given.num_prompts])
+        return self._traffic(self._real, prompts, step)
 
     def _traffic(self, pair: Pair, prompts: list[list[int]], step: Callable[[str], None]) -> Any:
-        for load in self._loads.values():
-            load.close()
-        self._loads.clear()
+        self._close()
         given, rng = self._given, self._rng
         outputs = Lengths.parse(given.output_tokens).draw(len(prompts), rng, 256)
         requests = [
@@ -395,19 +339,11 @@ class Measured:
             )
             for number, (prompt, most) in enumerate(zip(prompts, outputs, strict=True))
         ]
-        need = max(len(prompt) + (params.max_tokens or 0) for prompt, params in requests)
-        return traffic.measure_traffic(
-            pair,
-            methods_of(given, pair.head.config.block_size),
-            requests,
-            concurrency=given.concurrency,
-            rates=given.rates,
-            repeats=given.repeats,
-            capacity=-(-need // 64) * 64,
-            least_nodes=given.least_nodes,
-            implementation=given.implementation,
-            seed=given.seed,
-            warm_up_seconds=given.warm_up_seconds,
-            seconds=given.seconds,
-            step=step,
-        )
+        auto = TreeSettings(given.buckets_up_to, algorithm=AUTO)
+        methods = [
+            PLAIN_METHOD,
+            Method("chain", None, TreeSettings(pair.head.config.block_size, 1)),
+            Method(AUTO, AUTO, auto),
+            *(Method(f"tree {budget}", None, TreeSettings(budget)) for budget in given.budgets),
+        ]
+        return traffic.measure_traffic(pair, methods, requests, given, step)

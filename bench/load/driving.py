@@ -22,11 +22,9 @@ from jetspec_jax.engine.request import Request
 
 @dataclass(eq=False)
 class TimedRequest:
-    """A request and the times of its tokens, in seconds after the start of the clock.
+    """A request and the times of its arrival and tokens, in seconds after the start of the clock.
 
     Attributes:
-        due: The arrival time.
-        request: The request.
         deliveries: The time and the number of tokens so far, for every delivery of tokens.
     """
 
@@ -42,11 +40,6 @@ class TimedRequest:
     def tokens(self, end: float) -> int:
         """Number of tokens until ``end``."""
         return next((count for at, count in reversed(self.deliveries) if at <= end), 0)
-
-    @property
-    def decode_time(self) -> float:
-        """Seconds from the first token to the last."""
-        return self.deliveries[-1][0] - self.deliveries[0][0] if self.deliveries else 0.0
 
     def gaps(self, start: float = 0.0) -> list[float]:
         """Seconds between deliveries, for all whose later delivery is not before ``start``."""

@@ -1,44 +1,32 @@
 """Tables of the parts of ``python -m bench load``, and notes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from bench.common.report import shown
+
 Table = tuple[str, list[dict[str, Any]]]
-#: The titles of the parts' tables.
-TITLES = {
-    "prefill": "prefill: prompt tokens per second",
-    "ttft": "time to first token of a short prompt beside decoding requests",
-    "gaps": "time between tokens of decoding requests, before and while a long prompt arrives",
-    "shared": "time to first token with a shared prefix",
-    "host": "the engine's thread, ms per dispatch",
-    "traffic": "methods in turn, random prompts",
-    "demo": "methods in turn, real prompts",
-    "structured": "decoding requests beside a request without and with a grammar",
-}
 
 
 def tables_of(parts: Mapping[str, Any]) -> Iterator[Table]:
     """A table per measured part."""
     for name, found in parts.items():
-        yield from _TABLES[name](TITLES[name], found["result"])
+        title, table_of = PARTS[name]
+        yield table_of(title, found["result"])
 
 
-def _rows(title: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
-    yield title, [{key: value for key, value in row.items() if key != "runs"} for row in rows]
+def _rows(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    return title, [{key: value for key, value in row.items() if key != "runs"} for row in rows]
 
 
-def _quantiles(title: str, found: Mapping[str, Any]) -> Iterator[Table]:
+def _quantiles(title: str, found: Mapping[str, Any]) -> Table:
     """A row per distribution."""
-    about = ", ".join(f"{key} {_text(value)}" for key, value in found.items() if not isinstance(value, dict))
+    about = ", ".join(f"{key} {shown(value)}" for key, value in found.items() if not isinstance(value, dict))
     rows = [{"what": key, **value} for key, value in found.items() if isinstance(value, dict)]
-    yield f"{title} ({about})", rows
+    return f"{title} ({about})", rows
 
 
-def _text(value: Any) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-
-def _traffic(title: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+def _traffic(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     table = [
         {
             "method": row["method"],
@@ -55,18 +43,19 @@ def _traffic(title: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
         }
         for row in rows
     ]
-    yield f"{title}; times in ms", table
+    return f"{title}; times in ms", table
 
 
-_TABLES: dict[str, Any] = {
-    "prefill": _rows,
-    "ttft": _quantiles,
-    "gaps": _quantiles,
-    "shared": _quantiles,
-    "host": _rows,
-    "traffic": _traffic,
-    "demo": _traffic,
-    "structured": _rows,
+#: The title of each part's table, and the function that makes the table.
+PARTS: dict[str, tuple[str, Callable[[str, Any], Table]]] = {
+    "prefill": ("prefill: prompt tokens per second", _rows),
+    "ttft": ("time to first token of a short prompt beside decoding requests", _quantiles),
+    "gaps": ("time between tokens of decoding requests, before and while a long prompt arrives", _quantiles),
+    "shared": ("time to first token with a shared prefix", _quantiles),
+    "host": ("the engine's thread, ms per dispatch", _rows),
+    "traffic": ("methods in turn, random prompts", _traffic),
+    "demo": ("methods in turn, real prompts", _traffic),
+    "structured": ("decoding requests beside a request without and with a grammar", _rows),
 }
 
 

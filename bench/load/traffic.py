@@ -1,5 +1,6 @@
 """Runs methods in turn on the same arrivals: throughput and latency."""
 
+import argparse
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,16 +25,7 @@ def measure_traffic(
     pair: Pair,
     methods: Sequence[Method],
     prompts: Prompts,
-    *,
-    concurrency: Sequence[int],
-    rates: Sequence[float],
-    repeats: int,
-    capacity: int,
-    least_nodes: int,
-    implementation: str | None,
-    seed: int,
-    warm_up_seconds: float | None = None,
-    seconds: float | None = None,
+    given: argparse.Namespace,
     step: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """Serves the same prompts with every method, at fixed concurrency or with random arrivals.
@@ -42,24 +34,13 @@ def measure_traffic(
     as concurrent requests, and with random arrivals as many as the largest concurrency.
 
     Args:
-        pair: The models.
-        prompts: Prompts and their sampling parameters.
-        concurrency: Numbers of concurrent requests.
-        rates: Arrival rates in requests per second.
-        repeats: Turns of each method.
-        capacity: Tokens per slot.
-        least_nodes: The smallest trees of "auto".
-        implementation: The implementation of tree attention.
-        seed: The seed of the arrivals.
-        warm_up_seconds: Seconds of the first turn of "auto", which is not timed; None, and the first turn of
-            methods that learn nothing, is two prompts per slot.
-        seconds: Seconds of every other turn, with the prompts over and over; None is each prompt once.
+        given: The command line. The first turn of "auto" takes ``warm_up_seconds``, others ``seconds``.
         step: Called with the name of each step.
     """
     rows = []
-    most = max(concurrency)
-    for count, rate in [*((count, None) for count in concurrency), *((None, rate) for rate in rates)]:
-        slots = count or most
+    need = max(len(prompt) + (params.max_tokens or 0) for prompt, params in prompts)
+    for count, rate in [*((n, None) for n in given.concurrency), *((None, rate) for rate in given.rates)]:
+        slots = count or max(given.concurrency)
         loads = {}
         for method in methods:
             step(f"compile {method.name}, {slots} slots")
@@ -67,20 +48,20 @@ def measure_traffic(
                 pair,
                 method.settings,
                 slots=slots,
-                capacity=capacity,
-                implementation=implementation,
+                capacity=-(-need // 64) * 64,
+                implementation=given.implementation,
                 live=(),
-                least_nodes=least_nodes,
+                least_nodes=given.least_nodes,
             )
         runs: dict[Method, list[dict[str, Any]]] = {method: [] for method in methods}
-        for turn in range(1 + repeats):
+        for turn in range(1 + given.repeats):
             for method, load in loads.items():
                 step(f"{method.name}, {f'{count} at a time' if rate is None else f'{rate:g} a second'}")
                 # The first turn compiles the remaining programs, teaches "auto", and is not timed.
                 learns = method.algorithm == AUTO
-                limit = seconds if turn else warm_up_seconds if learns else None
+                limit = given.seconds if turn else given.warm_up_seconds if learns else None
                 part = prompts if turn or limit else prompts[: 2 * slots]
-                found = _serve(load, part, count, rate, seed + turn, limit)
+                found = _serve(load, part, count, rate, given.seed + turn, limit)
                 if turn:
                     runs[method].append(found)
         for method, load in loads.items():
@@ -131,10 +112,6 @@ def _together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "tau": median([run["tau"] for run in runs]),
         "first_token": quantiles([timed.first_token or 0.0 for timed in requests]),
         "gaps": quantiles([gap for timed in requests for gap in timed.gaps()]),
-        "decode": quantiles([timed.decode_time for timed in requests]),
-        "queue": quantiles(
-            [(timed.request.started or math.nan) - timed.request.arrival for timed in requests]
-        ),
         "dispatches": len(host) / len(runs),
         "host_ms": median(host),
         "tokens": runs[0]["tokens"],

@@ -6,7 +6,6 @@ its stored weights once.
 """
 
 import argparse
-import secrets
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -15,19 +14,20 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from bench.common.comparison import TOLERANCES, all_right, report_of
+from bench.common.comparison import all_right, find_shapes, notes_of, report_of, tables_of
 from bench.common.floors import Ceilings, measure_ceilings
-from bench.common.options import check_known, check_least
 from bench.common.programs import time_together
-from bench.common.report import check_report, opening_of, publish
+from bench.common.report import check_report, measured_on, opening_of, publish
 from bench.common.timing import on_gpu
 from bench.matmul.cases import Case, calls_of, chain, product_by, random_rows, random_weights, work_of
 from bench.matmul.check import MatmulCheck, check_products
-from bench.matmul.report import notes_of, tables_of, title_of
 from bench.matmul.tune import TUNED, tune_products
 from pallas_kernels.matmul import implementations
 from pallas_kernels.matmul.api import OPERATION
 from pallas_kernels.matmul.shapes import SHAPES, MatmulShape
+
+#: The keys of a row that are printed.
+SHOWN = ("stored", "rows", "us", "floor_us", "times_floor", "wall_us", "xla_us", "times_faster")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,26 +50,24 @@ def run(arguments: argparse.Namespace) -> int:
             json_path=arguments.json,
             opening=opening_of("kernel", arguments),
         )
-    seed = arguments.seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     checks: list[MatmulCheck] = []
     for shape in shapes:
         for stored in _formats(shape, arguments):
             for dtype in arguments.dtypes:
-                counts = arguments.rows or shape.rows
-                checks += check_products(
-                    shape, stored, jnp.dtype(dtype), counts, arguments.implementation, seed
-                )
-    verdicts = [(check, check.problem) for check in checks]
-    if not all_right(verdicts, arguments.implementation, seed, "nothing was timed"):
+                counts, name = arguments.rows or shape.rows, arguments.implementation
+                checks += check_products(shape, stored, jnp.dtype(dtype), counts, name, arguments.seed)
+    if not all_right(arguments, checks):
         return 1
     dtype = jnp.dtype(arguments.dtypes[0])
     ceilings = measure_ceilings(dtype, arguments.repeats)
     names = list(dict.fromkeys([arguments.implementation, "xla"]))
     rows = [_time(case, dtype, names, arguments.repeats, ceilings) for case in cases]
     report = report_of(arguments, "matmul", ceilings, [check._asdict() for check in checks], rows)
-    from bench.matmul.plot import draw_products
-
-    publish(arguments, report, tables_of(rows), notes_of(report), draw_products, title=title_of(report))
+    worst = max(check.error for check in checks)
+    errors = f"error of an output, divided by the sum of its terms' magnitudes: {worst:.1e}"
+    notes = notes_of(report, "float64", errors, "call of a chain", "stored weights, rows and outputs")
+    title = f"matrix products by {arguments.implementation}, {measured_on(report)}"
+    publish(arguments, report, tables_of(rows, SHOWN), notes, title=title)
     return 0
 
 
@@ -85,20 +83,14 @@ def _shapes(arguments: argparse.Namespace) -> list[MatmulShape]:
         ValueError: An argument is out of range or belongs to another operation, or the implementation cannot
             run.
     """
-    known = {shape.name: shape for shape in SHAPES}
-    arguments.shapes = list(dict.fromkeys(arguments.shapes or known))
-    check_known("shapes", arguments.shapes, known)
-    check_known("dtypes", arguments.dtypes, TOLERANCES)
-    check_known("implementation", [arguments.implementation], implementations())
+    shapes = find_shapes(arguments, SHAPES, [shape.name for shape in SHAPES], implementations())
     if arguments.prefixes or arguments.batch != 1 or arguments.baselines is not None:
         raise ValueError("--operation matmul has no --prefixes, --batch and --baselines")
-    check_least(arguments, 1, "repeats", "rows")
     name = "pallas_triton" if arguments.tune else arguments.implementation
     try:
         OPERATION.check(name)
     except NotImplementedError as error:
         raise ValueError(f"{name}: {error}") from None
-    shapes = [known[name] for name in arguments.shapes]
     if not any(_formats(shape, arguments) for shape in shapes):
         raise ValueError(f"--weights {arguments.weights}: none of the shapes has such")
     return shapes
@@ -127,4 +119,5 @@ def _time(
         **work._asdict(),
         "floor_us": floor,
         "times_floor": measured.micros / floor,
+        "times_faster": times["xla"].micros / measured.micros,
     }

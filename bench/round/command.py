@@ -128,13 +128,11 @@ def run(arguments: argparse.Namespace) -> int:
         "ceilings": ceilings.entry(),
         "rows": rows,
     }
-    from bench.round.plot import draw_rounds
-
     title = (
         f"{' + '.join(names.values())}, {report['dtype']}, T = {arguments.temperature:g}, attention "
         f"{report['implementation']}, {report['device']}, {describe_mesh(setup.mesh)}, JAX {report['jax']}"
     )
-    publish(arguments, report, tables_of(rows), notes_of(report), draw_rounds, title=title)
+    publish(arguments, report, tables_of(rows), notes_of(report), title=title)
     return 0
 
 

@@ -59,19 +59,7 @@ class RoundCase(NamedTuple):
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings that all cases share.
-
-    Attributes:
-        params: The sampling parameters.
-        width: The most children of a node; None is all candidates.
-        rounds: Rounds per dispatch.
-        repeats: Timed dispatches per program.
-        implementation: The implementation of tree attention.
-        phases: Whether to time each phase alone.
-        profile: Whether to record the GPU's kernels.
-        candidates: Candidates per draft row; None is the algorithm's default.
-        mesh: The devices that share the models; None is one device.
-    """
+    """The settings that all cases share: the command's, see `bench.round.command`."""
 
     params: SamplingParams
     width: int | None
@@ -118,7 +106,6 @@ class CaseRuns:
         compile_seconds: Seconds to trace and compile each program.
         experts_touched: The mean number of different experts that a round reads, for each layer with experts.
         collectives: Those of the rounds' program.
-        temporary_bytes: Memory that the rounds' program allocates beside its arguments and results.
         kernels: The GPU's kernels of a dispatch; None if they were not recorded.
     """
 
@@ -129,7 +116,6 @@ class CaseRuns:
     compile_seconds: dict[str, float] = field(default_factory=dict)
     experts_touched: dict[int, float] = field(default_factory=dict)
     collectives: list[Collective] = field(default_factory=list)
-    temporary_bytes: int | None = None
     kernels: list[Kernel] | None = None
 
 
@@ -175,8 +161,6 @@ class CaseRunner:
         self.measured.compile_seconds["decode"] = seconds
         lowered = self._decoder.lower(self._weights, join(self._stores(), self._state))
         self.measured.collectives = collectives(lowered)
-        memory = program.memory_analysis()
-        self.measured.temporary_bytes = None if memory is None else int(memory.temp_size_in_bytes)
         self._program = program
         if any(layer.experts is not None for layer in self._decoder.target.layers):
             self.measured.experts_touched = self._experts_touched()
@@ -250,10 +234,6 @@ class CaseRunner:
         self._put_back(split(state)[0])
         return jax.tree.map(lambda *counts: float(np.mean(counts)), *jax.device_get(rounds))
 
-    def record(self) -> None:
-        """Runs one dispatch under the profiler."""
-        self.measured.kernels = trace_kernels(self.decode)
-
     def _start(self) -> DecodeState:
         """The initial state; a copy, because a dispatch's arguments are donated."""
         return join(self._stores(), jax.tree.map(jnp.copy, self._state))
@@ -283,12 +263,7 @@ def measure(
 ) -> dict[RoundCase, CaseRuns]:
     """Measures cases in turn, so that a slow period of the machine affects all of them alike.
 
-    Args:
-        cases: The cases; memory holds the stores of all their scenes.
-        shape: The target and the draft head.
-        weights: Their parameters.
-        setup: The settings that the cases share.
-        step: Called with the name of each step.
+    Memory holds the stores of all their scenes. ``step`` is called with the name of each step.
     """
     shelves: dict[Scene, Shelf] = {}
     runners, prepared = [], weights
@@ -317,5 +292,5 @@ def measure(
             runner.time_phase(phase, made)
         if setup.profile:
             step(f"profile: {runner.case}")
-            runner.record()
+            runner.measured.kernels = trace_kernels(runner.decode)
     return {runner.case: runner.measured for runner in runners}

@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.common.collectives import LATENCY, LINK, exchanges
 from bench.common.floors import Ceilings
-from bench.common.kernel_trace import summarise
+from bench.common.kernel_trace import kernel_tables, summarise
 from bench.common.methods import CHAIN
 from bench.common.shapes import PairShape
 from bench.common.timing import median
@@ -76,7 +76,6 @@ def row_of(
         "tokens_per_round": found.tokens_per_round,
         "experts_touched": mean(found.experts_touched.values()) if found.experts_touched else None,
         "compile_seconds": found.compile_seconds,
-        "temporary_bytes": found.temporary_bytes,
         "dispatch_seconds": found.seconds,
         "single_seconds": found.single_seconds,
         "profile": profile,
@@ -116,9 +115,10 @@ def tables_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[dic
             "What each device exchanges in a round",
             [{**name, **_exchange_columns(row)} for name, row in zip(names, rows, strict=True)],
         )
-    for row in rows:
+    for name, row in zip(names, rows, strict=True):
         if row["profile"]:
-            yield from _kernel_tables(row)
+            of_case = ", ".join(f"{key} {value}" for key, value in name.items())
+            yield from kernel_tables(row["profile"], f"a round, {of_case}")
 
 
 def notes_of(report: Mapping[str, Any]) -> list[str]:
@@ -161,31 +161,3 @@ def _exchange_columns(row: Mapping[str, Any]) -> dict[str, Any]:
         ran = row["profile"]["classes"].get("collectives", {"us": 0.0, "launches": 0.0})
         columns |= {"us": ran["us"], "launches": ran["launches"], "idle us": 1e3 * row["idle_ms"]}
     return columns
-
-
-def _kernel_tables(row: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A case's kernels by class, and the longest kernels."""
-    profile = row["profile"]
-    name = f"batch {row['batch']}, context {row['context']}, budget {row['budget']}, {row['algorithm']}"
-    classes = {
-        **profile["classes"],
-        "(busy)": {"us": profile["busy_us"], "launches": profile["launches"]},
-        "(idle)": {"us": profile["idle_us"], "launches": 0.0},
-    }
-    yield (
-        f"A round's kernels by class: {name}",
-        [{"class": kind, "us": part["us"], "launches": part["launches"]} for kind, part in classes.items()],
-    )
-    yield (
-        f"The longest kernels: {name}",
-        [
-            {
-                "kernel": part["kernel"][:60],
-                "class": part["class"],
-                "us": part["us"],
-                "launches": part["launches"],
-                "mean us": part["mean_us"],
-            }
-            for part in profile["top"]
-        ],
-    )

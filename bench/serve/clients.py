@@ -22,11 +22,7 @@ class Answer:
         status: The response's status; 0 without a response.
         first: The time of the first text; None without text.
         last: The time of the last text.
-        tokens: Tokens of the answer, counted by the server.
-        prompt_tokens: Tokens of the prompt, counted by the server.
-        cached_tokens: Tokens of the prompt in the server's prefix cache.
-        events: Events of the stream.
-        text: The text.
+        tokens: Counted by the server, as those of the prompt and those in its prefix cache.
         retry_after: The header Retry-After of a refusal.
         error: The reason for an incomplete answer.
     """
@@ -38,7 +34,6 @@ class Answer:
     tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    events: int = 0
     text: str = ""
     retry_after: str | None = None
     error: str | None = None
@@ -71,7 +66,6 @@ class Answer:
         if not event.startswith(b"data:"):
             return  # a comment, which keeps the connection open
         data = event[5:].strip()
-        self.events += 1
         if data == b"[DONE]":
             self.done = True
             return
@@ -94,13 +88,7 @@ class Clients:
     """The clients of a server, on one event loop."""
 
     def __init__(self, url: str, asking: Asking, *, api_key: str | None = None):
-        """Opens no connection yet.
-
-        Args:
-            url: The server's URL, without a path.
-            asking: The form of requests.
-            api_key: The server's API key.
-        """
+        """Opens no connection yet; the URL has no path."""
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         # A client disconnects after ten minutes without a byte.
         self._asking, self._settings = asking, {"base_url": url, "headers": headers, "timeout": 600.0}
@@ -126,41 +114,35 @@ class Clients:
         Returns:
             The answers to all requests, and the seconds of the run.
         """
-        return asyncio.run(self._serve(conversations, concurrency, rate, seed, step))
-
-    async def _serve(
-        self,
-        conversations: Sequence[Conversation],
-        concurrency: int | None,
-        rate: float | None,
-        seed: int,
-        step: Callable[[], object],
-    ) -> tuple[list[Answer], float]:
         answers: list[Answer] = []
         waiting = list(enumerate(conversations))[::-1]
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        async with httpx.AsyncClient(**self._settings, limits=limits) as client:
-            self._begun = time.monotonic()
 
-            async def work() -> None:
-                while waiting:
-                    number, conversation = waiting.pop()
-                    await self._converse(client, conversation, number, None, answers)
-                    step()
+        async def converse(client: httpx.AsyncClient, due: float | None) -> None:
+            number, conversation = waiting.pop()
+            await self._converse(client, conversation, number, due, answers)
+            step()
 
-            async def arrive(at: float) -> None:
-                await asyncio.sleep(at - self._now)
-                number, conversation = waiting.pop()
-                await self._converse(client, conversation, number, at, answers)
-                step()
+        async def work(client: httpx.AsyncClient) -> None:
+            while waiting:
+                await converse(client, None)
 
-            if concurrency is None:
-                assert rate is not None, "either a concurrency or a rate"
-                times = poisson(rate, len(conversations), np.random.default_rng(seed))
-                await asyncio.gather(*map(arrive, times))
-            else:
-                await asyncio.gather(*(work() for _ in range(concurrency)))
-            return answers, self._now
+        async def arrive(client: httpx.AsyncClient, at: float) -> None:
+            await asyncio.sleep(at - self._now)
+            await converse(client, at)
+
+        async def run() -> tuple[list[Answer], float]:
+            async with httpx.AsyncClient(**self._settings, limits=limits) as client:
+                self._begun = time.monotonic()
+                if concurrency is None:
+                    assert rate is not None, "either a concurrency or a rate"
+                    times = poisson(rate, len(conversations), np.random.default_rng(seed))
+                    await asyncio.gather(*(arrive(client, at) for at in times))
+                else:
+                    await asyncio.gather(*(work(client) for _ in range(concurrency)))
+                return answers, self._now
+
+        return asyncio.run(run())
 
     @property
     def _now(self) -> float:

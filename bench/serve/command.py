@@ -59,12 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, prints the table, and writes the JSON and the plot.
-
-    Raises:
-        ValueError: A setting is invalid.
-        RuntimeError: A server does not listen, or completes no answer.
-    """
+    """Measures, prints the table, and writes the JSON and the plot."""
     bounds = _check(arguments)
     rates, loads = arguments.rates or [], arguments.loads or []
     check_report(arguments)
@@ -89,9 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
                     server.close()
             report["notes"] = notes_of(rows)
             write_json(arguments.json, report)
-    from bench.serve.plot import draw_serve
-
-    publish(arguments, report, tables_of(rows), report["notes"], draw_serve)
+    publish(arguments, report, tables_of(rows), report["notes"])
     return 0
 
 

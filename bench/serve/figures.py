@@ -74,7 +74,6 @@ def summed_up(answers: Sequence[Answer], seconds: float, bounds: Mapping[str, fl
         "prompt_tokens": prompts / len(whole),
         "output_tokens": tokens / len(whole),
         "cached_share": sum(answer.cached_tokens for answer in whole) / max(prompts, 1),
-        "events": sum(answer.events for answer in answers),
         "errors": sorted({str(answer.error) for answer in answers if answer.error and answer.status != 429})[
             :5
         ],

@@ -27,12 +27,7 @@ _MOST_WORDS = 2**14
 
 @dataclass(frozen=True)
 class Conversation:
-    """A client's turns, each sent after the answer to the turn before.
-
-    Attributes:
-        turns: The texts of the turns.
-        max_tokens: The most tokens of each answer.
-    """
+    """A client's turns, each sent after the answer to the one before, and the most tokens of each answer."""
 
     turns: tuple[str, ...]
     max_tokens: tuple[int, ...]

@@ -371,7 +371,6 @@ class TestBadInput:
         self, tmp_path, refusal, monkeypatch, arguments, said
     ):
         (tmp_path / "profile.json").write_text('{"version": 9}')
-        (tmp_path / "folder.svg").mkdir()
         monkeypatch.setattr(Bench, "measure", None)
         line = refusal("decode", *SMALL, *arguments)
         assert said in line
@@ -386,8 +385,7 @@ class TestBadInput:
         ],
     )
     @pytest.mark.parametrize("name", ["decode", "exactness"])
-    def test_what_both_commands_refuse(self, tmp_path, refusal, name, arguments, said):
-        (tmp_path / "file").touch()
+    def test_what_both_commands_refuse(self, refusal, name, arguments, said):
         assert said in refusal(name, *SMALL[:4], *arguments)
 
     @pytest.mark.parametrize(
@@ -400,8 +398,7 @@ class TestBadInput:
     )
     @pytest.mark.parametrize(("name", "command"), [("decode", decode), ("exactness", exactness)])
     def test_what_needs_no_models_is_checked_before_they_are_loaded(
-        self, tmp_path, refusal, monkeypatch, name, command, arguments, said
+        self, refusal, monkeypatch, name, command, arguments, said
     ):
-        (tmp_path / "profile.json").write_text("{}")
         monkeypatch.setattr(command, "load_pair", None)
         assert refusal(name, *arguments).startswith(said)
