@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from flax import nnx
 
-import jetspec_jax.checkpoint.orbax as folders
 from convert.folders import Checkpoint, locate
 from jetspec_jax import __version__
 from jetspec_jax.checkpoint.content import CheckpointError
@@ -73,6 +74,6 @@ def read_orbax(folder: str | Path | Checkpoint) -> Weights:
         raise CheckpointError(
             f"{checkpoint.folder} is a Hugging Face folder; an Orbax folder holds {MANIFEST}"
         )
-    return folders.read_orbax(
-        checkpoint.folder, checkpoint.config, allow_nonfinite=checkpoint.allow_nonfinite
+    return nnx.traversals.unflatten_mapping(
+        {path: np.asarray(array) for path, array in checkpoint.opened().items()}
     )

@@ -6,6 +6,7 @@ The host holds at most two shards: it makes one while the previous one is sent.
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tqdm import tqdm
 
 from jetspec_jax.checkpoint.tensor_plan import Parameter, ParameterPath, StoredParameter, expected_parameters
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
@@ -21,6 +23,7 @@ from jetspec_jax.device.partition import channel_order, parameter_specs, ranges,
 from jetspec_jax.models import Weights, abstract, weights_of
 from jetspec_jax.models.key_table import ShardRows
 from jetspec_jax.models.quantized import BLOCKS, VALUES, stored_in_order
+from jetspec_jax.progress import unseen
 
 #: Makes the shard of a parameter with the given rows and shape.
 MakePart = Callable[[ShardRows, tuple[int, ...]], np.ndarray]
@@ -122,12 +125,18 @@ class Parameters(Protocol):
     """The parameters of an opened checkpoint; everything but their values has been checked."""
 
     @property
-    def dtypes(self) -> Mapping[ParameterPath, np.dtype]:
-        """The type in which each parameter is read."""
+    def folder(self) -> Path:
+        """The checkpoint."""
         ...
 
-    def counted(self) -> Iterable[Parameter]:
-        """All parameters, with a progress bar on a terminal."""
+    @property
+    def parameters(self) -> Sequence[Parameter]:
+        """All parameters."""
+        ...
+
+    @property
+    def dtypes(self) -> Mapping[ParameterPath, np.dtype]:
+        """The type in which each parameter is read."""
         ...
 
     def read(
@@ -141,7 +150,10 @@ def to_devices(parameters: Parameters, placement: Placement | None) -> Weights:
     """Reads parameters one by one onto their devices; without a placement, onto the default device."""
     weights: dict[ParameterPath, jax.Array] = {}
     sent = None
-    for parameter in parameters.counted():
+    text, hidden = f"loading {parameters.folder.name}", unseen()
+    # The delay hides the bar for small checkpoints.
+    bar = tqdm(parameters.parameters, desc=text, unit=" parameters", delay=1, disable=hidden, leave=False)
+    for parameter in bar:
         read = functools.partial(parameters.read, parameter)
         if placement is None:
             values = read()

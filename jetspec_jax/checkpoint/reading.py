@@ -142,12 +142,10 @@ class StoredParameters:
     def _keys(self) -> Mapping[ParameterPath, tuple[Key, ...]]:
         return {parameter.path: keys for parameter, keys in self.plan.sources}
 
-    def counted(self) -> Iterable[Parameter]:
-        """All parameters, with a progress bar on a terminal."""
-        # The delay hides the bar for small checkpoints.
-        parameters = [parameter for parameter, _ in self.plan.sources]
-        text = f"loading {self.folder.name}"
-        return tqdm(parameters, desc=text, unit=" parameters", delay=1, disable=unseen(), leave=False)
+    @property
+    def parameters(self) -> Sequence[Parameter]:
+        """All parameters."""
+        return [parameter for parameter, _ in self.plan.sources]
 
     def read(
         self, parameter: Parameter, rows: ShardRows | None = None, shape: tuple[int, ...] | None = None
