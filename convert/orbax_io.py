@@ -12,13 +12,14 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
+from tqdm import tqdm
 
 from convert.folders import Checkpoint, locate
 from jetspec_jax import __version__
 from jetspec_jax.checkpoint.content import CheckpointError
 from jetspec_jax.checkpoint.files import new_folder, write_files
 from jetspec_jax.checkpoint.orbax import FORMAT, MANIFEST, VERSION, WEIGHTS
-from jetspec_jax.checkpoint.orbax_arrays import first_line, open_checkpointer, progress, quiet
+from jetspec_jax.checkpoint.orbax_arrays import first_line, open_checkpointer, quiet
 from jetspec_jax.models import Weights
 
 CHUNK_BYTES = 4 * 2**20
@@ -39,10 +40,11 @@ def write_orbax(folder: str | Path, kind: str, config_files: Mapping[str, bytes]
         OSError: The disk is full, or cannot be written.
     """
     manifest = {"format": FORMAT, "version": VERSION, "kind": kind, "jetspec_jax": __version__}
-    count = len(jax.tree.leaves(weights))
+    text, count = f"writing {Path(folder).name}", len(jax.tree.leaves(weights))
     with (
         new_folder(Path(folder)) as partial,
-        progress(f"writing {Path(folder).name}", count) as bar,
+        # The delay hides the bar for small checkpoints.
+        tqdm(total=count, desc=text, unit=" parameters", delay=1, leave=False, disable=None) as bar,
         open_checkpointer(bar) as checkpointer,
     ):
         arguments = ocp.args.PyTreeSave(

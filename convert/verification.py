@@ -34,14 +34,14 @@ class Verification:
     """The result of a comparison of two folders.
 
     Attributes:
-        parameters: The number of compared parameters. differing: Names of parameters with a wrong type or
-        wrong bits. differing_files: Config and tokenizer files with wrong content: they must be equal byte
-        for byte, except
-            a config with MXFP4.
-        compared: The compared outputs: "logits of 32 tokens", ... largest_difference: The largest difference
-        of two outputs. relative_difference: The root mean square of the outputs' difference over that of the
-        source's outputs. finite: Whether all outputs are finite. same_type: Whether types were kept, so that
-        the outputs must be equal.
+        parameters: The number of compared parameters.
+        differing: Names of parameters with a wrong type or wrong bits.
+        differing_files: Files that are not equal byte for byte, except a config with MXFP4.
+        compared: The compared outputs: "logits of 32 tokens", ...
+        largest_difference: The largest difference of two outputs.
+        relative_difference: The root mean square of the difference over that of the source's outputs.
+        finite: Whether all outputs are finite.
+        same_type: Whether types were kept, so that the outputs must be equal.
     """
 
     parameters: int

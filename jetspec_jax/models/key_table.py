@@ -6,12 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from flax import nnx
 
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models.layout import Layout, parse_layout
 from jetspec_jax.models.mxfp4 import packed_shapes, widen
 from pallas_kernels.mxfp4 import BLOCK, BLOCK_BYTES
 
+#: The path of a parameter in the nested weights.
+ParameterPath = tuple[str | int, ...]
 #: Calls a function with each item of an iterable, possibly in parallel.
 Each = Callable[[Callable[[Any], None], Iterable[Any]], None]
 
@@ -20,6 +23,16 @@ def one_by_one(function: Callable[[Any], None], things: Iterable[Any]) -> None:
     """Calls the function with each item in turn."""
     for thing in things:
         function(thing)
+
+
+def key_path(path: ParameterPath) -> str:
+    """A parameter's path as in key tables: dotted, with ``{}`` for indices."""
+    return ".".join("{}" if isinstance(part, int) else part for part in path)
+
+
+def parameters_of(module: nnx.Module) -> list[tuple[ParameterPath, nnx.Variable]]:
+    """A module's parameters, or their shapes, by path."""
+    return [(tuple(path), found) for path, found in nnx.to_flat_state(nnx.state(module, nnx.Param))]  # pyright: ignore[reportReturnType]
 
 
 class ShardRows(NamedTuple):
