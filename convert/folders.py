@@ -61,14 +61,9 @@ class Checkpoint:
         return "draft head" if isinstance(self.config, DraftHeadConfig) else "target"
 
     def opened(self, dtype: np.dtype | None = None) -> dict[ParameterPath, Unread]:
-        """The parameters by path; each is read when it is needed, and not kept.
+        """The parameters by path; each is read and its values are checked when it is needed, and not kept.
 
-        Args:
-            dtype: The type of all parameters that `dtype_of` allows to change; None keeps the stored types.
-
-        Raises:
-            CheckpointError: See `read_weights` and `read_orbax_weights`; errors of values come when they are
-                read.
+        ``dtype`` is the type of all parameters that `dtype_of` allows to change; None keeps the stored types.
         """
         read = open_orbax if self.layout == "orbax" else open_parameters
         parameters: Parameters = read(self.folder, self.config, dtype, allow_nonfinite=self.allow_nonfinite)
@@ -90,10 +85,7 @@ def locate(
 ) -> Checkpoint:
     """Finds a checkpoint: a folder of either layout, a GGUF file, or a hub id, whose files are fetched.
 
-    Args:
-        path_or_id: The folder, the file or the hub id; a `Checkpoint` is returned unchanged.
-        ignore_config_keys: Unknown keys of ``config.json`` to ignore.
-        allow_nonfinite: Whether weights may be NaN or infinite; if not, reading them raises an error.
+    The options are those of `Source`. A `Checkpoint` is returned unchanged.
 
     Raises:
         FileNotFoundError: There is neither such a folder nor such a hub id.

@@ -28,15 +28,11 @@ CHUNK_BYTES = 4 * 2**20
 def write_orbax(folder: str | Path, kind: str, config_files: Mapping[str, bytes], weights: Weights) -> None:
     """Writes an Orbax folder atomically.
 
-    Args:
-        folder: The folder, which must not exist.
-        kind: "target" or "draft head".
-        config_files: ``config.json`` and the tokenizer's files.
-        weights: The parameters as NumPy arrays, or as `Unread` arrays, which are read when they are written.
+    ``config_files`` are ``config.json`` and the tokenizer's files. ``weights`` are NumPy arrays, or `Unread`
+    arrays, which are read when they are written.
 
     Raises:
         FileExistsError: The folder exists.
-        CheckpointError: A parameter cannot be read.
         OSError: The disk is full, or cannot be written.
     """
     manifest = {"format": FORMAT, "version": VERSION, "kind": kind, "jetspec_jax": __version__}
@@ -62,9 +58,6 @@ def write_orbax(folder: str | Path, kind: str, config_files: Mapping[str, bytes]
 
 def read_orbax(folder: str | Path | Checkpoint) -> Weights:
     """Reads the parameters of an Orbax folder into NumPy arrays of their stored types.
-
-    Args:
-        folder: A folder written by `write_orbax`, or a result of `locate`.
 
     Raises:
         FileNotFoundError: The folder is missing.

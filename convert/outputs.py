@@ -55,7 +55,6 @@ def outputs_of(checkpoint: Checkpoint, target: Checkpoint | None) -> Callable[[W
 
 
 def _logits(config: ModelConfig, weights: Weights) -> np.ndarray:
-    """A target's logits of random tokens."""
     module = in_float32(config, weights)
     return np.asarray(module.logits(forward(module, fixed_tokens(config)).hidden))
 

@@ -105,7 +105,6 @@ def first_line(error: Exception) -> str:
 
 
 def _check(stored: Mapping[str, Any], config: ModelConfig | DraftHeadConfig, where: str) -> None:
-    """Raises CheckpointError if names, shapes or types are not the config's."""
     expected = {parameter.name: parameter for parameter in expected_parameters(config)}
     wrong = [f"missing: {name}" for name in sorted(expected.keys() - stored.keys())]
     wrong += [f"surplus: {name}" for name in sorted(stored.keys() - expected.keys())]

@@ -25,9 +25,6 @@ from jetspec_jax.models.key_table import ShardRows
 from jetspec_jax.models.quantized import BLOCKS, VALUES, stored_in_order
 from jetspec_jax.progress import unseen
 
-#: Makes the shard of a parameter with the given rows and shape.
-MakePart = Callable[[ShardRows, tuple[int, ...]], np.ndarray]
-
 
 class Part(NamedTuple):
     """A shard of a parameter, and the devices that have it."""
@@ -81,7 +78,9 @@ class Placement:
             found += [part._replace(devices=devices)] if devices else []
         return found
 
-    def put(self, parameter: Parameter, make: MakePart) -> jax.Array:
+    def put(
+        self, parameter: Parameter, make: Callable[[ShardRows, tuple[int, ...]], np.ndarray]
+    ) -> jax.Array:
         """Puts a parameter on this process's devices shard by shard; the last transfers may be pending."""
         shape, sharding = self._shapes[parameter.path], self.sharding(parameter)
         arrays: dict[Any, jax.Array] = {}
@@ -167,17 +166,11 @@ def to_devices(parameters: Parameters, placement: Placement | None) -> Weights:
 
 def place(weights: Weights, config: ModelConfig | DraftHeadConfig, mesh: Mesh) -> Weights:
     """Places whole weights on a mesh, with the same result as `read_weights`."""
-    placement, flat = Placement(config, mesh), nnx.traversals.flatten_mapping(weights)
-
-    def make(parameter: Parameter, rows: ShardRows, shape: tuple[int, ...]) -> np.ndarray:
-        return part_of(parameter, np.asarray(flat[parameter.path]), rows, shape)
-
-    return nnx.traversals.unflatten_mapping(
-        {
-            parameter.path: placement.put(parameter, functools.partial(make, parameter))
-            for parameter in expected_parameters(config)
-        }
-    )
+    placement, placed = Placement(config, mesh), dict(nnx.traversals.flatten_mapping(weights))
+    for parameter in expected_parameters(config):
+        make = functools.partial(part_of, parameter, np.asarray(placed[parameter.path]))
+        placed[parameter.path] = placement.put(parameter, make)
+    return nnx.traversals.unflatten_mapping(placed)
 
 
 def part_of(parameter: Parameter, whole: np.ndarray, rows: ShardRows, shape: tuple[int, ...]) -> np.ndarray:

@@ -66,14 +66,8 @@ def read_weights(
 ) -> Weights:
     """Reads the parameters of a config's module from a folder of safetensors, or from a GGUF file.
 
-    Tensors that are known and not needed are logged in one line.
-
-    Args:
-        folder: The checkpoint.
-        config: Its config.
-        dtype: The type of all parameters, with the exceptions of `dtype_of`; None keeps the stored types.
-        mesh: The devices that share the parameters; None means one.
-        allow_nonfinite: Whether values may be NaN or infinite.
+    Tensors that are known and not needed are logged in one line. ``dtype`` is the type of all parameters,
+    with the exceptions of `dtype_of`; None keeps the stored types.
 
     Raises:
         CheckpointError: Tensors are missing, surplus, misshapen, stored twice or of an unsupported type (all
@@ -196,7 +190,6 @@ class StoredParameters:
         return entry, [take_rows(*pair) for pair in zip(tensors, needed, strict=True)]
 
     def _fill(self, value: np.ndarray, key: Key, rows: ShardRows | None, each: Each) -> None:
-        """Fills an entry's part of a parameter or of a shard."""
         if (found := self._tensors(key, rows)) is not None:
             entry, tensors = found
             entry.from_file(value, *tensors, each=each)

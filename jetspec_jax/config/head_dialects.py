@@ -264,7 +264,6 @@ def _check_proposals(top: Fields, block_size: int) -> None:
 
 
 def _check_no_selector(*objects: Fields) -> None:
-    """Refuses selector keys outside `dflash_config`."""
     for fields in objects:
         for key in ("selector_rank", "selector_top_k"):
             fields.only(key, None, 0, feature=f"a selector's keys are read in {DFLASH} only")

@@ -42,7 +42,6 @@ class Widened:
     offset: float = 0.0
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The whole tensor."""
         return self[:]
 
     def __getitem__(self, index: Any) -> np.ndarray:
