@@ -25,8 +25,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return _run(arguments)
-    except KeyboardInterrupt:
-        return 130
     except (ValueError, OSError, RuntimeError) as error:
         print(f"convert: {error}", file=sys.stderr)
         return 2

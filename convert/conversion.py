@@ -59,10 +59,9 @@ def to_orbax(source: str | Path | Checkpoint, destination: str | Path, *, dtype:
     Raises:
         FileExistsError: The destination exists.
         FileNotFoundError: The source cannot be found or fetched.
-        CheckpointError: The tensors do not fit the config, a file is damaged, or values are not finite in the
-            stored or the requested type.
-        ValueError: The source is no Hugging Face checkpoint, or the tensors of one parameter have different
-            types and ``dtype`` is "stored".
+        CheckpointError: The source has another layout, the tensors do not fit the config, a file is damaged,
+            or values are not finite in the stored or the requested type.
+        ValueError: The tensors of one parameter have different types and ``dtype`` is "stored".
         OSError: The destination cannot be written; no part of it is left.
     """
     refuse_existing(Path(destination))
@@ -83,20 +82,8 @@ def to_huggingface(
 ) -> Conversion:
     """Converts an Orbax folder or a GGUF file to a Hugging Face checkpoint in the published layout.
 
-    Args:
-        source: An Orbax folder or a GGUF file, or a result of `locate`.
-        destination: The folder to write, which must not exist.
-        dtype: See `to_orbax`.
-        max_shard_bytes: The largest file; more bytes are split into several files with an index.
-
-    Raises:
-        FileExistsError: The destination exists.
-        FileNotFoundError: The source is missing.
-        CheckpointError: See `read_orbax_weights` and `read_weights`; or a value is not finite in the
-            requested type.
-        ValueError: The source has another layout, or the tensors of one parameter of a GGUF file have
-            different types and ``dtype`` is "stored".
-        OSError: The destination cannot be written; no part of it is left.
+    More bytes than ``max_shard_bytes`` are split into several files with an index. The other arguments and
+    the errors are as for `to_orbax`.
     """
     refuse_existing(Path(destination))
     checkpoint = _source(source, "orbax", "gguf")

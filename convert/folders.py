@@ -11,23 +11,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jetspec_jax.checkpoint.content import (
-    CheckpointError,
-    check_regular,
-    content_of,
-    read_object,
-    small_files,
-)
-from jetspec_jax.checkpoint.gguf.config import read_config
-from jetspec_jax.checkpoint.gguf.header import is_gguf, read_header
+from jetspec_jax.checkpoint.content import CheckpointError, check_regular, small_files
+from jetspec_jax.checkpoint.gguf.header import is_gguf
 from jetspec_jax.checkpoint.hub import local_path, resolve
 from jetspec_jax.checkpoint.orbax import MANIFEST, is_orbax, open_orbax
 from jetspec_jax.checkpoint.parts import Parameters
 from jetspec_jax.checkpoint.reading import open_parameters
+from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.tensor_plan import ParameterPath, expected_parameters
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer, read_eos_token_ids
 from jetspec_jax.checkpoint.unread import Unread
-from jetspec_jax.config import DraftHeadConfig, ModelConfig, parse_config
+from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models.mxfp4 import without_mxfp4
 
 Layout = Literal["huggingface", "orbax", "gguf"]
@@ -67,14 +61,9 @@ class Checkpoint:
         return "draft head" if isinstance(self.config, DraftHeadConfig) else "target"
 
     def opened(self, dtype: np.dtype | None = None) -> dict[ParameterPath, Unread]:
-        """The parameters by path; each is read when it is needed, and not kept.
+        """The parameters by path; each is read and its values are checked when it is needed, and not kept.
 
-        Args:
-            dtype: The type of all parameters that `dtype_of` allows to change; None keeps the stored types.
-
-        Raises:
-            CheckpointError: See `read_weights` and `read_orbax_weights`; errors of values come when they are
-                read.
+        ``dtype`` is the type of all parameters that `dtype_of` allows to change; None keeps the stored types.
         """
         read = open_orbax if self.layout == "orbax" else open_parameters
         parameters: Parameters = read(self.folder, self.config, dtype, allow_nonfinite=self.allow_nonfinite)
@@ -96,10 +85,7 @@ def locate(
 ) -> Checkpoint:
     """Finds a checkpoint: a folder of either layout, a GGUF file, or a hub id, whose files are fetched.
 
-    Args:
-        path_or_id: The folder, the file or the hub id; a `Checkpoint` is returned unchanged.
-        ignore_config_keys: Unknown keys of ``config.json`` to ignore.
-        allow_nonfinite: Whether weights may be NaN or infinite; if not, reading them raises an error.
+    The options are those of `Source`. A `Checkpoint` is returned unchanged.
 
     Raises:
         FileNotFoundError: There is neither such a folder nor such a hub id.
@@ -111,11 +97,8 @@ def locate(
     if not os.path.isdir(folder):
         folder = resolve(path_or_id)
     layout = _layout(folder)
-    path = folder if layout == "gguf" else folder / "config.json"
-    raw = read_config(read_header(folder), ignore_config_keys) if layout == "gguf" else read_object(path)
-    with content_of(path):
-        config = parse_config(raw, ignore_config_keys=ignore_config_keys, where=str(path))
-    return Checkpoint(folder, layout, raw, config, allow_nonfinite)
+    source = Source(folder, ignore_config_keys=ignore_config_keys, fp8_activations=False)
+    return Checkpoint(folder, layout, source.raw_config, source.config, allow_nonfinite)
 
 
 def kept_files(folder: Path) -> dict[str, bytes]:

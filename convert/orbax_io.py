@@ -9,15 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from flax import nnx
+from tqdm import tqdm
 
-import jetspec_jax.checkpoint.orbax as folders
 from convert.folders import Checkpoint, locate
 from jetspec_jax import __version__
 from jetspec_jax.checkpoint.content import CheckpointError
 from jetspec_jax.checkpoint.files import new_folder, write_files
 from jetspec_jax.checkpoint.orbax import FORMAT, MANIFEST, VERSION, WEIGHTS
-from jetspec_jax.checkpoint.orbax_arrays import first_line, open_checkpointer, progress, quiet
+from jetspec_jax.checkpoint.orbax_arrays import first_line, open_checkpointer, quiet
 from jetspec_jax.models import Weights
 
 CHUNK_BYTES = 4 * 2**20
@@ -26,22 +28,19 @@ CHUNK_BYTES = 4 * 2**20
 def write_orbax(folder: str | Path, kind: str, config_files: Mapping[str, bytes], weights: Weights) -> None:
     """Writes an Orbax folder atomically.
 
-    Args:
-        folder: The folder, which must not exist.
-        kind: "target" or "draft head".
-        config_files: ``config.json`` and the tokenizer's files.
-        weights: The parameters as NumPy arrays, or as `Unread` arrays, which are read when they are written.
+    ``config_files`` are ``config.json`` and the tokenizer's files. ``weights`` are NumPy arrays, or `Unread`
+    arrays, which are read when they are written.
 
     Raises:
         FileExistsError: The folder exists.
-        CheckpointError: A parameter cannot be read.
         OSError: The disk is full, or cannot be written.
     """
     manifest = {"format": FORMAT, "version": VERSION, "kind": kind, "jetspec_jax": __version__}
-    count = len(jax.tree.leaves(weights))
+    text, count = f"writing {Path(folder).name}", len(jax.tree.leaves(weights))
     with (
         new_folder(Path(folder)) as partial,
-        progress(f"writing {Path(folder).name}", count) as bar,
+        # The delay hides the bar for small checkpoints.
+        tqdm(total=count, desc=text, unit=" parameters", delay=1, leave=False, disable=None) as bar,
         open_checkpointer(bar) as checkpointer,
     ):
         arguments = ocp.args.PyTreeSave(
@@ -60,9 +59,6 @@ def write_orbax(folder: str | Path, kind: str, config_files: Mapping[str, bytes]
 def read_orbax(folder: str | Path | Checkpoint) -> Weights:
     """Reads the parameters of an Orbax folder into NumPy arrays of their stored types.
 
-    Args:
-        folder: A folder written by `write_orbax`, or a result of `locate`.
-
     Raises:
         FileNotFoundError: The folder is missing.
         CheckpointError: The folder is a Hugging Face folder, incomplete, or of another version; or its
@@ -73,6 +69,6 @@ def read_orbax(folder: str | Path | Checkpoint) -> Weights:
         raise CheckpointError(
             f"{checkpoint.folder} is a Hugging Face folder; an Orbax folder holds {MANIFEST}"
         )
-    return folders.read_orbax(
-        checkpoint.folder, checkpoint.config, allow_nonfinite=checkpoint.allow_nonfinite
+    return nnx.traversals.unflatten_mapping(
+        {path: np.asarray(array) for path, array in checkpoint.opened().items()}
     )

@@ -5,8 +5,9 @@ hidden states of random slots after random taps. They are computed in float32 an
 the whole model would hold all weights in float32, and a target may be larger than the memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,6 @@ from jetspec_jax.cache.stores import Store, empty_stores
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.proposer import DraftHeadProposer
 from jetspec_jax.models import Transformer, Weights, abstract, bind
-from jetspec_jax.models.layers import KV, History, Mix
 from jetspec_jax.models.transformer import ForwardOutput
 
 # Tokens of the input sequence; fewer if the model's context is shorter.
@@ -55,7 +55,6 @@ def outputs_of(checkpoint: Checkpoint, target: Checkpoint | None) -> Callable[[W
 
 
 def _logits(config: ModelConfig, weights: Weights) -> np.ndarray:
-    """A target's logits of random tokens."""
     module = in_float32(config, weights)
     return np.asarray(module.logits(forward(module, fixed_tokens(config)).hidden))
 
@@ -107,7 +106,9 @@ def in_float32(config: ModelConfig, weights: Weights) -> Transformer:
     ends = _on_device({name: tensor for name, tensor in weights.items() if name != "layers"})
     ends["embed_tokens"] = ends["embed_tokens"].astype(jnp.float32)
     module = abstract(config)
-    layers = _Layers(module.layers, weights["layers"])
+    layers = [
+        functools.partial(_run_layer, layer, weights["layers"][i]) for i, layer in enumerate(module.layers)
+    ]
     graph, state = nnx.split(module)
     nnx.replace_by_pure_dict(state, ends)
     module = nnx.merge(graph, state)
@@ -116,52 +117,17 @@ def in_float32(config: ModelConfig, weights: Weights) -> Transformer:
     return module
 
 
-class _Layers:
-    """A target's layers; each is bound to its weights on access, and not kept."""
-
-    def __init__(self, layers: Sequence[nnx.Module], weights: Mapping[int, Weights]):
-        self._layers, self._weights = layers, weights
-
-    def __iter__(self) -> Iterator[nnx.Module]:
-        return (self[index] for index in range(len(self._layers)))
-
-    def __getitem__(self, index: int) -> nnx.Module:
-        graph, state = nnx.split(self._layers[index])
-        nnx.replace_by_pure_dict(state, _on_device(self._weights[index]))
-        return nnx.merge(graph, state)
+def _run_layer(layer: nnx.Module, weights: Weights, *inputs: Any) -> Any:
+    """Reads a layer's weights, runs the layer and waits: Python would otherwise read all layers at once."""
+    graph, state = nnx.split(layer)
+    nnx.replace_by_pure_dict(state, _on_device(weights))
+    return jax.block_until_ready(nnx.merge(graph, state)(*inputs))
 
 
 def forward(target: Transformer, tokens: Int[Array, "1 T"], taps: tuple[int, ...] = ()) -> ForwardOutput:
-    """A target's forward over one sequence; each layer waits for the layer before."""
+    """A target's forward over one sequence."""
     block = Block.chain(tokens)
-    return target(tokens, block.depths, _LayerByLayer(attend_over(None, None, block)), taps=taps)
-
-
-@dataclass(frozen=True)
-class _LayerByLayer:
-    """Attention that waits for the layers before.
-
-    Otherwise Python would run ahead of the device, and convert the weights of all layers to float32 at once.
-    """
-
-    over_block: Mix
-
-    def __call__(
-        self,
-        layer: int,
-        q: Float[Array, "B N H E"],
-        kv: KV,
-        *,
-        scale: float,
-        window: int | None,
-        sinks: Float[Array, "H"] | None = None,
-    ) -> Float[Array, "B N H E"]:
-        q = jax.block_until_ready(q)
-        return self.over_block(layer, q, kv, scale=scale, window=window, sinks=sinks)
-
-    def history(self, layer: int) -> History:
-        """Does not wait: at least one layer in four is attention, which waits."""
-        return self.over_block.history(layer)
+    return target(tokens, block.depths, attend_over(None, None, block), taps=taps)
 
 
 def fixed_tokens(config: ModelConfig) -> Int[Array, "1 T"]:

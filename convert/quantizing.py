@@ -24,7 +24,6 @@ from jetspec_jax.checkpoint.tensor_plan import Parameter, ParameterPath, expecte
 from jetspec_jax.checkpoint.unread import Unread
 from jetspec_jax.checkpoint.writing import MAX_SHARD_BYTES, save_checkpoint
 from jetspec_jax.config import parse_config
-from jetspec_jax.config.quantization import fp8_json
 from jetspec_jax.models import dtype_of
 from jetspec_jax.models.quantized import SCALES, VALUES
 from jetspec_jax.models.scale_key import ScaleKey
@@ -71,18 +70,11 @@ def to_fp8(
 ) -> tuple[Conversion, Rounding]:
     """Quantises a target or a draft head of any layout, to a Hugging Face folder.
 
-    Args:
-        source: A checkpoint that is not quantised, or a result of `locate`.
-        destination: The folder to write, which must not exist.
-        dtype: "stored", or the type of the parameters that are not quantised.
-        max_shard_bytes: The largest file; more bytes are split into several files with an index.
+    ``dtype`` is the type of the parameters that are not quantised. The arguments and errors are otherwise as
+    for `to_huggingface`.
 
     Raises:
-        FileExistsError: The destination exists.
-        FileNotFoundError: The source cannot be found or fetched.
-        CheckpointError: The source is quantised already, or its family is not supported in FP8; see also
-            `to_orbax`.
-        OSError: The destination cannot be written; no part of it is left.
+        CheckpointError: The source is quantised already, or its family is not supported in FP8.
     """
     refuse_existing(Path(destination))
     checkpoint = locate(source)
@@ -124,7 +116,13 @@ def _quantised_config(checkpoint: Checkpoint) -> tuple[dict[str, Any], Any]:
     """The ``config.json`` of the quantised checkpoint, with its unquantised modules, and its parsed form."""
     if checkpoint.raw.get("quantization_config") is not None:
         raise CheckpointError(f"{checkpoint.folder} is quantised already, as its quantization_config says")
-    raw = {**checkpoint.raw, "quantization_config": fp8_json(BLOCK)}
+    settings: dict[str, Any] = {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [BLOCK, BLOCK],
+    }
+    raw = {**checkpoint.raw, "quantization_config": settings}
     ignored = [key for key in checkpoint.raw if not key.startswith("_")]
 
     def parsed() -> Any:
@@ -140,7 +138,7 @@ def _quantised_config(checkpoint: Checkpoint) -> tuple[dict[str, Any], Any]:
         and key.name.endswith(".weight")
         and len(key.file_shapes(parameter.shape)[0]) == 2
     ]
-    raw["quantization_config"]["modules_to_not_convert"] = kept
+    settings["modules_to_not_convert"] = kept
     return raw, parsed()
 
 

@@ -34,14 +34,14 @@ class Verification:
     """The result of a comparison of two folders.
 
     Attributes:
-        parameters: The number of compared parameters. differing: Names of parameters with a wrong type or
-        wrong bits. differing_files: Config and tokenizer files with wrong content: they must be equal byte
-        for byte, except
-            a config with MXFP4.
-        compared: The compared outputs: "logits of 32 tokens", ... largest_difference: The largest difference
-        of two outputs. relative_difference: The root mean square of the outputs' difference over that of the
-        source's outputs. finite: Whether all outputs are finite. same_type: Whether types were kept, so that
-        the outputs must be equal.
+        parameters: The number of compared parameters.
+        differing: Names of parameters with a wrong type or wrong bits.
+        differing_files: Files that are not equal byte for byte, except a config with MXFP4.
+        compared: The compared outputs: "logits of 32 tokens", ...
+        largest_difference: The largest difference of two outputs.
+        relative_difference: The root mean square of the difference over that of the source's outputs.
+        finite: Whether all outputs are finite.
+        same_type: Whether types were kept, so that the outputs must be equal.
     """
 
     parameters: int
@@ -75,8 +75,8 @@ def verify(
     random slots after random taps. They are computed in float32 on the CPU.
 
     Args:
-        source: The source: a folder of either layout, a hub id, or a result of `locate`.
-        destination: The conversion, in the other layout.
+        source: The source, as for `locate`.
+        destination: The conversion, in another layout.
         target: A draft head's target, or None.
         dtype: The type given to the conversion.
 
@@ -116,16 +116,7 @@ def verify(
 
 
 def check_target(checkpoint: Checkpoint, target: str | Path | Checkpoint | None) -> Checkpoint | None:
-    """Finds the target for a draft head's outputs, and checks that they fit; None without a target.
-
-    Args:
-        checkpoint: The draft head.
-        target: A folder of either layout, a hub id, or a result of `locate`.
-
-    Raises:
-        FileNotFoundError: The target cannot be found or fetched.
-        ValueError: ``target`` is no target, does not fit the head, or ``checkpoint`` is no head.
-    """
+    """Finds the target for a draft head's outputs, and checks that they fit; None without a target."""
     if target is None:
         return None
     if not isinstance(checkpoint.config, DraftHeadConfig):

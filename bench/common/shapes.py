@@ -11,7 +11,7 @@ from bench.common.options import check_known
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, Rope, default_tap_layers, parse_model_config
 from jetspec_jax.config.geometry import SelectorConfig
 from jetspec_jax.config.quantization import FP8, PACKED, Quantization
-from jetspec_jax.models import abstract, quantized_blocks, weights_of, without_quantization
+from jetspec_jax.models import abstract, quantized_blocks, weights_of, with_quantization
 from pallas_kernels.mxfp4 import BLOCK, BLOCK_BYTES
 
 # Parameters of a draft head that turn taps into context features; a proposal does not use them.
@@ -273,7 +273,7 @@ def find_pair_shape(name: str) -> PairShape:
 
 def parameters(config: ModelConfig | DraftHeadConfig, names: frozenset[str] | None = None) -> int:
     """The number of a model's parameters, or of those with one of ``names`` in their path; no scales."""
-    sizes = _sizes(without_quantization(config))
+    sizes = _sizes(with_quantization(config, None))
     return sum(size for path, size in sizes.items() if names is None or not names.isdisjoint(path))
 
 
@@ -282,7 +282,7 @@ def quantized(config: ModelConfig, names: frozenset[str]) -> tuple[int, float]:
 
     The bytes include scales, except FP8's: one of these serves thousands of values.
     """
-    sizes = _sizes(without_quantization(config))
+    sizes = _sizes(with_quantization(config, None))
     found = sum(sizes[path] for path in quantized_blocks(config) if not names.isdisjoint(path))
     packed = config.quantization is not None and config.quantization.is_mxfp4
     return found, BLOCK_BYTES / BLOCK + 1 / BLOCK if packed else 1

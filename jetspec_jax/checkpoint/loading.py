@@ -140,7 +140,6 @@ class Head:
 
 @jax.jit
 def _finite(weights: Weights) -> Any:
-    """Of each parameter, whether all its values are finite."""
     return jax.tree.map(lambda array: jnp.isfinite(array).all(), weights)
 
 
@@ -256,11 +255,8 @@ def read_target(source: Source, mesh: Mesh | None = None, *others: Mesh | None) 
 
     say_apart((mesh, *others))
     for replica in (mesh, *others):
-        check_memory(
-            lambda replica=replica: needs(replica),
-            mesh=replica,
-            others=lambda replica=replica: with_more_devices(config, replica, needs),
-        )
+        others_need = functools.partial(with_more_devices, config, replica, needs)
+        check_memory(functools.partial(needs, replica), mesh=replica, others=others_need)
     _warn_of_fp8(source, config, mesh)
     folder = source.folder
     named = source.tokenizer
@@ -337,6 +333,5 @@ def _warn_of_fp8(source: Source, config: ModelConfig | DraftHeadConfig, mesh: Me
 
 
 def _read(source: Source, config: ModelConfig | DraftHeadConfig, mesh: Mesh | None) -> Weights:
-    """Reads the weights of a folder in Hugging Face or Orbax layout."""
     read = read_orbax_weights if is_orbax(source.folder) else read_weights
     return read(source.folder, config, source.weights_dtype, mesh, allow_nonfinite=source.allow_nonfinite)

@@ -5,7 +5,7 @@ the parameters in this library's structure. Orbax is imported only when such a f
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -13,9 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
-from tqdm import tqdm
 
 from jetspec_jax.checkpoint.content import (
     CheckpointError,
@@ -31,7 +29,6 @@ from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import Weights, dtype_of
 from jetspec_jax.models.key_table import ShardRows
 from jetspec_jax.models.scale_key import check_fp8_scales
-from jetspec_jax.progress import unseen
 from jetspec_jax.version import __version__
 
 #: The file that marks an Orbax folder, with its format, version and kind.
@@ -52,15 +49,6 @@ def is_orbax(folder: Path) -> bool:
             "remove the files of one of the two formats"
         )
     return True
-
-
-def read_orbax(
-    folder: Path, config: ModelConfig | DraftHeadConfig, *, allow_nonfinite: bool = False
-) -> Weights:
-    """Reads the parameters of an Orbax folder into NumPy arrays, in their stored types."""
-    parameters = open_orbax(folder, config, allow_nonfinite=allow_nonfinite)
-    read = {parameter.path: parameters.read(parameter) for parameter in parameters.counted()}
-    return nnx.traversals.unflatten_mapping(read)
 
 
 def read_orbax_weights(
@@ -116,11 +104,6 @@ class OrbaxParameters:
     dtypes: Mapping[ParameterPath, np.dtype]
     products: np.dtype
     allow_nonfinite: bool
-
-    def counted(self) -> Iterable[Parameter]:
-        """All parameters, with a progress bar on a terminal."""
-        text = f"loading {self.folder.name}"
-        return tqdm(self.parameters, desc=text, unit=" parameters", delay=1, disable=unseen(), leave=False)
 
     def read(
         self, parameter: Parameter, rows: ShardRows | None = None, shape: tuple[int, ...] | None = None

@@ -52,8 +52,11 @@ class StoredArray:
 
 def open_arrays(place: Path, config: ModelConfig | DraftHeadConfig) -> dict[ParameterPath, StoredArray]:
     """The unread arrays of a config's parameters in an Orbax checkpoint; an error lists all differences."""
-    with progress("", None) as bar, open_checkpointer(bar) as checkpointer:
-        stored = _stored_in(checkpointer, place)
+    with open_checkpointer() as checkpointer, _reading(place):
+        metadata = checkpointer.metadata(place)
+    if metadata.item_metadata is None:
+        raise CheckpointError(f"{place} cannot be read: it has no list of arrays")
+    stored = stored_arrays(metadata)
     _check(stored, config, where=str(place.parent))
     context = ts.Context({"cache_pool": {}, "cache_pool#table": {"total_bytes_limit": TABLE_BYTES}})
     return {
@@ -66,12 +69,11 @@ def open_arrays(place: Path, config: ModelConfig | DraftHeadConfig) -> dict[Para
 
 def stored_arrays(metadata: Any) -> dict[str, Any]:
     """Metadata (shape and type) of every stored array, by dotted path."""
-    tree = metadata.item_metadata.tree
-    flat = nnx.traversals.flatten_mapping(tree)
+    flat = nnx.traversals.flatten_mapping(metadata.item_metadata.tree)
     return {".".join(map(str, path)): leaf for path, leaf in flat.items()}
 
 
-def open_checkpointer(bar: tqdm) -> ocp.Checkpointer:
+def open_checkpointer(bar: tqdm | None = None) -> ocp.Checkpointer:
     """Orbax's checkpointer, set up to write arrays one at a time and to count them on a progress bar."""
     one_by_one = _OneByOne(bar)
     registry = ocp.type_handlers.create_type_handler_registry(
@@ -83,13 +85,6 @@ def open_checkpointer(bar: tqdm) -> ocp.Checkpointer:
     return ocp.Checkpointer(
         ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, type_handler_registry=registry)
     )
-
-
-def progress(text: str, count: int | None) -> tqdm:
-    """A progress bar of parameters on a terminal; without a count it is hidden."""
-    # The delay hides the bar for small checkpoints.
-    hidden = True if count is None else None
-    return tqdm(total=count, desc=text, unit=" parameters", delay=1, leave=False, disable=hidden)
 
 
 @contextlib.contextmanager
@@ -109,16 +104,7 @@ def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def _stored_in(checkpointer: ocp.Checkpointer, place: Path) -> dict[str, Any]:
-    with _reading(place):
-        metadata = checkpointer.metadata(place)
-    if metadata.item_metadata is None:
-        raise CheckpointError(f"{place} cannot be read: it has no list of arrays")
-    return stored_arrays(metadata)
-
-
 def _check(stored: Mapping[str, Any], config: ModelConfig | DraftHeadConfig, where: str) -> None:
-    """Raises CheckpointError if names, shapes or types are not the config's."""
     expected = {parameter.name: parameter for parameter in expected_parameters(config)}
     wrong = [f"missing: {name}" for name in sorted(expected.keys() - stored.keys())]
     wrong += [f"surplus: {name}" for name in sorted(stored.keys() - expected.keys())]
@@ -140,7 +126,7 @@ class _OneByOne(ocp.type_handlers.NumpyHandler):
     no write is pending when an array fails.
     """
 
-    def __init__(self, bar: tqdm):
+    def __init__(self, bar: tqdm | None):
         super().__init__(deepcopy_host_arrays=False)
         self._bar = bar
 
@@ -155,7 +141,8 @@ class _OneByOne(ocp.type_handlers.NumpyHandler):
             for written in await super().serialize([array], infos[i : i + 1], arg):
                 written.result()
             del array
-            self._bar.update()
+            if self._bar is not None:
+                self._bar.update()
         return []
 
 

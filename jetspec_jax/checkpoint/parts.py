@@ -6,6 +6,7 @@ The host holds at most two shards: it makes one while the previous one is sent.
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tqdm import tqdm
 
 from jetspec_jax.checkpoint.tensor_plan import Parameter, ParameterPath, StoredParameter, expected_parameters
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
@@ -21,9 +23,7 @@ from jetspec_jax.device.partition import channel_order, parameter_specs, ranges,
 from jetspec_jax.models import Weights, abstract, weights_of
 from jetspec_jax.models.key_table import ShardRows
 from jetspec_jax.models.quantized import BLOCKS, VALUES, stored_in_order
-
-#: Makes the shard of a parameter with the given rows and shape.
-MakePart = Callable[[ShardRows, tuple[int, ...]], np.ndarray]
+from jetspec_jax.progress import unseen
 
 
 class Part(NamedTuple):
@@ -78,7 +78,9 @@ class Placement:
             found += [part._replace(devices=devices)] if devices else []
         return found
 
-    def put(self, parameter: Parameter, make: MakePart) -> jax.Array:
+    def put(
+        self, parameter: Parameter, make: Callable[[ShardRows, tuple[int, ...]], np.ndarray]
+    ) -> jax.Array:
         """Puts a parameter on this process's devices shard by shard; the last transfers may be pending."""
         shape, sharding = self._shapes[parameter.path], self.sharding(parameter)
         arrays: dict[Any, jax.Array] = {}
@@ -122,12 +124,18 @@ class Parameters(Protocol):
     """The parameters of an opened checkpoint; everything but their values has been checked."""
 
     @property
-    def dtypes(self) -> Mapping[ParameterPath, np.dtype]:
-        """The type in which each parameter is read."""
+    def folder(self) -> Path:
+        """The checkpoint."""
         ...
 
-    def counted(self) -> Iterable[Parameter]:
-        """All parameters, with a progress bar on a terminal."""
+    @property
+    def parameters(self) -> Sequence[Parameter]:
+        """All parameters."""
+        ...
+
+    @property
+    def dtypes(self) -> Mapping[ParameterPath, np.dtype]:
+        """The type in which each parameter is read."""
         ...
 
     def read(
@@ -141,7 +149,10 @@ def to_devices(parameters: Parameters, placement: Placement | None) -> Weights:
     """Reads parameters one by one onto their devices; without a placement, onto the default device."""
     weights: dict[ParameterPath, jax.Array] = {}
     sent = None
-    for parameter in parameters.counted():
+    text, hidden = f"loading {parameters.folder.name}", unseen()
+    # The delay hides the bar for small checkpoints.
+    bar = tqdm(parameters.parameters, desc=text, unit=" parameters", delay=1, disable=hidden, leave=False)
+    for parameter in bar:
         read = functools.partial(parameters.read, parameter)
         if placement is None:
             values = read()
@@ -155,17 +166,11 @@ def to_devices(parameters: Parameters, placement: Placement | None) -> Weights:
 
 def place(weights: Weights, config: ModelConfig | DraftHeadConfig, mesh: Mesh) -> Weights:
     """Places whole weights on a mesh, with the same result as `read_weights`."""
-    placement, flat = Placement(config, mesh), nnx.traversals.flatten_mapping(weights)
-
-    def make(parameter: Parameter, rows: ShardRows, shape: tuple[int, ...]) -> np.ndarray:
-        return part_of(parameter, np.asarray(flat[parameter.path]), rows, shape)
-
-    return nnx.traversals.unflatten_mapping(
-        {
-            parameter.path: placement.put(parameter, functools.partial(make, parameter))
-            for parameter in expected_parameters(config)
-        }
-    )
+    placement, placed = Placement(config, mesh), dict(nnx.traversals.flatten_mapping(weights))
+    for parameter in expected_parameters(config):
+        make = functools.partial(part_of, parameter, np.asarray(placed[parameter.path]))
+        placed[parameter.path] = placement.put(parameter, make)
+    return nnx.traversals.unflatten_mapping(placed)
 
 
 def part_of(parameter: Parameter, whole: np.ndarray, rows: ShardRows, shape: tuple[int, ...]) -> np.ndarray:

@@ -66,14 +66,8 @@ def read_weights(
 ) -> Weights:
     """Reads the parameters of a config's module from a folder of safetensors, or from a GGUF file.
 
-    Tensors that are known and not needed are logged in one line.
-
-    Args:
-        folder: The checkpoint.
-        config: Its config.
-        dtype: The type of all parameters, with the exceptions of `dtype_of`; None keeps the stored types.
-        mesh: The devices that share the parameters; None means one.
-        allow_nonfinite: Whether values may be NaN or infinite.
+    Tensors that are known and not needed are logged in one line. ``dtype`` is the type of all parameters,
+    with the exceptions of `dtype_of`; None keeps the stored types.
 
     Raises:
         CheckpointError: Tensors are missing, surplus, misshapen, stored twice or of an unsupported type (all
@@ -142,12 +136,10 @@ class StoredParameters:
     def _keys(self) -> Mapping[ParameterPath, tuple[Key, ...]]:
         return {parameter.path: keys for parameter, keys in self.plan.sources}
 
-    def counted(self) -> Iterable[Parameter]:
-        """All parameters, with a progress bar on a terminal."""
-        # The delay hides the bar for small checkpoints.
-        parameters = [parameter for parameter, _ in self.plan.sources]
-        text = f"loading {self.folder.name}"
-        return tqdm(parameters, desc=text, unit=" parameters", delay=1, disable=unseen(), leave=False)
+    @property
+    def parameters(self) -> Sequence[Parameter]:
+        """All parameters."""
+        return [parameter for parameter, _ in self.plan.sources]
 
     def read(
         self, parameter: Parameter, rows: ShardRows | None = None, shape: tuple[int, ...] | None = None
@@ -198,7 +190,6 @@ class StoredParameters:
         return entry, [take_rows(*pair) for pair in zip(tensors, needed, strict=True)]
 
     def _fill(self, value: np.ndarray, key: Key, rows: ShardRows | None, each: Each) -> None:
-        """Fills an entry's part of a parameter or of a shard."""
         if (found := self._tensors(key, rows)) is not None:
             entry, tensors = found
             entry.from_file(value, *tensors, each=each)

@@ -12,12 +12,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jetspec_jax.checkpoint.content import CheckpointError, check_regular, content_of
-from jetspec_jax.checkpoint.tensor_plan import FILE_BYTES, FILE_DTYPES, FILE_FP8, Stored
+from jetspec_jax.checkpoint.tensor_plan import READ_DTYPES, Stored
 from jetspec_jax.config.fields import HEADER, check_values
-from pallas_kernels.quantized import FP8
 
-# The supported types: floats, FP8, and the bytes of MXFP4.
-_DTYPES = {**FILE_DTYPES, FILE_FP8: FP8, FILE_BYTES: np.dtype(np.uint8)}
 # Bytes of a header that are read at a time.
 _PART = 2**20
 
@@ -38,16 +35,15 @@ class TensorFile:
         try:
             _check_header(path)
             # The library checks that the tensors fill the file without gaps.
-            with safe_open(path, framework="numpy") as file:
-                parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-                stored = {
-                    name: Stored(tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()
-                }
+            with safe_open(path, framework="numpy"):
+                pass
             content = np.asarray(np.memmap(path, np.uint8, mode="r"))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
         start = 8 + int.from_bytes(content[:8].tobytes(), "little")
         header = json.loads(content[8:start].tobytes())
+        header.pop("__metadata__", None)
+        stored = {name: Stored(tuple(about["shape"]), about["dtype"]) for name, about in header.items()}
         places = {name: tuple(start + at for at in header[name]["data_offsets"]) for name in stored}
         return cls(path, stored, content, places)
 
@@ -55,7 +51,7 @@ class TensorFile:
         """A view of a tensor of a supported type."""
         shape, dtype = self.stored[name]
         start, stop = self._places[name]
-        return self._content[start:stop].view(_DTYPES[dtype]).reshape(shape)
+        return self._content[start:stop].view(READ_DTYPES[dtype]).reshape(shape)
 
 
 def _check_header(path: Path) -> None:

@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import DraftHead, Transformer, abstract, dtype_of, quantization_of, quantized_blocks
-from jetspec_jax.models.key_table import Key, Skip
+from jetspec_jax.models.key_table import Key, ParameterPath, Skip, key_path, parameters_of
 from jetspec_jax.models.quantized import VALUES, is_quantized
 from jetspec_jax.models.scale_key import ScaleKey
 from jetspec_jax.models.selector import Selector
@@ -32,8 +31,8 @@ FILE_FP8 = "F8_E4M3"
 #: The name of bytes in a file, as used for MXFP4.
 FILE_BYTES = "U8"
 
-#: The path of a parameter in the nested weights.
-ParameterPath = tuple[str | int, ...]
+#: All types that are read.
+READ_DTYPES = {**FILE_DTYPES, FILE_FP8: FP8, FILE_BYTES: jnp.dtype("uint8")}
 
 # Tensors besides the parameters that the files of any family may have.
 ROTARY = Skip(r".*rotary_emb\.inv_freq", "buffers of older exporters, which follow from the config")
@@ -113,16 +112,13 @@ def expected_parameters(
     for key in module.KEYS:
         entries[key.path].append(key.under(prefix, instead_of=first))
     expected = []
-    flat: list[tuple[ParameterPath, nnx.Variable]] = [
-        (tuple(path), parameter)  # pyright: ignore[reportAssignmentType]
-        for path, parameter in nnx.to_flat_state(nnx.state(module, nnx.Param))
-    ]
+    flat = parameters_of(module)
     shapes = {path: tuple(parameter.shape) for path, parameter in flat}
     for path, parameter in flat:
         block = blocks.get(path[:-1])
         whole, values = (path, path) if block is None else (path[:-1], (*path[:-1], VALUES))
         indices, shape = [part for part in whole if isinstance(part, int)], shapes[values]
-        keyed = entries[".".join("{}" if isinstance(part, int) else part for part in whole)]
+        keyed = entries[key_path(whole)]
         assert keyed, f"no entry of the key table makes {'.'.join(map(str, whole))}"
         forms = defaultdict(list)
         for key in keyed:
@@ -201,10 +197,9 @@ def stored_dtypes(
 ) -> list[np.dtype]:
     """The stored type of each parameter; for MXFP4 bfloat16, which represents all its values."""
     dtypes, mixed = [], []
-    known = {**FILE_DTYPES, FILE_FP8: FP8, FILE_BYTES: jnp.dtype("uint8")}
     for _, keys in sources:
         types = {key.name: "BF16" if key.scales else stored[key.name].dtype for key in keys}
-        dtypes.append(known[next(iter(types.values()))])
+        dtypes.append(READ_DTYPES[next(iter(types.values()))])
         if len(set(types.values())) > 1:
             mixed.append(", ".join(f"{name} is {dtype}" for name, dtype in types.items()))
     if mixed:

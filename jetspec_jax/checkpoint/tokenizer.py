@@ -89,7 +89,9 @@ def read_eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[i
         if is_gguf(folder):
             ids = parse_eos_token_ids(special_ids(read_header(folder)), None, folder=folder)
         else:
-            ids = _ids_of_configs(folder)
+            place = folder / "generation_config.json"
+            generation = read_object(place) if place.exists() else None
+            ids = parse_eos_token_ids(read_object(folder / "config.json"), generation, folder=folder)
     if beyond := [token for token in ids if token >= vocab_size]:
         raise CheckpointError(f"{folder}: eos_token_id {beyond} lies outside the vocabulary of {vocab_size}")
     if tokenizer is None or tokenizer.eos_token is None:
@@ -97,11 +99,3 @@ def read_eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[i
     # `tokenizer.eos_token_id` may be the id of the unknown token.
     eos = tokenizer.backend_tokenizer.token_to_id(tokenizer.eos_token)
     return ids if eos is None or eos in ids or eos >= vocab_size else (*ids, eos)
-
-
-def _ids_of_configs(folder: Path) -> tuple[int, ...]:
-    generation = folder / "generation_config.json"
-    config = read_object(folder / "config.json")
-    return parse_eos_token_ids(
-        config, read_object(generation) if generation.exists() else None, folder=folder
-    )

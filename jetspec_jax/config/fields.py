@@ -146,7 +146,9 @@ class Fields:
 
     `done` raises an error for each unread key, because an ignored key can silently change the model's output.
     Keys that change the maths in most families (`HARMLESS_ONLY`) are checked by `done` unless the family has
-    read them. Unread keys may be allowed by the caller. A null counts as an absent key.
+    read them. Unread keys may be allowed by the caller. A null counts as an absent key. All methods raise
+    ValueError for a value of the wrong type or range, for keys that disagree, and for a missing key without a
+    default.
     """
 
     def __init__(self, raw: Mapping[str, Any], where: str, ignored: Collection[str] = ()):
@@ -176,16 +178,9 @@ class Fields:
         self.raw = {**self.raw, **{key: value for key, value in values.items() if key not in self}}
 
     def check_agree(self, key: str, newer: Any, older: Any, *replaced: str) -> None:
-        """Checks that keys of the older dialect say what the key of the newer one says that replaced them.
+        """Checks that ``key``, if present, has the meaning of the older keys that it replaced.
 
-        Args:
-            key: That key; without it older_keys is nothing to check.
-            newer: What it says.
-            older: What the others say.
-            *replaced: The others.
-
-        Raises:
-            ValueError: They differ.
+        ``newer`` and ``older`` are the values read from either.
         """
         if key in self and newer != older:
             older_keys = [name for name in replaced if name in self]
@@ -199,9 +194,6 @@ class Fields:
             *harmless: Values that are supported.
             default: The value if the key is absent or null.
             feature: The feature that other values switch on, if the key does not say so.
-
-        Raises:
-            ValueError: The value is not supported.
         """
         value = self.get(key, default)
         if value not in harmless:
@@ -218,17 +210,7 @@ class Fields:
             )
 
     def integer(self, *keys: str, least: int = 1, most: int = MAX_SIZE, default: int | None = None) -> int:
-        """An integer that may be stored under any of several keys.
-
-        Args:
-            *keys: The keys.
-            least: The smallest value allowed.
-            most: The largest value allowed.
-            default: The value if all keys are absent; None makes that an error.
-
-        Raises:
-            ValueError: The value is not an integer or out of range, or two keys disagree.
-        """
+        """An integer from ``least`` to ``most`` that may be stored under any of several keys."""
         found = {key: value for key in keys if (value := self.get(key)) is not None}
         values = list(found.values())
         if any(value != values[0] for value in values[1:]):
@@ -241,30 +223,18 @@ class Fields:
         return value
 
     def positive(self, key: str) -> float:
-        """A positive number within the range of float32.
-
-        Raises:
-            ValueError: The value is not such a number.
-        """
+        """A positive number within the range of float32."""
         value = self.get(key)
         if not is_number(value) or not value >= _SMALLEST:
             raise self.error(key, "a positive number", value)
         return float(value)
 
     def optional(self, key: str) -> float | None:
-        """As `positive`, but None if the key is absent.
-
-        Raises:
-            ValueError: As for `positive`.
-        """
+        """As `positive`, but None if the key is absent."""
         return self.positive(key) if key in self else None
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        """A boolean; strings such as "false" are refused.
-
-        Raises:
-            ValueError: The value is not a boolean.
-        """
+        """A boolean; strings such as "false" are refused."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise self.error(key, "true or false", value)
@@ -273,13 +243,7 @@ class Fields:
     def layers(self, key: str, length: int, *, surplus: int = 0) -> list[Any] | None:
         """A list with one entry per layer; None if the key is absent.
 
-        Args:
-            key: The key.
-            length: The number of layers.
-            surplus: The list may have exactly this many more entries, which are dropped.
-
-        Raises:
-            ValueError: The value is not a list, or has another length.
+        It may have exactly ``surplus`` more entries, which are dropped.
         """
         value = self.get(key)
         if value is None:
@@ -291,11 +255,7 @@ class Fields:
         return value[:length]
 
     def object(self, key: str) -> "Fields | None":
-        """The fields of a nested object; None if the key is absent. The caller must call `done` on it.
-
-        Raises:
-            ValueError: The value is not an object.
-        """
+        """The fields of a nested object; None if the key is absent. The caller must call `done` on it."""
         value = self.get(key)
         if value is None:
             return None
@@ -316,14 +276,7 @@ class Fields:
         return {key for key, value in self.raw.items() if value is not None} - self.used
 
     def done(self, *, top: bool = False) -> None:
-        """Checks that all keys were read.
-
-        Args:
-            top: Whether this is a model's top-level object, which may have `INERT_KEYS` and `HARMLESS_ONLY`.
-
-        Raises:
-            ValueError: There are unknown keys, or keys that change the maths.
-        """
+        """Refuses unread keys; the ``top`` object of a model may have `INERT_KEYS` and `HARMLESS_ONLY`."""
         if top:
             for key, harmless in HARMLESS_ONLY.items():
                 if key in self.raw and key not in self.used:

@@ -127,7 +127,6 @@ def _exceptions(fields: Fields, kinds: list[str], usual: dict[str, Any]) -> dict
 
 
 def _experts(fields: Fields) -> Experts | None:
-    """The experts of all layers, if there are any."""
     if not fields.flag("enable_moe_block"):
         fields.inert("num_experts", "top_k_experts", "moe_intermediate_size")
         return None

@@ -110,14 +110,10 @@ class Recurrence:
         """Channels of the convolution: queries, keys and values."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
-    @property
-    def state_size(self) -> int:
-        """Elements of the state of one sequence."""
-        return self.num_value_heads * self.key_dim * self.value_dim
-
     def slot_bytes(self, itemsize: int) -> int:
         """Bytes of one sequence: its state in float32, and the convolution's last ``kernel - 1`` rows."""
-        return 4 * self.state_size + itemsize * (self.kernel - 1) * self.channels
+        state = self.num_value_heads * self.key_dim * self.value_dim
+        return 4 * state + itemsize * (self.kernel - 1) * self.channels
 
 
 @dataclass(frozen=True)

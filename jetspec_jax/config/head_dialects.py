@@ -10,6 +10,7 @@ vLLM 0.33 (``models/qwen3_dflash.py``, ``configs/speculators``), SGLang 0.5.23 (
 ``speculative/dflash_utils.py``) and speculators 0.9 (``models/dflash/config.py``).
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -179,12 +180,9 @@ def _said(top: Fields, fields: Fields, key: str) -> str:
     return f"{within}{within and '.'}{key}={shown(fields.raw[key])}"
 
 
-def _block_size(fields: Fields, key: str) -> int:
-    return fields.integer(key, least=2, most=MAX_BLOCK)
-
-
-def _depth(fields: Fields, key: str) -> int:
-    return fields.integer(key, most=MAX_LAYERS)
+_block_size = functools.partial(Fields.integer, least=2, most=MAX_BLOCK)
+_depth = functools.partial(Fields.integer, most=MAX_LAYERS)
+_token = functools.partial(Fields.integer, least=0)
 
 
 def _text(fields: Fields, key: str) -> str:
@@ -192,10 +190,6 @@ def _text(fields: Fields, key: str) -> str:
     if not isinstance(found, str):
         raise fields.error(key, "a text", found)
     return found
-
-
-def _token(fields: Fields, key: str) -> int:
-    return fields.integer(key, least=0)
 
 
 def _taps(fields: Fields, key: str) -> tuple[int, ...]:
@@ -270,7 +264,6 @@ def _check_proposals(top: Fields, block_size: int) -> None:
 
 
 def _check_no_selector(*objects: Fields) -> None:
-    """Refuses selector keys outside `dflash_config`."""
     for fields in objects:
         for key in ("selector_rank", "selector_top_k"):
             fields.only(key, None, 0, feature=f"a selector's keys are read in {DFLASH} only")

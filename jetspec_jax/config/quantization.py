@@ -132,16 +132,6 @@ def read_quantization(fields: Fields) -> Quantization | None:
     return found
 
 
-def fp8_json(block: int = 128) -> dict[str, Any]:
-    """The ``quantization_config`` for FP8 with square blocks of ``block`` x ``block``."""
-    return {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": FP8,
-        "weight_block_size": [block, block],
-    }
-
-
 def _read_fp8(settings: Fields) -> Quantization:
     settings.only("fmt", "e4m3", "float8_e4m3fn", default="e4m3", feature="another FP8 format")
     settings.only("scale_fmt", None, "float", feature="scales that are no floats")

@@ -100,7 +100,6 @@ def _layer_types(fields: Fields, num_layers: int) -> list[str]:
 
 
 def _recurrence(fields: Fields) -> Recurrence:
-    """The geometry of the recurrent layers."""
     key_heads = fields.integer("linear_num_key_heads", most=MAX_HEADS)
     value_heads = fields.integer("linear_num_value_heads", most=MAX_HEADS)
     if value_heads % key_heads:

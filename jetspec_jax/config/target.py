@@ -114,7 +114,6 @@ def parse_model_config(
 
 
 def _read_wrapped(fields: Fields, wrapper: Wrapper) -> ModelConfig:
-    """The text model of a multimodal model's config."""
     text = fields.object("text_config")
     if text is None:
         raise fields.error("text_config", "an object", None)

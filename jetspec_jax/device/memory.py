@@ -20,7 +20,7 @@ from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.device.mesh import make_mesh, size_of
 from jetspec_jax.device.partition import check_partition, parameter_specs, spread
 from jetspec_jax.device.processes import gathered, same_processes, spans
-from jetspec_jax.models import abstract, dtype_of, weights_of, without_quantization
+from jetspec_jax.models import abstract, dtype_of, weights_of, with_quantization
 from pallas_kernels import shards
 from pallas_kernels.dispatch import default_device
 
@@ -142,7 +142,7 @@ def with_more_devices(
 
 def num_parameters(config: ModelConfig | DraftHeadConfig) -> int:
     """Number of a config's parameters; scales of quantised weights do not count."""
-    return sum(math.prod(shape) for shape in _parameter_shapes(without_quantization(config)).values())
+    return sum(math.prod(shape) for shape in _parameter_shapes(with_quantization(config, None)).values())
 
 
 def weight_bytes(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, mesh: Mesh | None = None) -> int:
@@ -154,7 +154,7 @@ def largest_parameter_bytes(
     config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, mesh: Mesh | None = None
 ) -> int:
     """Bytes on a device of the largest of a config's parameters, with quantised ones widened."""
-    return max(_parameter_bytes(without_quantization(config), dtype, mesh))
+    return max(_parameter_bytes(with_quantization(config, None), dtype, mesh))
 
 
 def array_bytes(tree: Any, shardings: Any = None) -> int:

@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jetspec_jax.config import DraftHeadConfig, LayerConfig, ModelConfig, Recurrence
 from jetspec_jax.device.mesh import size_of
 from jetspec_jax.device.processes import check_devices
-from jetspec_jax.models import abstract, quantization_of, quantized_blocks, without_quantization
+from jetspec_jax.models import abstract, quantization_of, quantized_blocks, with_quantization
 from jetspec_jax.models.quantized import BLOCKS
 from pallas_kernels import shards
 
@@ -149,7 +149,7 @@ def cut_blocks(config: ModelConfig | DraftHeadConfig, mesh: Mesh | AbstractMesh)
     """
     layers = config if isinstance(config, ModelConfig) else config.layers
     found: dict[str, list[int]] = {}
-    plain = nnx.state(abstract(without_quantization(config)), nnx.Param)
+    plain = nnx.state(abstract(with_quantization(config, None)), nnx.Param)
     blocks, quantization = quantized_blocks(config), quantization_of(config)
     for key_path, parameter in nnx.to_flat_state(plain):
         path: Any = tuple(key_path)

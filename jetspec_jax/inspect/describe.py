@@ -84,7 +84,6 @@ def _head(raw: Mapping[str, Any], config: DraftHeadConfig) -> dict[str, Any]:
 
 
 def _fit(head: DraftHeadConfig, target: Source) -> dict[str, Any]:
-    """Whether a head fits a target, and why not."""
     # A file that cannot be read is an error; one that no supported target has, a misfit.
     path, raw, problem = target.config_path, target.raw_config, None
     try:

@@ -138,11 +138,7 @@ def draft_logits(target: Target, draft_head: Head, token_ids: TokenIds) -> Float
     return _draft_logits(*models, target.weights, draft_head.weights, ids)
 
 
-# The target's config and its mesh are static.
-_jit = functools.partial(jax.jit, static_argnums=(0, 1))
-
-
-@_jit
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _logits(
     config: ModelConfig,
     mesh: Mesh | None,
@@ -181,7 +177,7 @@ def _hidden_states(
     return run(weights, ids)
 
 
-@_jit
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _tree_logits(
     config: ModelConfig, mesh: Mesh | None, weights: Weights, prefix: Int[Array, "B S"], tree: TokenTree
 ) -> Float[Array, "B N V"]:
@@ -232,11 +228,7 @@ def _together(
 ) -> Callable[..., Float[Array, "B N V"]]:
     """Runs a function of the target's weights and replicated arrays on all devices, and joins its logits.
 
-    Args:
-        config: The target.
-        mesh: The devices; None returns ``run`` itself.
-        run: The function that each device runs.
-        *last: Specs of the last arguments if they are not replicated.
+    ``last`` are specs of the last arguments if they are not replicated.
     """
     if mesh is None:
         return run

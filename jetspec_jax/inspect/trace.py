@@ -252,30 +252,18 @@ def _traced_round(
     ) -> tuple[DecodeState, tuple[RoundRecord, _Seen]]:
         picked = pick(state, live[0]) if live else state
         picked = replace(picked, active=jnp.ones_like(picked.active))
-        picked, seen = _pieces(decoder, weights, picked)
-        picked = replace(picked, active=jnp.zeros_like(picked.active))
-        return put(state, live[0], picked) if live else picked, seen
+        tree, candidates, noise = decoder.propose(weights, picked)
+        verified = decoder.verify(weights, picked, tree)
+        after, record, accepted = decoder.settle(weights, picked, tree, verified, noise=noise)
+        if candidates is None:
+            empty = jnp.zeros((picked.anchors.shape[0], 0, decoder.breadth.candidates))
+            candidates = Candidates(empty.astype(jnp.int32), empty, empty[:, :, 0])
+        log_probs = _target_log_probs(tree, verified.logits)
+        seen = _Seen(picked.slots.lengths, candidates, tree, log_probs, accepted)
+        after = replace(after, active=jnp.zeros_like(after.active))
+        return put(state, live[0], after) if live else after, (record, seen)
 
     return decoder.on_mesh(run)(weights, state, *(() if live is None else (live,)))
-
-
-def _pieces(
-    decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState
-) -> tuple[DecodeState, tuple[RoundRecord, _Seen]]:
-    tree, candidates, noise = decoder.propose(weights, state)
-    verified = decoder.verify(weights, state, tree)
-    after, record, accepted = decoder.settle(weights, state, tree, verified, noise=noise)
-    if candidates is None:
-        empty = jnp.zeros((state.anchors.shape[0], 0, decoder.breadth.candidates))
-        candidates = Candidates(empty.astype(jnp.int32), empty, empty[:, :, 0])
-    seen = _Seen(
-        state.slots.lengths,
-        candidates,
-        tree,
-        _target_log_probs(tree, verified.logits),
-        accepted,
-    )
-    return after, (record, seen)
 
 
 def _target_log_probs(tree: TokenTree, logits: Float[Array, "B N V"]) -> Float32[Array, "B N"]:

@@ -22,8 +22,9 @@ from jetspec_jax.models.draft_head import DraftHead
 from jetspec_jax.models.gemma3 import Gemma3
 from jetspec_jax.models.gemma4 import Gemma4
 from jetspec_jax.models.gpt_oss import GptOss
+from jetspec_jax.models.key_table import ParameterPath, key_path
 from jetspec_jax.models.llama import Llama
-from jetspec_jax.models.quantized import VALUES, Path, blocks_of, is_quantized, quantize
+from jetspec_jax.models.quantized import VALUES, blocks_of, is_quantized, quantize
 from jetspec_jax.models.qwen3 import Qwen3
 from jetspec_jax.models.qwen3_5 import Qwen3_5
 from jetspec_jax.models.qwen3_moe import Qwen3MoE
@@ -115,7 +116,7 @@ def quantization_of(config: ModelConfig | DraftHeadConfig) -> Quantization | Non
 
 
 @functools.cache
-def quantized_blocks(config: ModelConfig | DraftHeadConfig) -> Mapping[Path, tuple[int, ...]]:
+def quantized_blocks(config: ModelConfig | DraftHeadConfig) -> Mapping[ParameterPath, tuple[int, ...]]:
     """The quantised parameters of a config and their blocks; see `blocks_of`.
 
     Layers of a draft head must be quantised alike, because their projections of the context are one product.
@@ -123,7 +124,7 @@ def quantized_blocks(config: ModelConfig | DraftHeadConfig) -> Mapping[Path, tup
     quantization = quantization_of(config)
     if quantization is None:
         return {}
-    blocks = blocks_of(abstract(without_quantization(config)), quantization)
+    blocks = blocks_of(abstract(with_quantization(config, None)), quantization)
     if isinstance(config, DraftHeadConfig):
         count = sum(path[-1] == "qkv_proj" for path in blocks)
         if 0 < count < (layers := config.layers.num_layers):
@@ -139,13 +140,8 @@ def kept_packed(config: ModelConfig) -> ModelConfig:
     return replace(config, quantization=PACKED)
 
 
-def without_quantization(config: ModelConfig | DraftHeadConfig) -> ModelConfig | DraftHeadConfig:
-    """The config of the same model without quantisation."""
-    return with_quantization(config, None)
-
-
 def with_quantization(config: Config, quantization: Quantization | None) -> Config:
-    """The config of the same model with another quantisation."""
+    """The config of the same model with another quantisation, or with None."""
     if isinstance(config, DraftHeadConfig):
         return replace(config, layers=replace(config.layers, quantization=quantization))
     return replace(config, quantization=quantization)
@@ -160,9 +156,7 @@ def _build(
     return family_of(config)(config, rngs=rngs, dtype=dtype)
 
 
-def dtype_of(
-    config: ModelConfig | DraftHeadConfig, path: tuple[str | int, ...], dtype: jnp.dtype
-) -> jnp.dtype:
+def dtype_of(config: ModelConfig | DraftHeadConfig, path: ParameterPath, dtype: jnp.dtype) -> jnp.dtype:
     """The type of the parameter at ``path`` in a model of type ``dtype``.
 
     Quantised parameters keep their types: FP8 values with float32 scales, or bytes of MXFP4.
@@ -173,8 +167,7 @@ def dtype_of(
             return jnp.dtype(jnp.uint8)
         return FP8 if path[-1] == VALUES else jnp.dtype(jnp.float32)
     family = DraftHead if isinstance(config, DraftHeadConfig) else family_of(config)
-    name = ".".join("{}" if isinstance(part, int) else part for part in path)
-    return jnp.dtype(jnp.float32) if name in family.FLOAT32 else dtype
+    return jnp.dtype(jnp.float32) if key_path(path) in family.FLOAT32 else dtype
 
 
 class _OneKey(nnx.Rngs):

@@ -6,12 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from flax import nnx
 
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models.layout import Layout, parse_layout
 from jetspec_jax.models.mxfp4 import packed_shapes, widen
 from pallas_kernels.mxfp4 import BLOCK, BLOCK_BYTES
 
+#: The path of a parameter in the nested weights.
+ParameterPath = tuple[str | int, ...]
 #: Calls a function with each item of an iterable, possibly in parallel.
 Each = Callable[[Callable[[Any], None], Iterable[Any]], None]
 
@@ -20,6 +23,16 @@ def one_by_one(function: Callable[[Any], None], things: Iterable[Any]) -> None:
     """Calls the function with each item in turn."""
     for thing in things:
         function(thing)
+
+
+def key_path(path: ParameterPath) -> str:
+    """A parameter's path as in key tables: dotted, with ``{}`` for indices."""
+    return ".".join("{}" if isinstance(part, int) else part for part in path)
+
+
+def parameters_of(module: nnx.Module) -> list[tuple[ParameterPath, nnx.Variable]]:
+    """A module's parameters, or their shapes, by path."""
+    return [(tuple(path), found) for path, found in nnx.to_flat_state(nnx.state(module, nnx.Param))]  # pyright: ignore[reportReturnType]
 
 
 class ShardRows(NamedTuple):
@@ -101,11 +114,9 @@ class Key:
         return replace(self, name=name, scales="".join(scales))
 
     def of(self, indices: Sequence[int], shape: tuple[int, ...]) -> list["Key"]:
-        """The entries of one parameter, with indices filled in: one, or with `expert` one per expert.
+        """The entries of one parameter: one, or with `expert` one per expert.
 
-        Args:
-            indices: The values of the path's ``{}``.
-            shape: The parameter's shape.
+        ``indices`` are the values of the path's ``{}``.
         """
         places = [(*indices, i) for i in range(shape[0])] if self.expert else [tuple(indices)]
         inner = self.part if isinstance(self.part, tuple) else (self.part,)
@@ -181,12 +192,9 @@ class Key:
         return entry, [[*others, numbers, np.arange(BLOCK_BYTES)], [*others, numbers]]
 
     def from_file(self, parameter: np.ndarray, *tensors: np.ndarray, each: Each = one_by_one) -> None:
-        """Fills the entry's part of a parameter from the file's tensors.
+        """Fills the entry's part of a parameter from the file's tensors, in the order of `names`.
 
-        Args:
-            parameter: The parameter.
-            *tensors: The tensors, in the order of `names`.
-            each: Runs the copy of each tile; tiles are disjoint.
+        ``each`` runs the copy of each tile; tiles are disjoint.
 
         Raises:
             ValueError: An MXFP4 scale is not a number. It is raised inside ``each``.
@@ -222,7 +230,7 @@ class Key:
                 f"{self.name}: layout {self.layout!r} has {len(layout.order)} axes, and its part of "
                 f"{self.path} {list(parameter.shape)} has {part.ndim}"
             )
-        return layout.view(part)
+        return part.transpose(layout.order)  # the axes in the order of the file, unmerged
 
 
 @dataclass(frozen=True)

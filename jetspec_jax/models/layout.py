@@ -32,12 +32,8 @@ class Layout(NamedTuple):
     order: tuple[int, ...]
     merged: tuple[int, ...]
 
-    def view(self, parameter: np.ndarray) -> np.ndarray:
-        """The parameter with its axes in the file's order, unmerged; nothing is copied."""
-        return parameter.transpose(self.order)
-
     def shape(self, view: np.ndarray) -> tuple[int, ...]:
-        """The file's shape for a result of `view`."""
+        """The file's shape for a view with the parameter's axes in the file's order."""
         sizes = iter(view.shape)
         return tuple(math.prod(next(sizes) for _ in range(count)) for count in self.merged)
 

@@ -11,13 +11,12 @@ from flax import nnx
 from jax.experimental.layout import Format, Layout
 
 from jetspec_jax.config.quantization import Quantization
+from jetspec_jax.models.key_table import ParameterPath, key_path, parameters_of
+from jetspec_jax.models.mxfp4 import packed_shapes
 from jetspec_jax.models.scale_key import shared_axes
-from pallas_kernels.mxfp4 import BLOCK, BLOCK_BYTES, Mxfp4
+from pallas_kernels.mxfp4 import BLOCK, Mxfp4
 from pallas_kernels.quantized import FP8, Quantized, scale_shape
 from pallas_kernels.weights import Narrow
-
-#: The path of a parameter in the nested weights.
-Path = tuple[str | int, ...]
 
 #: The two parts of a quantised parameter.
 VALUES, SCALES = "values", "scales"
@@ -81,12 +80,12 @@ class QuantizedParam(nnx.Module):
         return (*others[:_PACKED_AXIS], BLOCK * cells, *others[_PACKED_AXIS:])
 
 
-def is_quantized(path: Path) -> bool:
+def is_quantized(path: ParameterPath) -> bool:
     """Whether a path leads to the values or the scales of a quantised parameter."""
     return path[-1] in (VALUES, SCALES)
 
 
-def blocks_of(module: Any, quantization: Quantization) -> Mapping[Path, tuple[int, ...]]:
+def blocks_of(module: Any, quantization: Quantization) -> Mapping[ParameterPath, tuple[int, ...]]:
     """The quantised parameters of a module, each with the number of values per scale along each axis.
 
     All matrices of a fused parameter must be quantised, or none.
@@ -95,14 +94,17 @@ def blocks_of(module: Any, quantization: Quantization) -> Mapping[Path, tuple[in
     for key in module.KEYS:
         entries[key.path].append(key)
     if quantization.is_mxfp4:
-        return _packed_blocks(module, {path for path, keys in entries.items() if any(k.scales for k in keys)})
+        return {
+            path: packed_block(parameter.shape)
+            for path, parameter in parameters_of(module)
+            if any(key.scales for key in entries[key_path(path)])
+        }
     found, mixed = {}, []
-    for key_path, parameter in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-        path: Path = tuple(key_path)  # pyright: ignore[reportAssignmentType]
+    for path, parameter in parameters_of(module):
         if path[-1] not in _PRODUCTS:
             continue
         indices, shape = [part for part in path if isinstance(part, int)], parameter.shape
-        keys = entries[".".join("{}" if isinstance(part, int) else part for part in path)]
+        keys = entries[key_path(path)]
         by_form = {}
         for key in keys:
             for name in (entry.name for entry in key.of(indices, shape)):
@@ -126,7 +128,9 @@ def blocks_of(module: Any, quantization: Quantization) -> Mapping[Path, tuple[in
     return found
 
 
-def quantize(module: Any, blocks: Mapping[Path, tuple[int, ...]], quantization: Quantization | None) -> None:
+def quantize(
+    module: Any, blocks: Mapping[ParameterPath, tuple[int, ...]], quantization: Quantization | None
+) -> None:
     """Replaces parameters of a module, or their shapes, by quantised ones; see `blocks_of`."""
     for path, block in blocks.items():
         *way, last = path
@@ -140,9 +144,10 @@ def quantize(module: Any, blocks: Mapping[Path, tuple[int, ...]], quantization: 
             made = Mxfp4.of(weights, _PACKED_AXIS) if packed else Quantized.of(weights, block)
             values, scales = made.values, made.scales
         elif packed:
-            cells = packed_cells(weights.shape)
-            values = jax.ShapeDtypeStruct((*cells, BLOCK_BYTES), jnp.uint8)
-            scales = jax.ShapeDtypeStruct(cells, jnp.uint8)
+            others, packed_size = [*weights.shape], weights.shape[_PACKED_AXIS]
+            del others[_PACKED_AXIS]
+            shapes = packed_shapes((*others, packed_size))
+            values, scales = (jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in shapes)
         else:
             values = jax.ShapeDtypeStruct(weights.shape, FP8)
             scales = jax.ShapeDtypeStruct(scale_shape(weights.shape, block), jnp.float32)
@@ -166,18 +171,15 @@ def stored_in_order(values: jax.Array, order: tuple[int, ...] | None) -> jax.Arr
     return values if order is None else jax.device_put(values, Format(Layout(order), values.sharding))
 
 
-def packed_cells(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the scales of experts' weights in MXFP4, with the packed axis last."""
-    others, size = [*shape], shape[_PACKED_AXIS]
-    del others[_PACKED_AXIS]
-    if size % BLOCK:
-        raise ValueError(f"rows of {size} values are no whole blocks of {BLOCK}, as MXFP4 has them")
-    return (*others, size // BLOCK)
+def packed_block(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The block of experts' weights in MXFP4; refuses rows that do not consist of whole blocks."""
+    packed_shapes((shape[_PACKED_AXIS],))
+    return tuple(BLOCK if axis == _PACKED_AXIS else 1 for axis in range(len(shape)))
 
 
-def widened(weights: dict[str, Any], blocks: Mapping[Path, tuple[int, ...]]) -> dict[str, Any]:
+def widened(weights: dict[str, Any], blocks: Mapping[ParameterPath, tuple[int, ...]]) -> dict[str, Any]:
     """Nested weights, or some of them, with quantised parameters converted to float32."""
-    flat: dict[Path, Any] = dict(nnx.traversals.flatten_mapping(weights))
+    flat: dict[ParameterPath, Any] = dict(nnx.traversals.flatten_mapping(weights))
     for path, block in blocks.items():
         if (values := flat.pop((*path, VALUES), None)) is not None:
             scales = flat.pop((*path, SCALES))
@@ -193,17 +195,6 @@ def _record(
     if values.dtype == FP8:
         return Quantized(values, scales, block, row_group)
     return Mxfp4(values, scales, _PACKED_AXIS)
-
-
-def _packed_blocks(module: Any, names: set[str]) -> Mapping[Path, tuple[int, ...]]:
-    """The MXFP4 parameters at the given dotted paths, and their blocks."""
-    found = {}
-    for key_path, parameter in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-        path: Path = tuple(key_path)  # pyright: ignore[reportAssignmentType]
-        if ".".join("{}" if isinstance(part, int) else part for part in path) in names:
-            packed_cells(parameter.shape)
-            found[path] = tuple(BLOCK if i == _PACKED_AXIS else 1 for i in range(len(parameter.shape)))
-    return found
 
 
 def _skips(name: str, prefixes: tuple[str, ...], quantization: Quantization) -> bool:

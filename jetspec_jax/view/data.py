@@ -72,7 +72,6 @@ def round_data(trace: RoundTrace, digits: int) -> dict[str, Any]:
 
 
 def _ranks(trace: RoundTrace) -> list[int]:
-    """The rank of each node among the candidates of its row."""
     if len(trace.tokens) == 1:
         return [NO_RANK]
     same = trace.candidate_tokens[trace.depths - 1] == trace.tokens[:, None]

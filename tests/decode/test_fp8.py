@@ -12,7 +12,7 @@ from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.config.quantization import COMPRESSED, FP8, PACKED, Quantization
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
-from jetspec_jax.models import kept_packed, quantized_blocks, without_quantization
+from jetspec_jax.models import kept_packed, quantized_blocks, with_quantization
 from jetspec_jax.models.quantized import widened
 from pallas_kernels.mxfp4 import Mxfp4
 from pallas_kernels.quantized import Quantized
@@ -32,7 +32,7 @@ EXPERTS = kept_packed(parse_model_config({**GPT_OSS, "num_local_experts": 4}))
 
 def quantised_weights(config, seed):
     """Random weights of a config, of which it quantises some."""
-    flat = dict(nnx.traversals.flatten_mapping(random_weights(without_quantization(config), seed)))
+    flat = dict(nnx.traversals.flatten_mapping(random_weights(with_quantization(config, None), seed)))
     for path, block in quantized_blocks(config).items():
         own = Mxfp4.of(flat.pop(path), 1) if config is EXPERTS else Quantized.of(flat.pop(path), block)
         flat[(*path, "values")], flat[(*path, "scales")] = own.values, own.scales
@@ -82,7 +82,7 @@ def test_a_head_in_fp8_drafts_as_its_widened_weights_do():
     config = dataclasses.replace(config, layers=dataclasses.replace(config.layers, quantization=BLOCKS))
     head, target = Head(config, quantised_weights(config, 1)), Target(TINY, random_weights(TINY, 0))
     assert ("fc",) in quantized_blocks(config)
-    plain = Head(without_quantization(config), widened(head.weights, quantized_blocks(config)))
+    plain = Head(with_quantization(config, None), widened(head.weights, quantized_blocks(config)))
     got, expected = (np.asarray(draft_logits(target, own, [PROMPTS[1]])) for own in (head, plain))
     # The same float32 weights, in products that may be summed in another order.
     np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())

@@ -370,9 +370,9 @@ class TestFiles:
         assert str(folder) in str(info.value)
 
     def test_the_wrong_loader(self, folder, head_folder):
-        with pytest.raises(ValueError, match="load it with load_draft_head"):
+        with pytest.raises(ValueError, match="describes a draft head; load it with load_draft_head"):
             load_target(head_folder)
-        with pytest.raises(ValueError, match="load it with load_target"):
+        with pytest.raises(ValueError, match="is not a draft head; load it with load_target"):
             load_draft_head(folder)
 
     def test_eos(self, folder, tmp_path, tensors):

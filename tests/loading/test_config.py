@@ -12,7 +12,6 @@ from jetspec_jax.config import (
     Rope,
     check_head_fits,
     default_tap_layers,
-    is_draft_head,
     parse_draft_head_config,
     parse_eos_token_ids,
     parse_model_config,
@@ -392,12 +391,6 @@ class TestDraftHead:
         with pytest.raises(ValueError, match=r"dflash_config: unknown keys \['temper'\].*ignore_config_keys"):
             parse_draft_head_config(raw)
         assert parse_draft_head_config(raw, ignore_config_keys=["temper"]) == parse_draft_head_config(HEAD)
-
-    def test_a_target_is_not_a_draft_head(self):
-        assert is_draft_head(HEAD)
-        assert not is_draft_head(V4)
-        with pytest.raises(ValueError, match=r"no dflash_config.*load it with load_target"):
-            parse_draft_head_config(V4)
 
 
 class TestFit:

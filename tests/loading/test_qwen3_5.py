@@ -147,7 +147,7 @@ class TestConfig:
         recurrent = LayerConfig(num_heads=0, num_kv_heads=0, head_dim=0, recurrence=recurrence, **block)
         full = LayerConfig(num_heads=16, num_kv_heads=2, head_dim=256, **block)
         assert config.layers == (recurrent, recurrent, recurrent, full) * 10
-        assert (recurrence.channels, recurrence.state_size) == (8192, 32 * 128 * 128)
+        assert (recurrence.channels, recurrence.slot_bytes(2)) == (8192, 4 * 32 * 128 * 128 + 2 * 3 * 8192)
         assert sum(layer.kv_size for layer in config.layers) * 2 == 20 * 1024
         # What the model is called after, without the head that predicts further tokens.
         assert round(num_parameters(config) / 1e9, 2) == 34.66

@@ -78,7 +78,6 @@ def _common(fields: Fields, header: Header) -> Raw:
 
 
 def _vocab_size(fields: Fields, header: Header) -> int:
-    """The number of rows of the embedding."""
     if "token_embd.weight" not in header.tensors:
         raise ValueError("it has no token_embd.weight, so it holds no language model, or not all of one")
     rows = header.tensors["token_embd.weight"].shape[0]
@@ -87,7 +86,6 @@ def _vocab_size(fields: Fields, header: Header) -> int:
 
 
 def _scaling(fields: Fields) -> Raw | None:
-    """The ``rope_scaling`` of the metadata."""
     fields.inert("rope.scaling.finetuned")
     kind = fields.get("rope.scaling.type", "linear" if "rope.scale_linear" in fields else "none")
     if kind == "none":

@@ -117,7 +117,7 @@ def read_header(path: Path) -> Header:
 
 def _read(path: Path, content: np.ndarray) -> Header:
     cursor = _Cursor(content)
-    if (magic := cursor.read_bytes(4)) != MAGIC:
+    if (magic := bytes(cursor.next_bytes(4))) != MAGIC:
         raise ValueError(f"it is no GGUF file: it begins with {magic!r} and not with {MAGIC!r}")
     version = cursor.scalar("I")
     if version and not version & 0xFFFF:
@@ -197,17 +197,13 @@ class _Cursor:
         self._content, self._name = content.data, ""
         self.at, self.left = 0, MAX_HEADER_BYTES
 
-    def read_bytes(self, count: int) -> bytes:
-        """The next bytes."""
-        return bytes(self._next(count))
-
     def scalar(self, form: str) -> Any:
         """A number of a `struct` format."""
-        return struct.unpack(f"<{form}", self._next(struct.calcsize(form)))[0]
+        return struct.unpack(f"<{form}", self.next_bytes(struct.calcsize(form)))[0]
 
     def string(self) -> str:
         """A string: the number of bytes, then the bytes in UTF-8."""
-        return str(self._next(*_LENGTH.unpack(self._next(8))), "utf-8")
+        return str(self.next_bytes(*_LENGTH.unpack(self.next_bytes(8))), "utf-8")
 
     def name(self) -> str:
         """A metadata key or a tensor's name, which errors mention."""
@@ -220,7 +216,7 @@ class _Cursor:
         if kind is _Value.STRING and key == _TOKENIZER_JSON:
             size = self.scalar("Q")
             self.left += size
-            self._next(size)
+            self.next_bytes(size)
             return None
         if kind is _Value.STRING:
             return self.string()
@@ -265,7 +261,7 @@ class _Cursor:
         if kind is _Value.STRING:
             return self._strings(count)
         form = f"<{_SCALARS[kind]}"
-        return np.frombuffer(self._next(count * struct.calcsize(form)), form)
+        return np.frombuffer(self.next_bytes(count * struct.calcsize(form)), form)
 
     def _strings(self, count: int) -> list[str]:
         """Strings as in `string`, without a call for each: a tokenizer has up to a million."""
@@ -278,10 +274,10 @@ class _Cursor:
             if at > most:
                 break
             found.append(str(content[start:at], "utf-8"))
-        self._next(at - self.at)  # raises an error after a break
+        self.next_bytes(at - self.at)  # raises an error after a break
         return found
 
-    def _next(self, count: int) -> memoryview:
+    def next_bytes(self, count: int) -> memoryview:
         """The next bytes, in place."""
         start = self.at
         self.at += count

@@ -10,9 +10,9 @@ import gguf
 import jax.numpy as jnp
 import numpy as np
 
-from jetspec_jax.checkpoint.content import content_of
+from jetspec_jax.checkpoint.content import CheckpointError, content_of
 from jetspec_jax.checkpoint.gguf.architectures import ARCHITECTURES, name_of
-from jetspec_jax.checkpoint.gguf.header import Header, Kind, TensorInfo, read_header
+from jetspec_jax.checkpoint.gguf.header import Kind, TensorInfo, read_header
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES, Stored
 from jetspec_jax.config.fields import is_int
 
@@ -42,7 +42,6 @@ class Widened:
     offset: float = 0.0
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The whole tensor."""
         return self[:]
 
     def __getitem__(self, index: Any) -> np.ndarray:
@@ -79,12 +78,7 @@ class GgufTensors:
         """Reads the header of a file, see `read_header`."""
         header = read_header(path)
         with content_of(path):
-            return cls.of(header)
-
-    @classmethod
-    def of(cls, header: Header) -> "GgufTensors":
-        """The tensors of a header."""
-        name = name_of(header)
+            name = name_of(header)
         architecture = ARCHITECTURES[name]
         heads = {
             part: header.metadata.get(f"{name}.attention.{part}") for part in ("head_count", "head_count_kv")
@@ -102,11 +96,8 @@ class GgufTensors:
                 paired = heads["head_count"]
             elif architecture.paired_rows and ".self_attn.k_proj." in published:
                 paired = heads["head_count_kv"] or heads["head_count"]
-            dtype = (
-                "F32"
-                if offset
-                else _PLAIN.get(info.kind, "F32" if _is_widened(info.kind) else info.kind.name)
-            )
+            widened = "F32" if _is_widened(info.kind) else info.kind.name
+            dtype = "F32" if offset else _PLAIN.get(info.kind, widened)
             values = header.content[info.start : info.start + info.nbytes].reshape(*info.shape[:-1], -1)
             # Tensors of unsupported kinds are never read: the plan refuses them.
             as_read = FILE_DTYPES.get(dtype, jnp.dtype(jnp.float32))
@@ -116,7 +107,9 @@ class GgufTensors:
                 continue
             num_experts += info.shape[0]
             if num_experts > MAX_EXPERT_MATRICES:
-                raise ValueError(f"{gguf_name} has expert {num_experts:,} of at most {MAX_EXPERT_MATRICES:,}")
+                raise CheckpointError(
+                    f"{path}: {gguf_name} has expert {num_experts:,} of at most {MAX_EXPERT_MATRICES:,}"
+                )
             for expert in range(info.shape[0]):
                 expert_name = published.format(expert)
                 stored[expert_name] = Stored(info.shape[1:], dtype)

@@ -114,7 +114,6 @@ def read_tokenizer(header: Header) -> Any:
 
 
 def _special_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
-    """The special tokens, by transformers' names."""
     found = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token = token_id(metadata, f"{key}_token_id")
