@@ -50,14 +50,7 @@ from train.pair.cost import (
     trial_rates,
     trial_texts,
 )
-from train.pair.judge import (
-    Split,
-    draw_judgement,
-    judgement_of,
-    measure,
-    split_prompts,
-    table_of,
-)
+from train.pair.judge import Split, draw_judgement, judgement_of, measure, split_prompts, table_of
 from train.pair.prompts import (
     beginnings,
     drop_words,
@@ -67,7 +60,7 @@ from train.pair.prompts import (
     read_written,
     to_write,
 )
-from train.pair.recipe import PairRecipe, has_chat_template, plain, read_recipe, with_dropped_replaced
+from train.pair.recipe import PairRecipe, has_chat_template, read_recipe, with_dropped_replaced
 
 #: Files of the work folder: its options, its recipe, its estimates, and the use of held-out prompts.
 CLAIM, RECIPE, ESTIMATE, HELD = "pair.json", "recipe.toml", "estimate.json", "held.json"
@@ -291,7 +284,7 @@ class _Pair:
         cost = cost_of(recipe, rates, self.head_config, given)
         print("\n".join(cost.lines()), flush=True)
         check_disk(self.work, cost.disk)
-        write_text(self.work / RECIPE, toml_of(plain(recipe)))
+        write_text(self.work / RECIPE, toml_of(asdict(recipe)))
         write_json(self.work / ESTIMATE, {name: round(value, 2) for name, value in cost.minutes.items()})
         self.claim()
 
