@@ -6,6 +6,7 @@ import gc
 import shutil
 from types import SimpleNamespace
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,10 +38,11 @@ class StopAfter(Deadline):
         return self.looks < 0
 
 
-class Numbered:
+class Numbered(grain.DatasetIterator):
     """Batches of random rows that differ by their position."""
 
     def __init__(self, batch=4):
+        super().__init__()
         self.batch, self.position = batch, 0
 
     def __next__(self):
