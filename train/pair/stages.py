@@ -75,15 +75,8 @@ class Options:
     """The command's options.
 
     Attributes:
-        target: The target's folder, GGUF file or hub id, or a pair's name.
-        work: The work folder.
-        draft_head: The head to start from, if any.
-        recipe: A recipe file.
-        changes: Settings that replace the file's.
+        changes: Settings that replace those of the recipe file.
         settings: Settings of the recipe that have options of their name.
-        total_minutes: The time for all stages; None is the recipe's sizes.
-        yes: Whether hours on a CPU need no consent.
-        ignore_config_keys: Unknown keys of either ``config.json`` to ignore.
     """
 
     target: str
@@ -124,7 +117,6 @@ def make_pair(options: Options, minutes: float | None = None) -> Path:
     """Runs the stages that are not done; returns the folder of the finished head.
 
     Args:
-        options: The options.
         minutes: Time after which the run saves and stops.
 
     Raises:
@@ -165,6 +157,7 @@ class _Pair:
 
     def __init__(self, options: Options, deadline: Deadline):
         self.options, self.work, self.deadline = options, options.work, deadline
+        self.dropped = Counter[tuple[str, str]]()  # by kind and reason
 
     def with_estimate(self, name: str, stage: Stage) -> Stage:
         """A stage that begins with its estimate."""
@@ -199,11 +192,6 @@ class _Pair:
         except ValueError as error:
             raise ValueError(f"template_arguments is no JSON object ({error}): {text}") from error
         return Encoder(self.target.tokenizer, self.target.eos_token_ids, arguments)
-
-    @functools.cached_property
-    def dropped(self) -> Counter[tuple[str, str]]:
-        """The number of dropped prompts by kind and reason."""
-        return Counter()
 
     @functools.cached_property
     def sources(self) -> list[list[UserPrompt]]:

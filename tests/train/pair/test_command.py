@@ -329,7 +329,7 @@ def test_a_full_disk_is_named_and_the_command_resumes(recipe, tmp_path, monkeypa
     [shard] = (work / "answers").glob("*.array_record")
     before = shard.stat().st_mtime_ns
     monkeypatch.setattr(Writer, "write", write)
-    monkeypatch.setattr(stages._Pair, "head_stage", lambda _: Deadline().stop("before the head"))
+    monkeypatch.setattr(stages._Pair, "head_stage", lambda _: Deadline(0.0).check("before the head"))
     assert command(*given) == 0
     assert "left: head, selector, calibrate, judge, export" in capsys.readouterr().out
     assert shard.stat().st_mtime_ns == before
