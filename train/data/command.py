@@ -128,13 +128,7 @@ def generation_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Makes the folder and prints a summary of it.
-
-    Raises:
-        OutOfTime: The limit was reached.
-        FileNotFoundError: As for `make_data`.
-        ValueError: As for `make_data`.
-    """
+    """Makes the folder and prints a summary of it; raises the errors of `make_data`."""
     made = make_data(
         arguments.target,
         arguments.prompts,

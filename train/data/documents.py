@@ -15,7 +15,6 @@ from array_record.python import array_record_module  # pyright: ignore[reportAtt
 
 from jetspec_jax.checkpoint.files import replacing
 from train.data.manifest import (
-    HELDOUT,
     MANIFEST,
     TRAIN,
     DocumentsManifest,
@@ -35,8 +34,6 @@ class Writer:
     """Writes a folder of documents.
 
     Attributes:
-        folder: The folder.
-        settings: The settings of its documents.
         planned: All shards, finished or not.
     """
 
@@ -103,7 +100,6 @@ class Writer:
         """Writes a shard atomically, and then its description.
 
         Args:
-            documents: The shard's documents, in order.
             ended: How many of them end with an end-of-sequence token; None if nothing was generated.
 
         Raises:
@@ -140,9 +136,6 @@ class Documents:
     """The documents of one split of a finished folder, by index. Thread-safe.
 
     Attributes:
-        folder: The folder.
-        settings: The settings of its documents.
-        split: "train" or "heldout".
         numbers: Index of each document among all documents of the folder.
         sources: The name of each document's source.
         lengths: Tokens of each document.
@@ -170,10 +163,8 @@ class Documents:
 
         Raises:
             FileNotFoundError: The folder holds no documents.
-            ValueError: It is unfinished or damaged, or there is no such split.
+            ValueError: It is unfinished or damaged.
         """
-        if split not in (TRAIN, HELDOUT):
-            raise ValueError(f"the splits are {TRAIN} and {HELDOUT}, not {split!r}")
         manifest = DocumentsManifest.read(folder)
         shards = [Shard.read(folder, planned) for planned in manifest.planned()]
         finished = [shard for shard in shards if shard is not None]
@@ -190,11 +181,8 @@ class Documents:
         """A document by its index.
 
         Raises:
-            IndexError: There is none.
             ValueError: Its shard is damaged.
         """
-        if not 0 <= index < len(self):
-            raise IndexError(f"{self.folder}: {self.split} has {len(self)} documents, asked for {index}")
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         path = self.folder / self._shards[number].file
         try:

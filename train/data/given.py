@@ -28,12 +28,8 @@ def write_given(
     Args:
         documents: All documents, including held-out documents.
         target: The name of the target whose tokenizer made the tokens.
-        vocab_size: The target's vocabulary size.
-        source: The documents' origin, for the manifest.
         held: Indices of the held-out documents, in order.
         sources: The name of each document's source; None is ``source`` for all.
-        shard_documents: Most documents per shard.
-        deadline: Checked before each shard.
 
     Raises:
         OutOfTime: The deadline passed; call again to resume.

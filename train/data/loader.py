@@ -1,6 +1,6 @@
 """Batches of windows, shuffled again in every epoch."""
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import grain
 import numpy as np
@@ -12,21 +12,8 @@ from train.data.windows import Window
 THREADS, AHEAD = 4, 8
 
 
-@runtime_checkable
-class WindowSource(Protocol):
-    """Windows by index."""
-
-    def __len__(self) -> int:
-        """The number of windows."""
-        ...
-
-    def __getitem__(self, index: int) -> Window:
-        """A window."""
-        ...
-
-
 def batches(
-    windows: WindowSource,
+    windows: grain.sources.RandomAccessDataSource[Window],
     batch: int,
     seed: int,
     *,
@@ -41,11 +28,8 @@ def batches(
     position, which fits into JSON, and ``set_state()`` restores it. ``close()`` ends the reading threads.
 
     Args:
-        windows: The windows of an epoch.
         batch: Windows per batch of this process.
         seed: Seed of the order, below 2**32.
-        process_index: The index of this process.
-        process_count: The number of processes.
         ahead: Batches to read ahead; does not affect their contents.
     """
     local = slice(process_index * batch, (process_index + 1) * batch)

@@ -25,8 +25,8 @@ from train.data.encoding import Found, encode_documents, encode_prompts
 from train.data.given import write_given
 from train.data.holdout import default_heldout, hold_out
 from train.data.keys import check_ignored
-from train.data.manifest import CORPUS, MODES, REGENERATE, DocumentsManifest, Shard
-from train.data.mixing import DEDUPLICATIONS, NONE, distinct, distinct_turns, mix
+from train.data.manifest import CORPUS, REGENERATE, DocumentsManifest, Shard
+from train.data.mixing import NONE, distinct, distinct_turns, mix
 from train.data.prompts import Dropped, read_entries
 from train.data.regenerate import Prompts, regenerate, regeneration_settings
 from train.data.rendering import Encoder
@@ -46,14 +46,9 @@ class Made:
 
     Attributes:
         folder: The folder.
-        documents: Number of documents, including held-out documents.
-        heldout: Number of held-out documents.
         duplicates: Documents that repeat an earlier document's prompt, or in mode corpus its text;
             ``deduplicate`` omits them.
-        tokens: Tokens of all documents.
-        learn_tokens: Tokens to learn.
         ended: Documents that end with an end-of-sequence token; None if nothing was generated.
-        skipped: Prompts that were dropped because they are too long.
         unusable: Rows that were dropped because they are excluded, are not prompts, or have no tokens to
             learn.
         was_finished: Whether the folder was complete before.
@@ -103,39 +98,11 @@ def make_data(
     """Makes or completes a folder of documents; a finished folder is not changed.
 
     All prompts are read and checked before the target's weights are loaded. Unusable rows are dropped: the
-    log lists the first of them, and the folder's ``refused.json`` all.
+    log lists the first of them, and the folder's ``refused.json`` all. The arguments are the options of
+    ``python -m train data``, and these:
 
     Args:
-        target: A folder, a hub id, or the name of a pair, as "demo".
-        prompts: A JSONL file, a folder of texts or a data set, see `train.data.prompts`; or several of them.
-        out: The folder of documents.
-        mode: "regenerate" lets the target continue each prompt; "corpus" keeps the texts as they are, and
-            teaches every turn of a conversation.
-        turns: Which turns of a conversation the target regenerates: "last" the last, "every" each assistant
-            turn after its given history.
-        weights: The weight of each source in the mix; None uses all entries.
-        deduplicate: One of `DEDUPLICATIONS`: "exact" learns an answer to the same history once, "prompt" one
-            answer to each history. In mode "regenerate" the target answers each prompt once with either.
-        draft_head: A folder, a hub id, or the name of a pair. It makes regeneration faster; documents stay
-            the same.
-        budget: Nodes of the draft head's trees; 1 decodes without the head. None is 1 on a CPU, where that is
-            faster, else 64.
-        temperature: Sampling temperature; 0 is greedy.
-        top_p: Nucleus sampling; None is no limit.
-        top_k: Top-k sampling; None is no limit.
-        max_tokens: Most tokens of a continuation, which also ends at the end of the target's context.
-        seed: Seed of the sampling; each document's seed is derived from it.
-        heldout: The approximate number of held-out documents; all documents of a conversation, which have the
-            same first prompt, are in one split. None is an eighth, at most 64.
         need_heldout: Whether to raise if no document would be held out.
-        shard_documents: Most documents per shard.
-        slots: Documents generated at a time.
-        dtype: The target's dtype.
-        limit: The number of prompts to read; None is all.
-        skip_too_long: Drop prompts that do not fit the target's context instead of raising.
-        template_arguments: Passed to the chat template.
-        ignore_config_keys: Unknown keys of either ``config.json`` to ignore.
-        ignore_data_keys: Unknown keys of rows and messages to accept, see `train.data.keys`.
         deadline: Checked before each shard.
         mesh: The devices that shard the target and the head, from `jetspec_jax.device.mesh.make_mesh`; None
             is one device. It does not change the documents.
@@ -146,8 +113,6 @@ def make_data(
         ValueError: A setting is not valid, no row can be used, or the folder was begun with other settings.
         DeviceMemoryError: The device cannot hold the models with so many slots.
     """
-    if mode not in MODES:
-        raise ValueError(f"the mode is one of {', '.join(MODES)}, not {mode!r}")
     generation = {
         "turns": (turns, LAST),
         "draft_head": (draft_head, None),
@@ -162,9 +127,6 @@ def make_data(
         raise ValueError(f"mode corpus generates nothing; leave out {', '.join(idle)}")
     if slots < 1:
         raise ValueError(f"slots must be at least 1, not {slots}")
-    for name, value, known in (("turns", turns, TURNS), ("deduplicate", deduplicate, DEDUPLICATIONS)):
-        if value not in known:
-            raise ValueError(f"{name} is one of {', '.join(known)}, not {value!r}")
     check_ignored(ignore_data_keys)
     deadline = Deadline() if deadline is None else deadline
     source = Source(target, dtype, ignore_config_keys)

@@ -24,7 +24,7 @@ from jetspec_jax.sampling.params import SamplingParams
 from train.data.documents import Writer
 from train.data.manifest import REGENERATE, DocumentsSettings, PlannedShard
 from train.data.records import Document
-from train.loop.stages import Deadline
+from train.loop.stages import Deadline, OutOfTime
 
 # The sampling settings that a document depends on, besides its seed.
 SAMPLED_BY = (
@@ -66,17 +66,7 @@ def regeneration_settings(
     heldout: int,
     shard_documents: int,
 ) -> DocumentsSettings:
-    """The settings of a folder of regenerated documents.
-
-    Args:
-        prompts: All prompts.
-        target: The target's name.
-        vocab_size: The target's vocabulary size.
-        dtype: The target's dtype.
-        seed: Seed of the sampling: numbers of at least 0.
-        source: Origin of the prompts.
-        heldout: Number of held-out documents.
-        shard_documents: Most documents of a shard.
+    """The settings of a folder of regenerated documents, see `DocumentsSettings`.
 
     Raises:
         ValueError: There are no prompts, or a number is out of its range.
@@ -127,10 +117,7 @@ def regenerate(
 
     Args:
         writer: The folder; its settings are those of these prompts.
-        prompts: The prompts to continue.
         head: A draft head, which makes it faster and changes no output.
-        tree: Settings of the head's trees.
-        slots: Documents generated at a time.
         deadline: Checked before a shard is begun; shards that were begun are finished.
 
     Raises:
@@ -168,7 +155,7 @@ def regenerate(
                 begun.append((planned, [requests[index] for index in planned.indices]))
                 engines.submit(begun[-1][1])
             if not begun:
-                deadline.stop(writer.progress)
+                raise OutOfTime(writer.progress)
             news.get()
             while not news.empty():  # a dispatch brings news of many requests
                 news.get()

@@ -68,7 +68,6 @@ class Encoder:
         Turns that are excluded from learning are not asked for.
 
         Args:
-            entry: The prompt, text or conversation.
             every: Whether a conversation gives a prompt for each assistant turn, and one for its end, each
                 with the history before it.
 

@@ -29,16 +29,7 @@ class Window(TypedDict):
 
 
 class Contents(NamedTuple):
-    """Counts of an epoch's windows.
-
-    Attributes:
-        windows: Number of windows.
-        window: Tokens of each.
-        documents: Documents in them.
-        unlearnable: Omitted documents without a token to learn.
-        tokens: Real tokens in them.
-        cut: Documents that are longer than a window.
-    """
+    """Counts of an epoch's windows; ``documents`` are those with a token to learn, ``tokens`` real ones."""
 
     windows: int
     window: int
@@ -108,11 +99,8 @@ class Windows:
         """A window by its index.
 
         Raises:
-            IndexError: There is none.
             ValueError: A shard is damaged.
         """
-        if not 0 <= index < len(self):
-            raise IndexError(f"there are {len(self)} windows, asked for {index}")
         tokens, learn = np.zeros(self.window, np.int32), np.zeros(self.window, bool)
         starts, end = np.zeros(self.window, np.int32), 0
         for piece in self._packed.pieces[self._packed.first[index] : self._packed.first[index + 1]]:

@@ -124,10 +124,7 @@ def calibrate(
 
     Args:
         work: The folder of the texts, of ``calibration.json`` and of its picture; begun or new.
-        prompts: Tokens of the prompts.
         temperatures: Temperatures at which the target answers each prompt.
-        max_tokens: Tokens of an answer.
-        batch: Most prompts decoded at a time.
         candidates: Candidates per draft row; None is 32, or the selector's number if that is more.
         deadline: Checked before each temperature.
 

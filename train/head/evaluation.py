@@ -102,14 +102,11 @@ class HeadEvaluator:
         """Prepares the validation batches; compiles nothing yet.
 
         Args:
-            config: The head's config.
             target: The target for decoding, on one device or on some devices of this process.
             frozen: The target's weights on the mesh.
             loss: The training loss, evaluated at fixed anchors.
-            held: The held-out data.
             batch: Windows per batch.
             dtype: Dtype of both forward passes.
-            mesh: The devices.
             seed: Seed of the anchors and of sampled completions.
             stored: The dtype of saved weights.
             fixed: Whether only the head's selector changes between evaluations.

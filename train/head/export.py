@@ -85,17 +85,12 @@ def export_best(
     """Writes the best head so far of a run, finished or not, and returns its step.
 
     Args:
-        work: The run's folder, or that of ``finetune`` around it.
-        out: The head's folder; it must not exist.
-        engine: One of `ENGINES`.
-        target: As for `export_head`.
-        without_selector: As for `export_head`.
+        work: The run's folder, or that of ``finetune`` around it. Other arguments are as for `export_head`.
         ignore_config_keys: The same as those of the run.
 
     Raises:
         FileNotFoundError: The folder holds no run, or nothing was evaluated yet.
-        FileExistsError: ``out`` exists.
-        ValueError: The engine does not support the head, there is no selector to drop, or there are two runs.
+        ValueError: There are two runs. Other errors are as for `export_head`.
     """
     refuse_existing(out)
     work = _run_in(work)

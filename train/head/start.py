@@ -53,8 +53,6 @@ def begin_head(
     """A new head, or a head from a checkpoint.
 
     Args:
-        target: The head's target.
-        settings: The head's settings.
         checkpoint: The checkpoint to start from, if any; read in float32. The head keeps its config,
             including ignored keys.
         seed: Seed of random weights.
@@ -96,11 +94,6 @@ def begin_head(
 
 def check_start(settings: HeadSettings, checkpoint: Source | None, selector: SelectorSettings | None) -> None:
     """Checks the settings of an initial head as far as possible without its target.
-
-    Args:
-        settings: The head's settings.
-        checkpoint: The head to start from, if any.
-        selector: The selector to train with the head.
 
     Raises:
         FileNotFoundError: The checkpoint cannot be found.

@@ -21,10 +21,6 @@ def mean_tau(completions: Sequence[RequestOutput]) -> float:
 def tau_record(decoded: Decoded, sources: Sequence[str]) -> dict[str, Any]:
     """τ of all prompts, and of the prompts of each source.
 
-    Args:
-        decoded: The completions. Tau at the first temperature chooses the best weights.
-        sources: The source of each prompt.
-
     Returns:
         "tau" by budget at the first temperature, "tau_by_temperature" by temperature and budget, and
         "tau_by_source" by source, temperature and budget. All keys are texts.

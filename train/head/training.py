@@ -27,7 +27,7 @@ from jetspec_jax.device.sharding import on_one_device, parameter_shardings
 from jetspec_jax.models import Weights
 from train.data.documents import Documents
 from train.data.holdout import evenly_spaced
-from train.data.loader import AHEAD, WindowSource, batches
+from train.data.loader import AHEAD, batches
 from train.data.manifest import HELDOUT, TRAIN
 from train.data.windows import Windows, check_enough
 from train.head.calibrate import calibrate
@@ -37,7 +37,7 @@ from train.head.frozen import Frozen, freeze
 from train.head.recipe import HeadRecipe
 from train.head.selector import trainee_of
 from train.head.start import Beginning, begin_head
-from train.head.target_states import TargetStates, check_bound
+from train.head.target_states import TargetStates
 from train.head.tau import by_budget, tau_record
 from train.loop.mesh import batch_parts, make_mesh, put_batch
 from train.loop.plot import LivePicture, plot_training
@@ -65,13 +65,10 @@ def train_head(
     """Trains a draft head, or resumes the run of the folder, and returns the finished head's folder.
 
     Args:
-        work: The output folder.
         target: The target, loaded in the recipe's dtype onto one device, or onto `mesh_to_load`.
         data: A finished folder of documents.
-        deadline: When to stop, after saving.
         checkpoint: The initial head, for recipes that start from one. The trained head keeps its config,
             including ignored keys.
-        label: For the progress bar.
         tracking: Trackers besides TensorBoard; they receive the recipe and the figures of the log.
         states_gib: Most GiB of the target's states, which are then computed once and kept in the work folder;
             None computes them in every step.
@@ -88,11 +85,12 @@ def train_head(
             existing checkpoints are damaged.
     """
     recipe.check()
-    tracking.check()
-    if states_gib is not None:
-        check_bound(states_gib)
     documents, held = Documents.open(data, TRAIN), Documents.open(data, HELDOUT)
-    check_documents(documents, target)
+    if documents.settings.vocab_size != target.config.vocab_size:
+        raise ValueError(
+            f"{documents.folder} was made for a vocabulary of {documents.settings.vocab_size}, the target's "
+            f"has {target.config.vocab_size}"
+        )
     mesh = make_mesh(recipe.mesh)
     say_apart((mesh,))
     frozen = freeze(target, mesh)
@@ -158,15 +156,6 @@ def train_head(
             # Written last: its presence marks the run as finished.
             write_json(mark, run.final_evaluation(head, trained))
     return folder
-
-
-def check_documents(documents: Documents, target: Target) -> None:
-    """Raises ValueError if documents were made for another vocabulary than the target's."""
-    if documents.settings.vocab_size != target.config.vocab_size:
-        raise ValueError(
-            f"{documents.folder} was made for a vocabulary of {documents.settings.vocab_size}, the target's "
-            f"has {target.config.vocab_size}"
-        )
 
 
 def fingerprint(weights: Weights) -> str:
@@ -237,7 +226,9 @@ class _HeadRun:
             placed = {name: put_batch(x, self.mesh, axis=0) for name, x in batch.items() if name in read}
             return np.asarray(self.states(self.frozen, placed))
 
-    def train(self, windows: WindowSource, deadline: Deadline, label: str, tracking: Tracking) -> Trained:
+    def train(
+        self, windows: Windows | TargetStates, deadline: Deadline, label: str, tracking: Tracking
+    ) -> Trained:
         recipe, processes = self.recipe, jax.process_count()
         if recipe.fit.batch % processes:
             raise ValueError(f"a batch of {recipe.fit.batch} does not divide over {processes} processes")

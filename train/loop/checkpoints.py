@@ -20,7 +20,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import jax
@@ -84,16 +83,14 @@ class Checkpoints:
 
         ``read_only`` changes nothing, because another process may be writing.
         """
-        self.folder, self.read_only = folder, read_only
+        self.folder = folder
         self._last = _Manager(folder / "checkpoints", read_only)
         self._best = _Manager(folder / "best", read_only)
 
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self.wait()
         finally:
@@ -141,10 +138,10 @@ class Checkpoints:
             TrainingCheckpointError: This checkpoint or an earlier one could not be written.
         """
         # A run that resumes from here does not evaluate earlier weights again, so the best are written first.
-        self._wait(self._best)
+        self._try(self._best.wait_until_finished)
         host = {**host, _BEST: self._best.latest_step() or 0}
         parts = ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host))
-        self._write(self._last, step, parts)
+        self._try(self._last.write, step, parts)
 
     def save_best(self, best: Best, weights: Any) -> None:
         """Starts writing the best weights so far, which replace the previous ones.
@@ -157,7 +154,7 @@ class Checkpoints:
         parts = ocp.args.Composite(
             weights=ocp.args.StandardSave(weights), best=ocp.args.JsonSave(best._asdict())
         )
-        self._write(self._best, number, parts)
+        self._try(self._best.write, number, parts)
 
     def restore_best(self, weights: Any) -> tuple[Best, Any] | None:
         """The best weights so far, with the shardings of ``weights``, and their evaluation; None without any.
@@ -190,7 +187,7 @@ class Checkpoints:
             TrainingCheckpointError: Something could not be written.
         """
         for manager in (self._last, self._best):
-            self._wait(manager)
+            self._try(manager.wait_until_finished)
 
     def _newest(
         self, manager: "_Manager", args: Any, check: Callable[[Any], str | None] = lambda _: None
@@ -241,25 +238,16 @@ class Checkpoints:
             _log.warning("%s; going on with %s", reason, instead)
             manager.delete(number)
 
-    def _wait(self, manager: "_Manager") -> None:
+    def _try(self, write: Callable[..., None], *given: Any) -> None:
         try:
-            manager.wait_until_finished()
+            write(*given)
         except WRITE_ERRORS as error:
-            raise self._failure(error) from error
-
-    def _write(self, manager: "_Manager", step: int, args: Any) -> None:
-        try:
-            manager.write(step, args)
-        except WRITE_ERRORS as error:
-            raise self._failure(error) from error
-
-    def _failure(self, error: Exception) -> TrainingCheckpointError:
-        step = self.latest()
-        whole = "there is none before it" if step is None else f"the one of step {step} is whole"
-        return TrainingCheckpointError(
-            f"a checkpoint could not be written in {self.folder}: {_cause(error)}; {whole}, and the same "
-            "command goes on from there"
-        )
+            step = self.latest()
+            whole = "there is none before it" if step is None else f"the one of step {step} is whole"
+            raise TrainingCheckpointError(
+                f"a checkpoint could not be written in {self.folder}: {_cause(error)}; {whole}, and the same "
+                "command goes on from there"
+            ) from error
 
 
 class _Manager(ocp.CheckpointManager):

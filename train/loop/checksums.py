@@ -26,9 +26,7 @@ class ChecksumError(ValueError):
 def write_checksums(folder: Path, name: str) -> None:
     """Writes the checksums of the files of a folder, except Orbax's record of the time of writing.
 
-    Args:
-        folder: The checkpoint, which may still have a temporary name.
-        name: The folder's final name.
+    ``name`` is the folder's final name; it may still have a temporary one.
     """
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     files = sorted(found - {_NOTE})
@@ -56,12 +54,7 @@ def written_name(folder: Path) -> str:
 
 
 def check_checksums(folder: Path, *, part: int = 0, parts: int = 1) -> None:
-    """Verifies the files of a checkpoint.
-
-    Args:
-        folder: The checkpoint.
-        part: The part of the files to verify, from 0, if several processes divide the work.
-        parts: The number of parts.
+    """Verifies the files of a checkpoint; several processes verify a part each, the first is 0.
 
     Raises:
         ChecksumError: A file differs or is missing, or the checksums themselves are damaged.

@@ -39,10 +39,6 @@ _BEGINNING = b'{"step": '
 class NonFiniteLoss(FloatingPointError):
     """The loss of a step, or the norm of its gradient, is infinite or not a number."""
 
-    def __init__(self, step: int, name: str, value: float):
-        super().__init__(f"the {name.replace('_', ' ')} is {value} at step {step}; no later step was logged")
-        self.step, self.name, self.value = step, name, value
-
 
 class TrainingLog:
     """Queues metrics without waiting for the device, and writes them in batches.
@@ -114,7 +110,8 @@ class TrainingLog:
         # A step that failed stays pending, so that a later flush raises again.
         self._pending, self._since = self._pending[good:], now
         if self._pending:
-            raise NonFiniteLoss(self._pending[0][0], *(failures[good] or ("loss", math.nan)))
+            step = self._pending[0][0]
+            raise NonFiniteLoss(f"the {failures[good]} at step {step}; no later step was logged")
         self._loss = float(fetched[-1]["loss"])
         return self._loss
 
@@ -166,13 +163,15 @@ class TrainingLog:
             self._files.write([(kind, step, _plain(record)) for kind, step, record in rows])
 
 
-def _failure(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
-    """The first metric that is not finite, of loss and gradient norm.
+def _failure(metrics: Mapping[str, Any]) -> str | None:
+    """The first metric that is not finite, of loss and gradient norm, and its value.
 
     A bad gradient makes the loss bad only one step later.
     """
-    names = [name for name in ("loss", "gradient_norm") if name in metrics]
-    return next(((n, float(metrics[n])) for n in names if not math.isfinite(float(metrics[n]))), None)
+    for name in ("loss", "gradient_norm"):
+        if name in metrics and not math.isfinite(value := float(metrics[name])):
+            return f"{name.replace('_', ' ')} is {value}"
+    return None
 
 
 class _Files:

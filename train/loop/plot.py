@@ -168,7 +168,12 @@ def _last_accuracies(axis: Axes, records: Sequence[Record]) -> None:
         axis.plot(
             range(1, train.shape[1] + 1), train[-1], "o", color=TRAIN, markersize=4, label="train, smoothed"
         )
-    _depth_axis(axis)
+    axis.set_xlabel("draft depth")
+    axis.set_ylabel(ACCURACY)
+    axis.set_ylim(bottom=0)
+    axis.set_xlim(0.4, axis.get_xlim()[1])
+    axis.xaxis.set_major_locator(MaxNLocator(10, integer=True, steps=[1, 2, 5, 10]))
+    axis.yaxis.set_major_formatter(PercentFormatter(1))
     axis.legend(title="a chain at the end", ncols=2, **ABOVE)
 
 
@@ -271,16 +276,6 @@ def _step_axis(axis: Axes) -> None:
     axis.set_xlabel("optimiser step", fontsize=9)
     axis.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 2.5, 5, 10]))
     axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-
-
-def _depth_axis(axis: Axes) -> None:
-    """Labels the axes of a panel that shows accuracies by draft depth."""
-    axis.set_xlabel("draft depth")
-    axis.set_ylabel(ACCURACY)
-    axis.set_ylim(bottom=0)
-    axis.set_xlim(0.4, axis.get_xlim()[1])
-    axis.xaxis.set_major_locator(MaxNLocator(10, integer=True, steps=[1, 2, 5, 10]))
-    axis.yaxis.set_major_formatter(PercentFormatter(1))
 
 
 def shades(name: str, low: float, high: float, count: int) -> Float[np.ndarray, "n 4"]:

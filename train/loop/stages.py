@@ -27,14 +27,6 @@ class Deadline:
         """Whether the limit was reached."""
         return self.end is not None and time.monotonic() >= self.end
 
-    def stop(self, where: str) -> None:
-        """Ends the run.
-
-        Raises:
-            OutOfTime: Always.
-        """
-        raise OutOfTime(where)
-
     def check(self, where: str) -> None:
         """Ends the run if the limit was reached.
 
@@ -42,7 +34,7 @@ class Deadline:
             OutOfTime: The limit was reached.
         """
         if self.passed():
-            self.stop(where)
+            raise OutOfTime(where)
 
 
 Stage = Callable[[], None]

@@ -6,8 +6,9 @@ number. A checkpoint holds the state and the position in the data, so a resumed 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,29 +23,9 @@ from train.loop.checkpoints import Best, Checkpoints, placed_shapes
 from train.loop.fit import Fit, make_optimizer, schedule
 from train.loop.log import TrainingLog
 from train.loop.mesh import batch_parts, one_device, put_batch, replicated, spread
-from train.loop.stages import Deadline
+from train.loop.stages import Deadline, OutOfTime
 from train.loss.objectives import Count, Loss, Means
 from train.trackers.tracker import Tracker
-
-# Bitwise reproducible on the same GPU: reductions in a fixed order, and no autotuning.
-DETERMINISTIC: Mapping[str, bool | int] = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
-
-
-@runtime_checkable
-class Batches(Protocol):
-    """An endless source of batches with a JSON position, such as grain's iterators."""
-
-    def __next__(self) -> Any:
-        """This process's part of the next batch: NumPy arrays with a leading axis of sequences."""
-        ...
-
-    def get_state(self) -> Any:
-        """The position after the last batch."""
-        ...
-
-    def set_state(self, state: Any) -> None:
-        """Moves to a position."""
-        ...
 
 
 class TrainState(NamedTuple):
@@ -96,7 +77,7 @@ def train(
     weights: Weights,
     *,
     frozen: Any,
-    batches: Batches,
+    batches: "grain.DatasetIterator[Any]",
     evaluate: Callable[[Weights], Evaluated],
     seed: int,
     deadline: Deadline,
@@ -114,15 +95,10 @@ def train(
 
     Args:
         folder: The folder of checkpoints, the log and its TensorBoard files.
-        fit: Steps and rates.
-        loss: The loss.
         weights: Initial float32 weights; they are donated.
         frozen: Frozen arrays that the loss reads; with a mesh, placed on it.
-        batches: The batches for the loss.
-        evaluate: Evaluates weights.
-        seed: Seed of the run's random key.
+        batches: This process's parts of the batches: NumPy arrays with a leading axis of sequences.
         deadline: When to stop, after saving.
-        label: For the progress bar.
         mesh: The devices; None is one.
         shardings: The weights' shardings on the mesh; None replicates them.
         deterministic: Whether a GPU must be bitwise reproducible.
@@ -190,7 +166,7 @@ def train(
                     log.flush()
                     checkpoints.save(done, state, {"data": batches.get_state()})
                 if stop:
-                    deadline.stop(f"{label}: step {done} of {fit.steps}")
+                    raise OutOfTime(f"{label}: step {done} of {fit.steps}")
         if (found := checkpoints.restore_best(kept)) is None:
             raise ValueError(f"{label}: no evaluation gave a score, so no weights are best")
         best, weights = found
@@ -199,7 +175,10 @@ def train(
 
 def compiler_options(deterministic: bool) -> dict[str, bool | int] | None:
     """XLA's compiler options for bitwise reproducible programs if ``deterministic``, else None."""
-    return dict(DETERMINISTIC) if deterministic and jax.default_backend() == "gpu" else None
+    if not deterministic or jax.default_backend() != "gpu":
+        return None
+    # Reductions in a fixed order, and no autotuning.
+    return {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
 
 
 class Loop:

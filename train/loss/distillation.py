@@ -102,17 +102,7 @@ def draft_at_anchors(
     *,
     remat: bool = False,
 ) -> Drafts:
-    """Runs the target over a batch, and the head at random anchors.
-
-    Args:
-        weights: The head's weights.
-        frozen: The target's weights.
-        batch: As for `distillation_loss`.
-        key: Chooses the anchors.
-        anchors: Blocks per sequence.
-        dtype: Of both forward passes.
-        remat: Whether the backward pass computes the head's layers again.
-    """
+    """Runs the target over a batch, and the head at ``anchors`` random places of each sequence."""
     tokens, starts = batch["tokens"], batch.get("starts")
     learn = learnable(batch["learn"], starts)
     places = sample_anchors(key, learn, anchors)

@@ -8,7 +8,7 @@ depth, M model, V vocabulary or a shard of it.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -51,30 +51,11 @@ class Count(NamedTuple):
 
 #: Means and counts by name; training minimises "loss".
 Means = dict[str, Any]
-
-
-@runtime_checkable
-class Loss(Protocol):
-    """A training loss."""
-
-    def __call__(self, weights: Weights, frozen: Any, batch: Any, key: Key[Array, ""]) -> Means:
-        """The loss of the weights on a batch, and the other means to log."""
-        ...
-
-
-@runtime_checkable
-class Table(Protocol):
-    """The target's output projection, which may be sharded."""
-
-    def __call__(self, function: Callable[..., Any], *arrays: Array) -> Any:
-        """Applies a function to the projection and to arrays; arrays and results have a leading axis B.
-
-        Args:
-            function: Takes the target's `Logits`, the head's `Logits`, and the arrays. With a sharded
-                projection, every device runs it with the logits of its vocabulary shard.
-            *arrays: The arrays.
-        """
-        ...
+#: A loss of weights, with frozen arrays, on a batch with a key; its other means are logged.
+Loss = Callable[[Weights, Any, Any, Key[Array, ""]], Means]
+#: The target's output projection, which may be sharded: applies a function of the target's `Logits`, the
+#: head's `Logits`, and arrays with a leading axis B. With a sharded one every device runs it on its shard.
+Table = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -103,11 +84,11 @@ class DraftRows(NamedTuple):
 
     Attributes:
         loss: In nats.
-        matches: Whether the likeliest token is the target's.
+        matches: Whether the likeliest token, or the best candidate, is the target's likeliest.
     """
 
-    loss: Float[Array, "B N"]
-    matches: Bool[Array, "B N"]
+    loss: Float[Array, "*rows"]
+    matches: Bool[Array, "*rows"]
 
 
 def draft_losses(

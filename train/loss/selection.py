@@ -6,11 +6,11 @@ other tokens. Shapes: B sequences, A anchors, D draft depth, N draft rows of a s
 K candidates, M model.
 """
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
+from jaxtyping import Array, Float, Float32, Int, Int32, Key
 
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import Weights, bind
@@ -18,6 +18,7 @@ from jetspec_jax.models.selector import Selector
 from jetspec_jax.tree import pair_log_probs, top_candidates
 from train.loss.distillation import Drafts, batch_counts, by_depth, draft_at_anchors, head_rows, row_weights
 from train.loss.objectives import (
+    DraftRows,
     Logits,
     Loss,
     Mean,
@@ -32,7 +33,6 @@ from train.loss.precision import whole
 #: Forward KL over the candidates and the tail; forward KL of both distributions renormalised over the
 #: candidates; total variation over the candidates and the tail.
 SelectionLossName = Literal["forward_kl", "candidates_kl", "total_variation"]
-SELECTION_LOSSES: tuple[str, ...] = get_args(SelectionLossName)
 
 # The least probability of a tail, which is the difference of float32 numbers near 1.
 _LEAST_TAIL = 1e-6
@@ -52,18 +52,6 @@ class Choices(NamedTuple):
     log_q: Float32[Array, "B N K"]
     p: Float32[Array, "B N K"]
     likeliest: Int[Array, "B N"]
-
-
-class SelectedRows(NamedTuple):
-    """Results of the draft rows under some scores.
-
-    Attributes:
-        loss: In nats.
-        matches: Whether the best candidate is the target's likeliest token.
-    """
-
-    loss: Float[Array, "B A D"]
-    matches: Bool[Array, "B A D"]
 
 
 def selection_loss(
@@ -90,14 +78,9 @@ def selection_loss(
     from UBTree; total variation as in `draft_losses`.
 
     Args:
-        head_config: The head, which has a selector.
         target_config: The target, whose weights are the loss's ``frozen`` argument; no devices share it.
-        objective: The settings of the head's loss, including the number of blocks.
-        dtype: Dtype of both forward passes.
-        loss: The selector's loss.
         temperature: Temperature of the target's distribution.
         joint: Weight of the selector's loss in the sum with the head's loss; None for a frozen head.
-        remat: Whether the backward pass recomputes the head's layers.
     """
     selector_config = head_config.selector
     assert selector_config is not None, "a head without a selector"
@@ -116,9 +99,9 @@ def selection_loss(
         selector = bind(head_config, whole(weights)).selector
         scores = score_below(selector, drafts, batch["tokens"], choices.tokens)
 
-        def rows(scores: Float[Array, "B N K"]) -> SelectedRows:
+        def rows(scores: Float[Array, "B N K"]) -> DraftRows:
             rows = selected_rows(choices, scores, loss=loss, tail=tail)
-            return SelectedRows(*(x.reshape(b, a, d) for x in rows))
+            return DraftRows(*(x.reshape(b, a, d) for x in rows))
 
         selected, without = rows(scores), rows(jnp.zeros_like(scores))
         covered = jnp.any(choices.tokens == task.labels.reshape(b, a * d)[:, :, None], axis=-1)
@@ -153,14 +136,7 @@ def selection_loss(
 def choices_of(
     drafts: Drafts, head_config: DraftHeadConfig, count: int, temperature: float, *, chunk: int
 ) -> Choices:
-    """The candidates of all draft rows; logits are computed and dropped chunk by chunk.
-
-    Args:
-        drafts: The head's drafts.
-        count: K.
-        temperature: Temperature of the target's distribution.
-        chunk: Rows of a sequence per chunk of logits.
-    """
+    """The ``count`` candidates of all draft rows; logits are computed and dropped chunk by chunk."""
     b, a, d = drafts.task.rows.shape
     states = jnp.take_along_axis(drafts.hidden, drafts.task.rows.reshape(b, a * d)[:, :, None], axis=1)
 
@@ -193,36 +169,31 @@ def score_below(
 
 def selected_rows(
     choices: Choices, scores: Float32[Array, "B N K"], *, loss: SelectionLossName, tail: bool
-) -> SelectedRows:
+) -> DraftRows:
     """The loss of each row, ``[B, N]``, under scores of its candidates.
 
     With p the target's distribution, q the head's with the scores, and t the tail: forward KL is
     ``sum over K of p log(p / q) + p_t log(p_t / q_t)``, total variation ``(sum over K of |p - q|
-    + |p_t - q_t|) / 2``. Renormalised, p and q are divided by what they give all candidates together.
-
-    Args:
-        choices: The candidates, and both distributions.
-        scores: Added to the head's log-probabilities.
-        loss: The kind of loss.
-        tail: Whether q has a tail; otherwise q_t is 0.
+    + |p_t - q_t|) / 2``. Renormalised, p and q are divided by what they give all candidates
+    together. Without ``tail`` q_t is 0.
     """
     log_q = pair_log_probs(choices.log_q, scores[:, :, None], tail=tail)[:, :, 0]
     best = jnp.take_along_axis(choices.tokens, jnp.argmax(log_q, axis=-1)[:, :, None], axis=2)[:, :, 0]
     matches = best == choices.likeliest
     p = choices.p
     if loss == "candidates_kl":
-        return SelectedRows(_divergence(jax.nn.log_softmax(_log(p)), jax.nn.log_softmax(log_q)), matches)
+        return DraftRows(_divergence(jax.nn.log_softmax(_log(p)), jax.nn.log_softmax(log_q)), matches)
     p_tail = jnp.maximum(1 - jnp.sum(p, axis=-1), 0.0)
     if loss == "total_variation":
         q = jnp.exp(log_q)
         q_tail = jnp.maximum(1 - jnp.sum(q, axis=-1), 0.0)
-        return SelectedRows((jnp.sum(jnp.abs(p - q), axis=-1) + jnp.abs(p_tail - q_tail)) / 2, matches)
+        return DraftRows((jnp.sum(jnp.abs(p - q), axis=-1) + jnp.abs(p_tail - q_tail)) / 2, matches)
     # The normaliser of the candidates applies to the tail's log-probability, too.
     normaliser = choices.log_q[:, :, 0] + scores[:, :, 0] - log_q[:, :, 0]
     rest = jnp.maximum(1 - jnp.sum(jnp.exp(choices.log_q), axis=-1), _LEAST_TAIL)
     log_q = jnp.concatenate([log_q, (jnp.log(rest) - normaliser)[:, :, None]], axis=-1)
     p = jnp.concatenate([p, p_tail[:, :, None]], axis=-1)
-    return SelectedRows(_divergence(_log(p), log_q), matches)
+    return DraftRows(_divergence(_log(p), log_q), matches)
 
 
 def _log(p: Float32[Array, "*s"]) -> Float32[Array, "*s"]:

@@ -36,15 +36,7 @@ def licence_of(target: Path) -> str | None:
 def card_of(
     target: str, licence: str | None, depth: int, report: Mapping[str, Any], prompts: Mapping[str, Any]
 ) -> str:
-    """The text of a card.
-
-    Args:
-        target: The target's name.
-        licence: The licence that its files name, if any.
-        depth: The head's draft depth.
-        report: The judgement.
-        prompts: Numbers of kept and dropped prompts, as ``prompts.json`` has them.
-    """
+    """The text of a card; ``report`` is that of the judgement, ``prompts`` as in ``prompts.json``."""
     budget, kept, dropped = report["recommended_budget"], prompts["kept"], prompts["dropped"]
     others = "; ".join(f"{count} {reason}" for reason, count in report["prompts_not_judged"].items() if count)
     vllm = {"method": "dflash", "model": f"FOLDER/{WITHOUT_SELECTOR}", "num_speculative_tokens": depth}

@@ -95,12 +95,7 @@ def rough_hours(config: ModelConfig, recipe: PairRecipe, given: Sequence[int]) -
 
 
 def answered(recipe: PairRecipe, given: Sequence[int], kept: float = 1.0) -> int:
-    """The number of prompts to answer.
-
-    Args:
-        recipe: The recipe.
-        given: The prompts of each source.
-        kept: Share of the written prompts that are kept.
+    """The number of prompts to answer, of ``given`` ones by source and the ``kept`` share of written ones.
 
     Raises:
         ValueError: The recipe's weights do not suit the sources.
@@ -156,15 +151,7 @@ def trial_rates(
     recipe: PairRecipe,
     checkpoint: Source | None,
 ) -> Rates:
-    """The speeds of decoding alone and of training on the trial's texts.
-
-    Args:
-        folder: For the trial's files.
-        target: The target.
-        texts: Texts of the target.
-        tokens: The measured tokens per second of many texts.
-        recipe: The recipe.
-        checkpoint: The head that training starts from, if any.
+    """The speeds of decoding alone and of training on the trial's texts, beside the measured ``tokens``.
 
     Raises:
         ValueError: A training step does not fit the memory of the device.
@@ -178,14 +165,7 @@ def trial_rates(
         seconds = time.perf_counter() - at
     data, work = folder / "documents", folder / "head"
     part = recipe.head
-    fit = replace(
-        part.fit,
-        steps=_STEPS,
-        warmup=0,
-        save_every=_STEPS,
-        evaluate_every=_STEPS,
-        log_every=1,
-    )
+    fit = replace(part.fit, steps=_STEPS, warmup=0, save_every=_STEPS, evaluate_every=_STEPS, log_every=1)
     all_tokens = np.concatenate([document.tokens for document in texts])
     shape = (part.fit.batch + 1, part.window)
     learn = np.ones(part.window, bool)
@@ -217,14 +197,7 @@ def trial_rates(
 
 
 def cost_of(recipe: PairRecipe, rates: Rates, head: DraftHeadConfig, given: Sequence[int]) -> Cost:
-    """Estimates by stage, and the bytes that the folder will have.
-
-    Args:
-        recipe: The recipe.
-        rates: The measured speeds.
-        head: The config of the head without its selector.
-        given: The prompts of each source.
-    """
+    """Estimates by stage, and the bytes that the folder will have; ``head`` is without its selector."""
     judge, fit = recipe.judgement, recipe.calibration
     judged = len(judge.temperatures) * judge.prompts * judge.max_tokens * _ANSWER
     calibrated = len(fit.temperatures) * fit.prompts * fit.max_tokens

@@ -64,7 +64,6 @@ def split_prompts(rows: Sequence[Row], recipe: PairRecipe, room: int) -> tuple[l
 
     Args:
         rows: All prompts, in a random order.
-        recipe: The recipe, with the size of each part.
         room: Most tokens of a held-out prompt.
 
     Returns:
@@ -114,15 +113,6 @@ def measure(
     seed: int,
 ) -> Generator[tuple[float, list[dict[str, Any]]], None, None]:
     """Each temperature with a row per budget: tokens per round, and the speed of trees and of plain decoding.
-
-    Args:
-        target: The target.
-        head: The head.
-        prompts: Tokens of the prompts.
-        trees: The settings of each budget's trees.
-        temperatures: The temperatures.
-        max_tokens: Tokens of an answer.
-        seed: Seed of the sampling.
 
     Raises:
         DeviceMemoryError: The device cannot hold the stores.

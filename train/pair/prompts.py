@@ -130,8 +130,6 @@ def read_sources(
     """The prompts of each source of a recipe, without those that the target writes.
 
     Args:
-        recipe: The recipe.
-        encoder: The target's encoder.
         context: Limit on the tokens of a prompt with its answer.
         dropped: Counts dropped prompts by source and reason.
 

@@ -6,7 +6,7 @@
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from jetspec_jax.config import ModelConfig, default_tap_layers
 from jetspec_jax.device.memory import num_parameters
 from train.head.recipe import Calibration, HeadRecipe
 from train.head.recipe_file import PAIR_RECIPES, change, find_table, record_of
-from train.loop.fit import Fit
 from train.loop.stages import dotted
 
 #: The fewest prompts that a judgement and a calibration rest on.
@@ -262,10 +261,6 @@ def with_dropped_replaced(recipe: PairRecipe, kept: float) -> PairRecipe:
 
     Training sees each window about twenty times; with fewer prompts the head would learn them by heart. Other
     numbers than the default ones stay.
-
-    Args:
-        recipe: The recipe.
-        kept: Share of the written prompts that are kept.
     """
     if recipe.writing != default_writing():
         return recipe
@@ -273,37 +268,26 @@ def with_dropped_replaced(recipe: PairRecipe, kept: float) -> PairRecipe:
     return replace(recipe, writing=more)
 
 
-def with_steps(recipe: PairRecipe, head: int, selector: int) -> PairRecipe:
-    """The recipe with other numbers of steps, evaluated and saved six times."""
-
-    def fitted(fit: Fit, steps: int) -> Fit:
-        every = max(1, -(-steps // 6))
-        return replace(
-            fit,
-            steps=steps,
-            warmup=min(fit.warmup, steps // 10),
-            save_every=every,
-            evaluate_every=every,
-            log_every=min(fit.log_every, max(1, every // 10)),
-        )
-
-    return replace(
-        recipe,
-        head=replace(recipe.head, fit=fitted(recipe.head.fit, head)),
-        selector=replace(recipe.selector, fit=fitted(recipe.selector.fit, selector)),
-    )
-
-
 def scaled(recipe: PairRecipe, factor: float) -> PairRecipe:
     """The recipe with so many times its prompts, answers and steps."""
-    steps = [max(20, round(factor * part.fit.steps)) for part in (recipe.head, recipe.selector)]
+
+    def of_steps(part: HeadRecipe) -> HeadRecipe:
+        """With other steps, evaluated and saved six times."""
+        fit, steps = part.fit, max(20, round(factor * part.fit.steps))
+        every = max(1, -(-steps // 6))
+        fit = replace(fit, steps=steps, save_every=every, evaluate_every=every)
+        warmup, log_every = min(fit.warmup, steps // 10), min(fit.log_every, max(1, every // 10))
+        return replace(part, fit=replace(fit, warmup=warmup, log_every=log_every))
+
     least = 4 * recipe.heldout
     written = sum(part.count for part in recipe.writing)
     # Enough prompts remain to hold some out.
     share = max(factor, min(1.0, least / max(written, 1)))
     writing = tuple(replace(part, count=max(1, round(share * part.count))) for part in recipe.writing)
     return replace(
-        with_steps(recipe, *steps),
+        recipe,
+        head=of_steps(recipe.head),
+        selector=of_steps(recipe.selector),
         writing=writing,
         share=min(share, 1.0) * recipe.share,
         most_prompts=max(round(factor * recipe.most_prompts), least),
@@ -349,17 +333,6 @@ def read_recipe(
 
 # The settings of a `Fit` without a default.
 _REQUIRED = ("steps", "batch", "learning_rate", "warmup")
-
-
-def plain(recipe: PairRecipe) -> dict[str, Any]:
-    """The recipe as nested tables without None, as a TOML file has it."""
-    return _without_none(asdict(recipe))
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_none(part) for name, part in value.items() if part is not None}
-    return [_without_none(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _merge(table: dict[str, Any], other: Mapping[str, Any]) -> None:

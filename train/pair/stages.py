@@ -50,14 +50,7 @@ from train.pair.cost import (
     trial_rates,
     trial_texts,
 )
-from train.pair.judge import (
-    Split,
-    draw_judgement,
-    judgement_of,
-    measure,
-    split_prompts,
-    table_of,
-)
+from train.pair.judge import Split, draw_judgement, judgement_of, measure, split_prompts, table_of
 from train.pair.prompts import (
     beginnings,
     drop_words,
@@ -67,7 +60,7 @@ from train.pair.prompts import (
     read_written,
     to_write,
 )
-from train.pair.recipe import PairRecipe, has_chat_template, plain, read_recipe, with_dropped_replaced
+from train.pair.recipe import PairRecipe, has_chat_template, read_recipe, with_dropped_replaced
 
 #: Files of the work folder: its options, its recipe, its estimates, and the use of held-out prompts.
 CLAIM, RECIPE, ESTIMATE, HELD = "pair.json", "recipe.toml", "estimate.json", "held.json"
@@ -82,15 +75,8 @@ class Options:
     """The command's options.
 
     Attributes:
-        target: The target's folder, GGUF file or hub id, or a pair's name.
-        work: The work folder.
-        draft_head: The head to start from, if any.
-        recipe: A recipe file.
-        changes: Settings that replace the file's.
+        changes: Settings that replace those of the recipe file.
         settings: Settings of the recipe that have options of their name.
-        total_minutes: The time for all stages; None is the recipe's sizes.
-        yes: Whether hours on a CPU need no consent.
-        ignore_config_keys: Unknown keys of either ``config.json`` to ignore.
     """
 
     target: str
@@ -131,7 +117,6 @@ def make_pair(options: Options, minutes: float | None = None) -> Path:
     """Runs the stages that are not done; returns the folder of the finished head.
 
     Args:
-        options: The options.
         minutes: Time after which the run saves and stops.
 
     Raises:
@@ -172,6 +157,7 @@ class _Pair:
 
     def __init__(self, options: Options, deadline: Deadline):
         self.options, self.work, self.deadline = options, options.work, deadline
+        self.dropped = Counter[tuple[str, str]]()  # by kind and reason
 
     def with_estimate(self, name: str, stage: Stage) -> Stage:
         """A stage that begins with its estimate."""
@@ -206,11 +192,6 @@ class _Pair:
         except ValueError as error:
             raise ValueError(f"template_arguments is no JSON object ({error}): {text}") from error
         return Encoder(self.target.tokenizer, self.target.eos_token_ids, arguments)
-
-    @functools.cached_property
-    def dropped(self) -> Counter[tuple[str, str]]:
-        """The number of dropped prompts by kind and reason."""
-        return Counter()
 
     @functools.cached_property
     def sources(self) -> list[list[UserPrompt]]:
@@ -291,7 +272,7 @@ class _Pair:
         cost = cost_of(recipe, rates, self.head_config, given)
         print("\n".join(cost.lines()), flush=True)
         check_disk(self.work, cost.disk)
-        write_text(self.work / RECIPE, toml_of(plain(recipe)))
+        write_text(self.work / RECIPE, toml_of(asdict(recipe)))
         write_json(self.work / ESTIMATE, {name: round(value, 2) for name, value in cost.minutes.items()})
         self.claim()
 

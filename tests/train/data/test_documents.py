@@ -158,8 +158,6 @@ def test_what_was_written_is_read(tmp_path):
             assert same(documents[i], written[number])
             own = documents.spans[documents.spans[:, 0] == i]
             assert own[:, 1:].tolist() == learn_spans(written[number].learn)
-        with pytest.raises(IndexError, match=f"has {count} documents"):
-            documents[count]
         numbers += documents.numbers.tolist()
     assert sorted(numbers) == list(range(21))
     manifest = DocumentsManifest.read(tmp_path / "d")
@@ -268,12 +266,9 @@ def test_a_manifest_that_cannot_be_read_is_named(tmp_path, change, message):
             opening()
 
 
-def test_no_documents_and_no_such_split(tmp_path):
+def test_no_documents(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"has no documents\.json"):
         Documents.open(tmp_path)
-    write(tmp_path, texts(4))
-    with pytest.raises(ValueError, match="train and heldout, not 'test'"):
-        Documents.open(tmp_path, "test")
 
 
 @pytest.mark.parametrize(

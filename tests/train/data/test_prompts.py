@@ -24,13 +24,6 @@ MARKED_TEMPLATE = (
     "{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-#: Thinks before its last answer only, and can be told not to.
-FORGETFUL_TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
-    "{% if m['role'] == 'assistant' and loop.last and think %}{{ '# hm\\n' }}{% endif %}"
-    "{{ m['content'] + '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 #: Ends turns with words alone.
 PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n\\n' }}{% endfor %}"
@@ -246,17 +239,6 @@ class TestDocuments:
         [document] = Encoder(tokenizer).documents(Entry("f:3", "text", "import os\n"))
         assert document.tokens.tolist() == tokenizer.encode("import os\n")
         assert document.learn.tolist() == [False] + [True] * (len(document.tokens) - 1)
-
-    def test_a_template_that_drops_thoughts(self, tokenizer):
-        tokenizer.chat_template = FORGETFUL_TEMPLATE
-        thinking = Encoder(tokenizer, template_arguments={"think": True})
-        expected = ["# hm\n" + ANSWER["content"] + "<|im_end|>"]
-        assert answers(thinking, *thinking.documents(chat(USER, ANSWER))) == expected
-        first, second = thinking.documents(chat(USER, ANSWER, *SECOND))
-        assert answers(thinking, first) == expected
-        assert len(answers(thinking, second)) == 1
-        silent = Encoder(tokenizer, template_arguments={"think": False})
-        assert len(answers(silent, *silent.documents(chat(USER, ANSWER, *SECOND)))) == 2
 
 
 class TestRefusals:

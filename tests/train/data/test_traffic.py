@@ -200,14 +200,6 @@ class TestRefusals:
         assert reason in said
         assert SECRET not in caplog.text + said
 
-    def test_all_of_them_at_once(self, tmp_path):
-        rows = [{"text": "a"}, *(row for row, _ in REFUSED)]
-        with pytest.raises(ValueError, match=f"^{len(REFUSED)} rows cannot be used: ") as error:
-            read(tmp_path, *rows)
-        for line, (_, reason) in enumerate(REFUSED, start=2):
-            assert f"log.jsonl:{line}: " in str(error.value)
-            assert reason in str(error.value)
-
     def test_responses_of_nobody(self, tmp_path):
         dropped = Dropped()
         rows = [response(TELL), REQUEST, response(TELL), response(TELL), {"text": "a"}, BATCHED]

@@ -214,19 +214,11 @@ def test_a_head_that_did_not_become_better_is_kept_and_said_so(trained, folder, 
     assert kept.read_bytes() == (begun / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ("head.block_size=17", "a block of 17 slots does not fit a window of 16 tokens"),
-        ("evaluation.new_tokens=250", "none of 1 held-out prompts leaves room for evaluation.new_tokens 250"),
-        ("head.start=checkpoint", "the recipe begins with a checkpoint: name a head with --draft-head"),
-    ],
-)
-def test_what_does_not_go_together_is_one_line(trained, folder, tmp_path, capsys, change, complaint):
-    assert head(folder, folder / "documents", tmp_path / "work", "--set", change, "--minutes", "0") == 2
+def test_an_error_of_training_is_one_line(trained, folder, tmp_path, capsys):
+    more = "--set", "evaluation.new_tokens=250", "--minutes", "0"
+    assert head(folder, folder / "documents", tmp_path / "work", *more) == 2
     error = capsys.readouterr().err
-    assert error.startswith("train: ")
-    assert complaint in error
+    assert error.startswith("train: none of 1 held-out prompts leaves room for evaluation.new_tokens 250")
 
 
 def test_a_run_s_best_head_can_be_written_at_any_time(trained, folder, tmp_path, capsys):

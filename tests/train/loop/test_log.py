@@ -217,9 +217,8 @@ class TestNonFinite:
                     log.flush()
                 log.write("validation", 5, {"validation_loss": 1.0})
 
-        with pytest.raises(NonFiniteLoss, match=rf"{bad} at step 3") as failure:
+        with pytest.raises(NonFiniteLoss, match=rf"{bad} at step 3"):
             fail()
-        assert failure.value.step == 3
         if main:
             assert [record["step"] for record in read_log(folder / "log.jsonl")] == [1, 2]
             assert shown(folder)["train/loss"] == [(1, 5.0), (2, 4.0)]

@@ -1,6 +1,7 @@
 """The losses of a selector against float64 NumPy: of rows, and the whole loss over a batch."""
 
 import dataclasses
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,12 @@ from tests.train.loss.test_distillation import ANCHORS, BATCH, KEY, LEARN, TOKEN
 from train.loss.attention import CausalAttend
 from train.loss.blocks import draft_blocks, sample_anchors
 from train.loss.objectives import Objective
-from train.loss.selection import SELECTION_LOSSES, Choices, selected_rows, selection_loss
+from train.loss.selection import Choices, SelectionLossName, selected_rows, selection_loss
 
 FLOAT32 = jnp.dtype(jnp.float32)
 # Of the rows alone, and of those of the whole loss, which are to hold some of the text's random tokens.
 CANDIDATES, SELECTED = 5, 20
+LOSSES = get_args(SelectionLossName)
 
 rows_of = jax.jit(selected_rows, static_argnames=("loss", "tail"))
 
@@ -53,7 +55,7 @@ def random_choices(seed, scale):
 @pytest.mark.parametrize(
     ("loss", "tail"),
     # Without its tail a distribution has an infinite divergence from one that has a tail.
-    [(loss, tail) for loss in SELECTION_LOSSES for tail in (True, False) if tail or loss != "forward_kl"],
+    [(loss, tail) for loss in LOSSES for tail in (True, False) if tail or loss != "forward_kl"],
 )
 def test_rows_are_float64_s(loss, tail):
     choices, scores = random_choices(1, 2.0)
@@ -69,7 +71,7 @@ def test_rows_are_float64_s(loss, tail):
         assert bool(found.matches[place]) == (int(best) == int(choices.likeliest[place]))
 
 
-@pytest.mark.parametrize("loss", SELECTION_LOSSES)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_gradients_are_finite_where_a_distribution_is_a_point(loss):
     """The head is sure of its best candidate, and the target of another, or of none of them."""
     log_q = jnp.array([[[0.0, -60.0, -80.0], [-1e-7, -20.0, -90.0]]], jnp.float32)

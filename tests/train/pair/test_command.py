@@ -1,6 +1,7 @@
 """The whole command on the demo's target, stopped and killed in each stage, and what it refuses."""
 
 import contextlib
+import dataclasses
 import json
 import re
 import shutil
@@ -25,7 +26,7 @@ from train.loop.stages import Deadline, OutOfTime
 from train.pair import stages
 from train.pair.cost import Rates
 from train.pair.prompts import Written
-from train.pair.recipe import LEAST_CALIBRATED, LEAST_JUDGED, plain
+from train.pair.recipe import LEAST_CALIBRATED, LEAST_JUDGED
 from train.pair.stages import Options, make_pair
 
 STAGES = ("check", "prompts", "answers", "head", "selector", "calibrate", "judge", "export")
@@ -51,7 +52,7 @@ def recipe(tmp_path_factory):
         "".join(json.dumps({"text": f"# {i}\n{TEXTS.format(i)}"}) + "\n" for i in range(100))
     )
     path = folder / "tiny.toml"
-    path.write_text(toml_of({**plain(RECIPE), "documents": [str(folder / "texts.jsonl")]}))
+    path.write_text(toml_of({**dataclasses.asdict(RECIPE), "documents": [str(folder / "texts.jsonl")]}))
     return path
 
 
@@ -215,7 +216,7 @@ def test_another_target_of_the_same_name_is_refused(tmp_path):
     (work / "done").mkdir(parents=True)
     for name in STAGES:
         (work / "done" / name).touch()
-    (work / "recipe.toml").write_text(toml_of(plain(RECIPE)))
+    (work / "recipe.toml").write_text(toml_of(dataclasses.asdict(RECIPE)))
     stages._Pair(Options(str(one), work), Deadline()).claim()
     assert make_pair(Options(str(one), work)) == work / "export"
     other = tmp_path / "other" / "target"
@@ -328,7 +329,7 @@ def test_a_full_disk_is_named_and_the_command_resumes(recipe, tmp_path, monkeypa
     [shard] = (work / "answers").glob("*.array_record")
     before = shard.stat().st_mtime_ns
     monkeypatch.setattr(Writer, "write", write)
-    monkeypatch.setattr(stages._Pair, "head_stage", lambda _: Deadline().stop("before the head"))
+    monkeypatch.setattr(stages._Pair, "head_stage", lambda _: Deadline(0.0).check("before the head"))
     assert command(*given) == 0
     assert "left: head, selector, calibrate, judge, export" in capsys.readouterr().out
     assert shard.stat().st_mtime_ns == before
