@@ -33,6 +33,7 @@ def write_orbax(folder: str | Path, kind: str, config_files: Mapping[str, bytes]
 
     Raises:
         FileExistsError: The folder exists.
+        CheckpointError: A parameter cannot be read.
         OSError: The disk is full, or cannot be written.
     """
     manifest = {"format": FORMAT, "version": VERSION, "kind": kind, "jetspec_jax": __version__}

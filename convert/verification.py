@@ -116,7 +116,12 @@ def verify(
 
 
 def check_target(checkpoint: Checkpoint, target: str | Path | Checkpoint | None) -> Checkpoint | None:
-    """Finds the target for a draft head's outputs, and checks that they fit; None without a target."""
+    """Finds the target for a draft head's outputs, and checks that they fit; None without a target.
+
+    Raises:
+        FileNotFoundError: The target cannot be found or fetched.
+        ValueError: ``target`` is no target, does not fit the head, or ``checkpoint`` is no head.
+    """
     if target is None:
         return None
     if not isinstance(checkpoint.config, DraftHeadConfig):

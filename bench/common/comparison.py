@@ -139,7 +139,11 @@ def tables_of(
     """A titled table per shape, with the keys of the rows that are shown."""
     for name in dict.fromkeys(row["shape"] for row in rows):
         of_shape = [row for row in rows if row["shape"] == name]
-        yield name, [{key.replace("_", " "): row[key] for key in shown} for row in of_shape]
+        yield name, [{_heading(key): row[key] for key in shown} for row in of_shape]
+
+
+def _heading(key: str) -> str:
+    return key.replace("times_", "x ").replace("xla", "XLA").replace("_", " ")
 
 
 def notes_of(report: Mapping[str, Any], reference: str, errors: str, call: str, read: str) -> list[str]:
@@ -153,7 +157,7 @@ def notes_of(report: Mapping[str, Any], reference: str, errors: str, call: str, 
     """
     ceilings = report["ceilings"]
     clock = (
-        "by the GPU's clock, the sum of its kernels; wall: by the host's clock, with launches and gaps"
+        "by the GPU's clock, its kernels (XLA's: all); wall: by the host's clock, with launches and gaps"
         if report["clock"] == "GPU"
         else "by the host's clock: there is no GPU"
     )

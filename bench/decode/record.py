@@ -32,7 +32,8 @@ def begin_report(arguments: argparse.Namespace, about: Mapping[str, Any]) -> dic
     given = report["arguments"]
     if not (arguments.resume and arguments.json.is_file()):
         return report
-    old = read_json(arguments.json)
+    # Older reports lack the number of devices, which was one.
+    old = {"devices": 1, **read_json(arguments.json)}
     # Values are compared in JSON's form, where a tuple is a list.
     for name, ours, theirs in [
         *((key, value, old.get(key)) for key, value in report.items() if not isinstance(value, dict | list)),

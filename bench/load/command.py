@@ -220,7 +220,8 @@ def _begin(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     if not (arguments.resume and arguments.json.exists()):
         return report
-    kept = read_json(arguments.json)
+    # Older reports lack the target, which was the demo's.
+    kept = {"target": DEMO, **read_json(arguments.json)}
     for name in ("benchmark", "shape", "target", "dtype", "device", "jax"):
         if kept.get(name) != report[name]:
             raise ValueError(f"--resume: {name} of {arguments.json} is {kept.get(name)}, not {report[name]}")
@@ -258,6 +259,7 @@ class Measured:
 
     @cached_property
     def _real(self) -> Pair:
+        self._close()  # before other weights are read
         return load_pair(self._given, self._given.dtype)
 
     @property

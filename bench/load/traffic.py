@@ -34,7 +34,8 @@ def measure_traffic(
     as concurrent requests, and with random arrivals as many as the largest concurrency.
 
     Args:
-        given: The command line. The first turn of "auto" takes ``warm_up_seconds``, others ``seconds``.
+        given: The command line. The first turn of "auto" takes ``warm_up_seconds``, that of other methods
+            two prompts per slot; later turns take ``seconds``, or each prompt once.
         step: Called with the name of each step.
     """
     rows = []

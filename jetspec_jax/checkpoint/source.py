@@ -60,6 +60,10 @@ class Source:
         fp8_activations: Whether products with weights in FP8 quantise activations too, unless the config
             excludes them. None means yes in 16-bit types, unless the GPU has no FP8 arithmetic, or
             `with_activations` finds that a mesh cuts activations that share a scale.
+
+    Raises:
+        TypeError: An attribute has the wrong type.
+        ValueError: ``mxfp4`` is not in `MXFP4_WORDS`.
     """
 
     path_or_id: str | Path

@@ -25,8 +25,8 @@ from train.data.encoding import Found, encode_documents, encode_prompts
 from train.data.given import write_given
 from train.data.holdout import default_heldout, hold_out
 from train.data.keys import check_ignored
-from train.data.manifest import CORPUS, REGENERATE, DocumentsManifest, Shard
-from train.data.mixing import NONE, distinct, distinct_turns, mix
+from train.data.manifest import CORPUS, MODES, REGENERATE, DocumentsManifest, Shard
+from train.data.mixing import DEDUPLICATIONS, NONE, distinct, distinct_turns, mix
 from train.data.prompts import Dropped, read_entries
 from train.data.regenerate import Prompts, regenerate, regeneration_settings
 from train.data.rendering import Encoder
@@ -113,6 +113,8 @@ def make_data(
         ValueError: A setting is not valid, no row can be used, or the folder was begun with other settings.
         DeviceMemoryError: The device cannot hold the models with so many slots.
     """
+    if mode not in MODES:
+        raise ValueError(f"the mode is one of {', '.join(MODES)}, not {mode!r}")
     generation = {
         "turns": (turns, LAST),
         "draft_head": (draft_head, None),
@@ -127,6 +129,9 @@ def make_data(
         raise ValueError(f"mode corpus generates nothing; leave out {', '.join(idle)}")
     if slots < 1:
         raise ValueError(f"slots must be at least 1, not {slots}")
+    for name, value, known in (("turns", turns, TURNS), ("deduplicate", deduplicate, DEDUPLICATIONS)):
+        if value not in known:
+            raise ValueError(f"{name} is one of {', '.join(known)}, not {value!r}")
     check_ignored(ignore_data_keys)
     deadline = Deadline() if deadline is None else deadline
     source = Source(target, dtype, ignore_config_keys)

@@ -108,8 +108,10 @@ def engine_json(
         verifier: The target.
 
     Raises:
-        ValueError: The engine cannot express the head; all reasons are listed.
+        ValueError: There is no such engine, or it cannot express the head; all reasons are listed.
     """
+    if engine not in ENGINES:
+        raise ValueError(f"unknown engine {engine!r}; heads are exported for {', '.join(ENGINES)}")
     reasons = []
     if engine != "jetspec":
         if not config.scaled_embeddings:

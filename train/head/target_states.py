@@ -71,8 +71,9 @@ class TargetStates:
             A line that announces the size.
 
         Raises:
-            ValueError: It does not fit: the message has both sizes.
+            ValueError: As by `check_bound`, or it does not fit: the message has both sizes.
         """
+        check_bound(most_gib)
         needs = f"the target's states of {self.windows.contents.tokens:,} tokens take {_gib(self.bytes)}"
         if self.bytes > most_gib * 2**30:
             raise ValueError(
@@ -121,6 +122,7 @@ class TargetStates:
         """A window with its states; `make` must have run.
 
         Raises:
+            IndexError: The index is out of range.
             ValueError: A shard is damaged.
         """
         window = self.windows[index]

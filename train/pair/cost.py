@@ -151,7 +151,7 @@ def trial_rates(
     recipe: PairRecipe,
     checkpoint: Source | None,
 ) -> Rates:
-    """The speeds of decoding alone and of training on the trial's texts, beside the measured ``tokens``.
+    """The speeds of decoding alone and of training on the trial's texts, beside ``tokens`` a second of many.
 
     Raises:
         ValueError: A training step does not fit the memory of the device.

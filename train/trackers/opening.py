@@ -15,7 +15,7 @@ from train.trackers.wandb import WandB
 _log = logging.getLogger("jetspec_jax.train")
 
 #: The trackers besides TensorBoard, by the names of their packages and extras.
-TRACKERS = ("wandb", "mlflow")
+WANDB, MLFLOW = TRACKERS = ("wandb", "mlflow")
 PROJECT = "jetspec-jax"
 #: The file of a work folder with the ids of its runs in trackers.
 RUNS = "trackers.json"
@@ -34,8 +34,10 @@ class Tracking:
     project: str = PROJECT
 
     def check(self) -> None:
-        """Raises ValueError if a name is repeated, or its package is not installed."""
+        """Raises ValueError if a name is unknown or repeated, or its package is not installed."""
         for name in self.names:
+            if name not in TRACKERS:
+                raise ValueError(f"a tracker is one of {', '.join(TRACKERS)}, not {name!r}")
             if self.names.count(name) > 1:
                 raise ValueError(f"the tracker {name} is named twice")
             import_extra(name, name)
@@ -55,7 +57,7 @@ class Tracking:
         runs, opened = _read(folder / RUNS), []
         for name in self.names:
             try:
-                if name == "wandb":
+                if name == WANDB:
                     tracker = WandB(folder, self.project, recipe, runs.get(name))
                 else:
                     tracker = MLflow(self.project, recipe, runs.get(name))

@@ -458,7 +458,15 @@ class TestTraffic:
         both = ((log.name, count // 2), (f"{log.name} (2)", count // 2))
         assert sources == (both if deduplicate == "none" else ((log.name, count),))
 
-    def test_weights_that_do_not_suit_the_sources_are_refused(self, log, tmp_path, weightless):
-        with pytest.raises(ValueError, match="2 weights for 1 sources"):
-            make_data.make_data("demo", log, tmp_path / "out", weights=[1, 2])
+    @pytest.mark.parametrize(
+        ("settings", "complaint"),
+        [
+            ({"turns": "first"}, "turns is one of last, every, not 'first'"),
+            ({"deduplicate": "all"}, "deduplicate is one of none, exact, prompt, not 'all'"),
+            ({"weights": [1, 2]}, "2 weights for 1 sources"),
+        ],
+    )
+    def test_settings_that_are_refused(self, log, tmp_path, weightless, settings, complaint):
+        with pytest.raises(ValueError, match=complaint):
+            make_data.make_data("demo", log, tmp_path / "out", **settings)
         assert not (tmp_path / "out").exists()

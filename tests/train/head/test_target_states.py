@@ -142,6 +142,8 @@ def test_sizes_that_do_not_fit_are_refused_with_both_numbers(tmp_path, windows, 
     with pytest.raises(ValueError, match=rf"take .* GiB, and --cache-target-states allows {gib / 2:g} GiB"):
         states.check(gib / 2)
     for bound in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match="must be above 0 GiB"):
+            states.check(bound)
         with pytest.raises(ValueError, match=f"must be above 0 GiB, not {bound}"):
             check_bound(bound)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=states.bytes - 1))

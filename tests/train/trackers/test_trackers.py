@@ -142,9 +142,16 @@ def test_a_missing_package_is_an_error_that_names_the_extra(name, monkeypatch, t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tracker_is_named_once(wandb):
-    with pytest.raises(ValueError, match="the tracker wandb is named twice"):
-        Tracking(("wandb",) * 2).check()
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("comet",), "a tracker is one of wandb, mlflow, not 'comet'"),
+        (("wandb",) * 2, "the tracker wandb is named twice"),
+    ],
+)
+def test_names_are_checked(wandb, names, message):
+    with pytest.raises(ValueError, match=message):
+        Tracking(names).check()
 
 
 def test_a_run_that_is_refused_ends_those_before_it(wandb, mlflow, tmp_path, monkeypatch):
