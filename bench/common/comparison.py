@@ -85,7 +85,7 @@ def compare_rows(out: np.ndarray, again: np.ndarray, expected: np.ndarray, toler
 def all_right(
     arguments: argparse.Namespace, checks: Sequence[Any], consequence: str = "nothing was timed"
 ) -> bool:
-    """Whether no check has a ``problem``; prints those that have one to stderr."""
+    """Whether no check has a ``problem``; prints the failed checks to stderr."""
     wrong = [check for check in checks if check.problem is not None]
     for check in wrong:
         print(f"bench: {arguments.implementation} is wrong: {check}: {check.problem}", file=sys.stderr)

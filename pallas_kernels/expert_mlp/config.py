@@ -11,7 +11,7 @@ _FEW_TOKENS = 128  # up to so many, blocks of narrow weights have 1.5 times an e
 _COLUMNS = (128, 64)  # of plain weights: narrower ones are slower even for one token
 # (features, model columns, depth, warps) by weight format. First: 16-row blocks when the features
 # of the second would give fewer than `_PROGRAMS` programs. Second: other 16-row blocks. Third: larger blocks.
-# On an H200 they were within 4 % of the fastest with 1, 16, 64 and 128 tokens: MXFP4 in GPT-OSS-20B's shapes
+# On an H200 they were within 3 % of the fastest with 1, 16, 64 and 128 tokens: MXFP4 in GPT-OSS-20B's shapes
 # (128 tokens in 32-row blocks), and FP8 in Qwen3-30B-A3B's (all in 16-row blocks). Of other calls 256 tokens
 # of MXFP4 were measured, in 64-row blocks. A word has four columns of FP8, and each warp has at least eight
 # words: with four words a warp, 128 tokens took 63 % longer.
@@ -22,7 +22,7 @@ _NARROW = {
 }
 # Of shared memory, for the tiles on their way: every GPU since Ampere has a little more.
 _TILE_BYTES = 80 << 10
-# With more, narrow weights took 2 to 10 % longer.
+# With more, narrow weights took up to 10 % longer.
 _MOST_STAGES = {"plain": 6, "fp8": 4, "fp8_rows": 4, "mxfp4": 3}
 # Rows of a block from which it has eight warps. With eight, 64 rows of MXFP4 took 41 % longer.
 _EIGHT_WARPS = {"plain": 64, "fp8": 64, "fp8_rows": 64, "mxfp4": 128}

@@ -118,7 +118,7 @@ def test_what_is_cancelled_leaves_nothing_behind(oracle_engine, alone):
     assert free_pages(engine.scheduler) == SLOTS * LIMIT // PAGE_SIZE
     last = engine.submit(prompt_of(1), sampled(0, max_tokens=40))
     requests.append(last)
-    engine.launch(1)  # tells the device of those that ended before
+    engine.launch(1)  # tells the device which requests have ended
     state = engine.runner.state
     tables = [[page for page in row if page != NO_PAGE] for row in state.slots.block_tables.tolist()]
     assert np.flatnonzero(state.active).tolist() == [last.slot]

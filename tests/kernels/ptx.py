@@ -34,10 +34,10 @@ def interpret():
 
         def call(*inputs):
             # Any elements may share an instance of the code.
-            words = [np.ravel(own).view(np.uint32) for own in inputs]
-            counts = [pack * own.itemsize // 4 for own in inputs]
+            words = [np.ravel(array).view(np.uint32) for array in inputs]
+            counts = [pack * array.itemsize // 4 for array in inputs]
             registers = (
-                own[i::count] for own, count in zip(words, counts, strict=True) for i in range(count)
+                word[i::count] for word, count in zip(words, counts, strict=True) for i in range(count)
             )
             return [run(asm, *registers).view(like.dtype).reshape(like.shape)]
 
