@@ -9,7 +9,7 @@ from jetspec_jax.demo import DEMO_TARGET
 from jetspec_jax.models import build, weights_of
 from tests.decode.tiny import TINY
 from train.data.documents import Documents, Writer
-from train.data.holdout import default_heldout
+from train.data.holdout import default_heldout, evenly_spaced
 from train.data.manifest import HELDOUT, TRAIN, DocumentsManifest, DocumentsSettings, Shard
 from train.head.config import decoder_json
 
@@ -32,9 +32,15 @@ def settings(count, **changes):
     return DocumentsSettings(**{**fields, **changes})
 
 
+def begin(folder, count, sources=None, **changes):
+    """The writer of a folder that holds out evenly spaced documents."""
+    chosen = settings(count, **changes)
+    return Writer(folder, chosen, evenly_spaced(count, chosen.heldout), sources)
+
+
 def write(folder, documents, shards=None, **changes):
     """Writes what a folder lacks of some documents, or only so many shards of it."""
-    writer = Writer(folder, settings(len(documents), **changes))
+    writer = begin(folder, len(documents), **changes)
     for planned in writer.missing[:shards]:
         writer.write(planned, [documents[i] for i in planned.indices], len(planned.indices) // 2)
     return writer

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jetspec_jax.checkpoint.files import write_text
-from train.data.holdout import check_heldout, evenly_spaced
+from train.data.holdout import check_heldout
 
 FORMAT, VERSION = "jetspec-documents", 1
 MANIFEST = "documents.json"
@@ -163,16 +163,13 @@ class DocumentsManifest:
 
     @classmethod
     def of(
-        cls, settings: DocumentsSettings, held: Sequence[int] | None, sources: Sequence[str] | None = None
+        cls, settings: DocumentsSettings, held: Sequence[int], sources: Sequence[str] | None = None
     ) -> "DocumentsManifest":
         """The manifest of a new folder.
 
         Args:
-            held: As the attribute; None holds out evenly spaced documents.
             sources: The source of each document; None is the settings' source for all.
         """
-        if held is None:
-            held = evenly_spaced(settings.count, settings.heldout)
         if sources is None:
             return cls(settings, tuple(held), _undivided(settings))
         runs = tuple((name, len(list(documents))) for name, documents in groupby(sources))

@@ -20,6 +20,7 @@ from tests.train.folders import contents, read, shards_of, write_target
 from train.data import command as data
 from train.data import make_data, regenerate
 from train.data.documents import Documents, Writer
+from train.data.holdout import hold_out
 from train.data.manifest import HELDOUT, TRAIN, DocumentsManifest
 from train.data.records import learn_spans
 from train.data.regenerate import Prompts, document_seed, regeneration_settings
@@ -54,7 +55,7 @@ def make(folder, target, prompts, *, shard_documents=4, slots=4, seed=7, deadlin
         heldout=3,
         shard_documents=shard_documents,
     )
-    writer = Writer(folder, settings)
+    writer = Writer(folder, settings, hold_out(range(len(prompts.tokens)), 3))
     regenerate.regenerate(writer, target, prompts, slots=slots, deadline=deadline or Deadline(), **decoding)
     return writer
 
