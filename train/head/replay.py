@@ -180,14 +180,7 @@ def _drafts(
 ) -> Candidates:
     """Candidates at ``anchors`` tokens from ``first`` on; one forward fills the head's context."""
 
-    def run(
-        weights: Any,
-        head_weights: Any,
-        ids: Int[Array, "T"],
-        first: Int[Array, ""],
-        sampling: Sampling,
-        scales: Float[Array, "*bands D"],
-    ) -> Candidates:
+    def run(weights, head_weights, ids, first, sampling, scales) -> Candidates:
         target, head = bind(config, weights), proposer.config
         block = Block.chain(ids[None])
         attend = attend_over(None, None, block, implementation=implementation)

@@ -255,7 +255,7 @@ class TestRefusals:
             (
                 "documents",
                 chat(USER, {"role": "assistant", "content": "\nx = 1"}),
-                "where message 1 begins or ends, a token spans both sides",
+                "where message 1 begins, a token spans both sides",
             ),
         ],
     )
