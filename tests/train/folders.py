@@ -11,6 +11,7 @@ from tests.decode.tiny import TINY
 from train.data.documents import Documents, Writer
 from train.data.holdout import default_heldout, evenly_spaced
 from train.data.manifest import HELDOUT, TRAIN, DocumentsManifest, DocumentsSettings, Shard
+from train.data.records import learn_spans
 from train.head.config import decoder_json
 
 
@@ -53,6 +54,12 @@ def read(folder):
         documents = Documents.open(folder, split)
         found |= {int(n): documents[i] for i, n in enumerate(documents.numbers)}
     return [found[n] for n in sorted(found)]
+
+
+def learnt(tokenizer, document, *, special=False):
+    """The text of each run of tokens to learn, with special tokens if asked for."""
+    runs = [document.tokens[begin:end].tolist() for begin, end in learn_spans(document.learn)]
+    return [tokenizer.decode(run, skip_special_tokens=not special) for run in runs]
 
 
 def write_target(folder):

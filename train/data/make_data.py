@@ -46,7 +46,6 @@ class Made:
     """A summary of a folder of documents.
 
     Attributes:
-        folder: The folder.
         duplicates: Documents that repeat an earlier document's prompt, or in mode corpus its text;
             ``deduplicate`` omits them.
         ended: Documents that end with an end-of-sequence token; None if nothing was generated.

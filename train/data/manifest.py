@@ -34,11 +34,7 @@ class DocumentsSettings:
         dtype: The target's dtype; None if it generated nothing.
         temperatures: All sampling temperatures that occur.
         sampling: The values of the other sampling settings that occur.
-        seed: Seed of the sampling.
-        source: Origin of the prompts.
         sha256: Hash of all prompts with their sampling settings, or of all documents.
-        count: Number of documents.
-        heldout: Number of held-out documents.
         shard_documents: Most documents per shard.
     """
 
@@ -81,11 +77,7 @@ class Shard:
 
     Attributes:
         split: "train" or "heldout".
-        file: The file's name.
-        bytes: The file's size.
-        documents: Number of documents.
-        tokens: Tokens of all documents.
-        learn_tokens: Tokens to learn.
+        bytes: The size of the shard's file.
         ended: Documents that end with an end-of-sequence token; None if nothing was generated.
         index: For each document its length and the ``[start, stop]`` runs of tokens to learn.
     """

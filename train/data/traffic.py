@@ -113,9 +113,7 @@ class Pairing:
 
     def rest(self) -> list[Exchange]:
         """All requests without a response, at the end of the log."""
-        found = [*self.flush(), *self.named.values()]
-        self.named.clear()
-        return found
+        return [*self.flush(), *self.named.values()]
 
     def orphans(self) -> list[str]:
         """Errors about responses whose ``custom_id`` no request has."""

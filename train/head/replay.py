@@ -42,7 +42,6 @@ class Text(NamedTuple):
     """A prompt and plain decoding's continuation.
 
     Attributes:
-        prompt: Tokens of the prompt.
         tokens: The target's tokens, beyond the request's end by the depth of a tree: a round may overshoot.
         length: The request's tokens among ``tokens``.
         routing: The prompt's routing hints.
@@ -87,7 +86,6 @@ def write_texts(
 
     Args:
         depth: Tokens beyond each request's end: the depth of a tree.
-        prompts: Tokens of the prompts.
         params: Their parameters, with seeds.
         batch: The most prompts decoded at a time.
         implementation: Of tree attention; None picks the best.

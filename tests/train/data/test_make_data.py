@@ -16,13 +16,12 @@ from jetspec_jax.engine.engine import Engine
 from tests.decode.tiny import TINY, random_head, random_target
 from tests.marks import wide
 from tests.meshes import mesh_of
-from tests.train.folders import contents, read, shards_of, write_target
+from tests.train.folders import contents, learnt, read, shards_of, write_target
 from train.data import command as data
 from train.data import make_data, regenerate
 from train.data.documents import Documents, Writer
 from train.data.holdout import hold_out
 from train.data.manifest import HELDOUT, TRAIN, DocumentsManifest
-from train.data.records import learn_spans
 from train.data.regenerate import Prompts, document_seed, regeneration_settings
 from train.loop.stages import Deadline, OutOfTime
 
@@ -389,11 +388,7 @@ class TestTraffic:
 
     def learnt(self, out, split):
         words = make_data.load_tokenizer(DEMO_TARGET)
-        return sorted(
-            words.decode(document.tokens[begin:end].tolist(), skip_special_tokens=True)
-            for document in Documents.open(out, split)
-            for begin, end in learn_spans(document.learn)
-        )
+        return sorted(text for document in Documents.open(out, split) for text in learnt(words, document))
 
     @pytest.fixture
     def log(self, lines):
