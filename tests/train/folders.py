@@ -33,10 +33,12 @@ def settings(count, **changes):
     return DocumentsSettings(**{**fields, **changes})
 
 
-def begin(folder, count, sources=None, **changes):
-    """The writer of a folder that holds out evenly spaced documents."""
+def begin(folder, count, held=None, sources=None, **changes):
+    """The writer of a folder; without ``held`` it holds out evenly spaced documents."""
+    if held is not None:
+        changes["heldout"] = len(held)
     chosen = settings(count, **changes)
-    return Writer(folder, chosen, evenly_spaced(count, chosen.heldout), sources)
+    return Writer(folder, chosen, evenly_spaced(count, chosen.heldout) if held is None else held, sources)
 
 
 def write(folder, documents, shards=None, **changes):

@@ -106,30 +106,26 @@ def test_held_out_documents_must_be_there_once(tmp_path, held):
 
 def test_a_folder_keeps_what_is_held_out(tmp_path):
     written, held = texts(9), [0, 7, 8]
-    writer = Writer(tmp_path, settings(9, heldout=3), held)
-    for plan in writer.missing:
-        writer.write(plan, [written[i] for i in plan.indices], None)
+    write(tmp_path, written, held=held)
     for split, numbers in ((HELDOUT, held), (TRAIN, [1, 2, 3, 4, 5, 6])):
         documents = Documents.open(tmp_path, split)
         assert documents.numbers.tolist() == numbers
         assert all(same(documents[i], written[n]) for i, n in enumerate(numbers))
     with pytest.raises(ValueError, match=r"begun with other settings \(other documents are held out\)"):
-        Writer(tmp_path, settings(9, heldout=3), [1, 7, 8])
+        begin(tmp_path, 9, [1, 7, 8])
 
 
 def test_each_document_has_its_source(tmp_path):
-    written, names = texts(9), [*"aabba", *"bbbb"]
-    writer = Writer(tmp_path, settings(9, heldout=3), [0, 3, 4], names)
-    for plan in writer.missing:
-        writer.write(plan, [written[i] for i in plan.indices], None)
+    names = [*"aabba", *"bbbb"]
+    write(tmp_path, texts(9), held=[0, 3, 4], sources=names)
     raw = json.loads((tmp_path / MANIFEST).read_text())
     assert raw["sources"] == [["a", 2], ["b", 2], ["a", 1], ["b", 4]]
     for split, expected in ((HELDOUT, "aba"), (TRAIN, "abbbbb")):
         assert "".join(Documents.open(tmp_path, split).sources) == expected
     with pytest.raises(ValueError, match="its documents come from other sources"):
-        Writer(tmp_path, settings(9, heldout=3), [0, 3, 4], ["a"] * 9)
+        begin(tmp_path, 9, [0, 3, 4], ["a"] * 9)
     with pytest.raises(ValueError, match="the sources have 8 documents instead of 9"):
-        Writer(tmp_path / "other", settings(9, heldout=3), [0, 3, 4], names[:8])
+        begin(tmp_path / "other", 9, [0, 3, 4], names[:8])
     assert not (tmp_path / "other").exists()
 
 
@@ -138,9 +134,7 @@ def test_a_folder_of_an_earlier_version_goes_on_with_one_source(tmp_path):
     raw = json.loads((tmp_path / MANIFEST).read_text())
     del raw["sources"]
     (tmp_path / MANIFEST).write_text(json.dumps(raw))
-    writer = begin(tmp_path, 9, [*"aaaaabbbb"])
-    for plan in writer.missing:
-        writer.write(plan, [texts(9)[i] for i in plan.indices], None)
+    write(tmp_path, texts(9), sources=[*"aaaaabbbb"])
     assert Documents.open(tmp_path).sources == ["prompts.jsonl"] * len(Documents.open(tmp_path))
 
 
