@@ -149,7 +149,11 @@ def make_data(
     sampling = SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed
     )
-    encoder = _encoder(source, template_arguments or {})
+    # The weights of a hub id are fetched only after the prompts are checked.
+    folder = resolve(source.path_or_id, SMALL_PATTERNS)
+    tokenizer = load_tokenizer(folder)
+    end_ids = read_eos_token_ids(folder, tokenizer, config.vocab_size)
+    encoder = Encoder(tokenizer, end_ids, template_arguments or {})
     dropped = Dropped()
     sources = [prompts] if isinstance(prompts, str | Path) else list(prompts)
     names = source_names(sources)
@@ -234,14 +238,6 @@ def source_names(sources: Sequence[str | Path]) -> list[str]:
         name if name not in plain[:index] else f"{name} ({plain[:index].count(name) + 1})"
         for index, name in enumerate(plain)
     ]
-
-
-def _encoder(source: Source, template_arguments: Mapping[str, Any]) -> Encoder:
-    # The weights of a hub id are fetched only after the prompts are checked.
-    folder = resolve(source.path_or_id, SMALL_PATTERNS)
-    tokenizer = load_tokenizer(folder)
-    end_ids = read_eos_token_ids(folder, tokenizer, source.target_config.vocab_size)
-    return Encoder(tokenizer, end_ids, template_arguments)
 
 
 def _report(folder: Path, dropped: Dropped) -> None:

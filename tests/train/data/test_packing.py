@@ -16,11 +16,6 @@ from train.data.windows import Windows, check_enough
 WINDOW = 16
 
 
-def opened(folder, documents):
-    write(folder, documents, vocab_size=100_000, heldout=0, shard_documents=8)
-    return Documents.open(folder)
-
-
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
     """Documents of 1..40 tokens, no token twice and none 0; the answer is the second half."""
@@ -32,7 +27,9 @@ def documents(tmp_path_factory):
     # Nothing to learn, and only a first token, which nothing precedes.
     made.append(Document(np.array([99_001, 99_002], np.int32), np.zeros(2, bool)))
     made.append(Document(np.array([99_003, 99_004], np.int32), np.array([True, False])))
-    return opened(tmp_path_factory.mktemp("packed") / "d", made)
+    folder = tmp_path_factory.mktemp("packed")
+    write(folder, made, vocab_size=100_000, heldout=0, shard_documents=8)
+    return Documents.open(folder)
 
 
 def test_the_plan_of_the_docstring():

@@ -37,23 +37,19 @@ def tokenizer():
     return load_tokenizer(DEMO_TARGET)
 
 
-def write(path, *lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return path
-
-
 def chat(*messages):
     return Entry("f:3", "messages", list(messages))
 
 
 class TestReading:
     def test_all_kinds_in_order(self, tmp_path):
-        path = write(
-            tmp_path / "p.jsonl",
+        path = tmp_path / "p.jsonl"
+        rows = [
             {"messages": [USER, ANSWER], "text": "not this", "id": 7},
             {"prompt": "x", "text": "a\u2028b", "more": [1]},
             {"prompt": "é = "},
-        )
+        ]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         entries = read_entries(path)
         assert [(e.where, e.kind, e.value) for e in entries] == [
             (f"{path}:1", "messages", [USER, ANSWER]),

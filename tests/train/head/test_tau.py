@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 import train.head.evaluation as evaluation
+from tests.decode.tiny import TINY, random_target
 from tests.train.folders import write
-from tests.train.head.tiny import RECIPE, changed, target, write_documents
+from tests.train.head.tiny import RECIPE, changed, write_documents
 from train.data.documents import Documents
 from train.data.manifest import HELDOUT
 from train.data.windows import Windows
@@ -87,7 +88,7 @@ def test_prompts_are_decoded_at_each_temperature_and_budget_with_their_own_seeds
     chosen = HeldOut.of(held, changed(RECIPE, evaluation=settings), 256)
     evaluator = HeadEvaluator(
         SimpleNamespace(selected=None),
-        target(),
+        random_target(TINY, 0),
         {},
         None,
         settings,
