@@ -6,6 +6,7 @@ with the lengths of its documents and their tokens to learn, so shards are read 
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import grain
@@ -55,7 +56,9 @@ class Writer:
             ValueError: The folder was begun with other settings, which are listed; its manifest is missing or
                 damaged; or ``held`` or ``sources`` do not fit the settings.
         """
-        manifest = DocumentsManifest.of(settings, held, sources)
+        names = [settings.source] * settings.count if sources is None else sources
+        runs = tuple((name, len([*documents])) for name, documents in groupby(names))
+        manifest = DocumentsManifest(settings, tuple(held), runs)
         self.folder, self.settings, self.planned = folder, settings, manifest.planned()
         self._done: dict[str, Shard] = {}
         if (folder / MANIFEST).exists():
@@ -145,7 +148,7 @@ class Documents:
         self.folder, self.settings, self.split = folder, manifest.settings, split
         shards = [shard for shard in shards if shard.split == split]
         self.numbers = manifest.split()[split]
-        names = manifest.source_names()
+        names = [name for name, count in manifest.sources for _ in range(count)]
         self.sources = [names[number] for number in self.numbers]
         self._index = [document for shard in shards for document in shard.index]
         self._paths = [folder / shard.file for shard in shards for _ in range(shard.documents)]

@@ -5,9 +5,8 @@ beside it, which is written after the shard: it marks the shard as finished.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -154,20 +153,6 @@ class DocumentsManifest:
             raise ValueError(f"the sources have {known} documents instead of {settings.count}")
 
     @classmethod
-    def of(
-        cls, settings: DocumentsSettings, held: Sequence[int], sources: Sequence[str] | None = None
-    ) -> "DocumentsManifest":
-        """The manifest of a new folder.
-
-        Args:
-            sources: The source of each document; None is the settings' source for all.
-        """
-        if sources is None:
-            return cls(settings, tuple(held), _undivided(settings))
-        runs = tuple((name, len(list(documents))) for name, documents in groupby(sources))
-        return cls(settings, tuple(held), runs)
-
-    @classmethod
     def read(cls, folder: Path) -> "DocumentsManifest":
         """Reads a folder's manifest.
 
@@ -207,10 +192,6 @@ class DocumentsManifest:
         """The indices of the documents of each split."""
         held = np.array(self.held, np.int64)
         return {TRAIN: np.setdiff1d(np.arange(self.settings.count), held), HELDOUT: held}
-
-    def source_names(self) -> list[str]:
-        """The source of each document."""
-        return [name for name, count in self.sources for _ in range(count)]
 
     def planned(self) -> list[PlannedShard]:
         """All shards of the folder, in order."""

@@ -65,7 +65,7 @@ def test_held_out_documents_are_evenly_spaced(count, data):
     assert len(held) == heldout
     gaps = np.diff(held)
     assert not len(gaps) or gaps.max() - gaps.min() <= 1
-    split = DocumentsManifest.of(settings(count, heldout=heldout), held).split()
+    split = DocumentsManifest(settings(count, heldout=heldout), tuple(held), (("a", count),)).split()
     assert split[HELDOUT].tolist() == held
     assert sorted([*split[TRAIN], *split[HELDOUT]]) == list(range(count))
 
@@ -256,11 +256,6 @@ def test_a_manifest_that_cannot_be_read_is_named(tmp_path, change, message):
     for opening in (lambda: Documents.open(tmp_path), lambda: begin(tmp_path, 4)):
         with pytest.raises(ValueError, match=rf"documents\.json {message}"):
             opening()
-
-
-def test_no_documents(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"has no documents\.json"):
-        Documents.open(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -174,12 +174,6 @@ class TestBeginning:
         with pytest.raises(ValueError, match=message):
             begun(target, folders / folder, dataclasses.replace(SETTINGS, **changes))
 
-    def test_a_head_with_a_selector_is_not_trained_without_one(self, target, folders):
-        with pytest.raises(
-            ValueError, match=r"set selector\.rank=4,? .*selector\.existing=continue and selector\.joint=true"
-        ):
-            begun(target, folders / "selecting", None)
-
 
 @pytest.mark.parametrize(
     ("changes", "message"),
