@@ -132,10 +132,12 @@ class Encoder:
             documents = []
             for number in turns:
                 turn = self._turn(entry, number)
-                if documents and _begins(turn.tokens, before := documents[-1]):
-                    end = _learnt(before)
-                    turn.learn[:end] = before.learn[:end]
-                    documents.pop()
+                if documents:
+                    before = documents[-1]
+                    end = max(np.flatnonzero(before.learn) + 1, default=0)
+                    if np.array_equal(turn.tokens[:end], before.tokens[:end]):
+                        turn.learn[:end] = before.learn[:end]
+                        documents.pop()
                 documents.append(turn)
         documents = [document for document in documents if document.learn.any()]
         if not documents:
@@ -296,14 +298,3 @@ def _repeats(message: str, messages: Sequence[Mapping[str, Any]]) -> bool:
     except RecursionError:
         return True
     return any(len(word) > 5 and word in text for word in re.findall(r"\w+", message))
-
-
-def _learnt(document: Document) -> int:
-    """The index after the last token to learn."""
-    return int(np.flatnonzero(document.learn)[-1]) + 1 if document.learn.any() else 0
-
-
-def _begins(tokens: Int32[np.ndarray, "T"], document: Document) -> bool:
-    """Whether tokens begin with those of a document up to its last token to learn."""
-    end = _learnt(document)
-    return np.array_equal(tokens[:end], document.tokens[:end])
