@@ -9,8 +9,9 @@ from jetspec_jax.demo import DEMO_TARGET
 from jetspec_jax.models import build, weights_of
 from tests.decode.tiny import TINY
 from train.data.documents import Documents, Writer
-from train.data.holdout import default_heldout
+from train.data.holdout import default_heldout, evenly_spaced
 from train.data.manifest import HELDOUT, TRAIN, DocumentsManifest, DocumentsSettings, Shard
+from train.data.records import learn_spans
 from train.head.config import decoder_json
 
 
@@ -32,9 +33,17 @@ def settings(count, **changes):
     return DocumentsSettings(**{**fields, **changes})
 
 
+def begin(folder, count, held=None, sources=None, **changes):
+    """The writer of a folder; without ``held`` it holds out evenly spaced documents."""
+    if held is not None:
+        changes["heldout"] = len(held)
+    chosen = settings(count, **changes)
+    return Writer(folder, chosen, evenly_spaced(count, chosen.heldout) if held is None else held, sources)
+
+
 def write(folder, documents, shards=None, **changes):
     """Writes what a folder lacks of some documents, or only so many shards of it."""
-    writer = Writer(folder, settings(len(documents), **changes))
+    writer = begin(folder, len(documents), **changes)
     for planned in writer.missing[:shards]:
         writer.write(planned, [documents[i] for i in planned.indices], len(planned.indices) // 2)
     return writer
@@ -47,6 +56,12 @@ def read(folder):
         documents = Documents.open(folder, split)
         found |= {int(n): documents[i] for i, n in enumerate(documents.numbers)}
     return [found[n] for n in sorted(found)]
+
+
+def learnt(tokenizer, document, *, special=False):
+    """The text of each run of tokens to learn, with special tokens if asked for."""
+    runs = [document.tokens[begin:end].tolist() for begin, end in learn_spans(document.learn)]
+    return [tokenizer.decode(run, skip_special_tokens=not special) for run in runs]
 
 
 def write_target(folder):

@@ -5,11 +5,11 @@ A folder holds ``documents.json`` (see `train.data.manifest`) and ArrayRecord fi
 with the lengths of its documents and their tokens to learn, so shards are read only when a document is.
 """
 
-import threading
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
+import grain
 import numpy as np
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue] (compiled)
 
@@ -27,7 +27,7 @@ from train.data.records import Document, decode, encode, learn_spans
 
 # One record per chunk suits random access; the compression is the library's default.
 WRITER_OPTIONS = "group_size:1,zstd:3"
-READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
+READER_OPTIONS = {"max_parallelism": "0"}
 
 
 class Writer:
@@ -41,7 +41,7 @@ class Writer:
         self,
         folder: Path,
         settings: DocumentsSettings,
-        held: Sequence[int] | None = None,
+        held: Sequence[int],
         sources: Sequence[str] | None = None,
     ):
         """Begins a folder, or resumes a folder with the same settings.
@@ -49,15 +49,16 @@ class Writer:
         Lost or damaged shards are made again, and a line is printed.
 
         Args:
-            held: Indices of the held-out documents; None chooses evenly spaced documents. Set it if documents
-                may be equal.
+            held: Indices of the held-out documents, in order.
             sources: The name of each document's source; None is the settings' source for all.
 
         Raises:
             ValueError: The folder was begun with other settings, which are listed; its manifest is missing or
                 damaged; or ``held`` or ``sources`` do not fit the settings.
         """
-        manifest = DocumentsManifest.of(settings, held, sources)
+        names = [settings.source] * settings.count if sources is None else sources
+        runs = tuple((name, len([*documents])) for name, documents in groupby(names))
+        manifest = DocumentsManifest(settings, tuple(held), runs)
         self.folder, self.settings, self.planned = folder, settings, manifest.planned()
         self._done: dict[str, Shard] = {}
         if (folder / MANIFEST).exists():
@@ -145,17 +146,17 @@ class Documents:
     def __init__(self, folder: Path, manifest: DocumentsManifest, shards: Sequence[Shard], split: str):
         """Private: `open` reads the manifest and the shards' descriptions."""
         self.folder, self.settings, self.split = folder, manifest.settings, split
-        self._shards = [shard for shard in shards if shard.split == split]
-        self._starts = np.cumsum([0, *(shard.documents for shard in self._shards)])
+        shards = [shard for shard in shards if shard.split == split]
         self.numbers = manifest.split()[split]
-        names = manifest.source_names()
+        names = [name for name, count in manifest.sources for _ in range(count)]
         self.sources = [names[number] for number in self.numbers]
-        self._index = [document for shard in self._shards for document in shard.index]
+        self._index = [document for shard in shards for document in shard.index]
+        self._paths = [folder / shard.file for shard in shards for _ in range(shard.documents)]
+        parts = [f"{folder / shard.file}[0:{shard.documents}]" for shard in shards]
+        self._records = grain.sources.ArrayRecordDataSource(parts, READER_OPTIONS) if parts else ()
         self.lengths = np.array([length for length, _ in self._index], np.int64)
         spans = [(i, *span) for i, (_, runs) in enumerate(self._index) for span in runs]
         self.spans = np.array(spans, np.int64).reshape(-1, 3)
-        self._readers: dict[int, Any] = {}
-        self._lock = threading.Lock()
 
     @classmethod
     def open(cls, folder: Path, split: str = TRAIN) -> "Documents":
@@ -183,11 +184,9 @@ class Documents:
         Raises:
             ValueError: Its shard is damaged.
         """
-        number = int(np.searchsorted(self._starts, index, side="right")) - 1
-        path = self.folder / self._shards[number].file
+        path = self._paths[index]
         try:
-            [record] = self._reader(number).read([int(index - self._starts[number])])
-            document = decode(record)
+            document = decode(self._records[index])
             length, spans = self._index[index]
             if len(document.tokens) != length:
                 raise ValueError(f"{len(document.tokens)} tokens instead of {length}")
@@ -201,19 +200,6 @@ class Documents:
 
     def __iter__(self) -> Iterator[Document]:
         return (self[index] for index in range(len(self)))
-
-    def _reader(self, number: int) -> Any:
-        with self._lock:
-            if number not in self._readers:
-                path, shard = self.folder / self._shards[number].file, self._shards[number]
-                reader = array_record_module.ArrayRecordReader(
-                    str(path), options=READER_OPTIONS, file_reader_buffer_size=32768
-                )
-                # A file that cannot be opened seems empty and raises only when a record is read.
-                if reader.ok() and reader.num_records() != shard.documents:
-                    raise ValueError(f"{reader.num_records()} documents instead of {shard.documents}")
-                self._readers[number] = reader
-            return self._readers[number]
 
 
 def _check_ids(document: Document, vocab_size: int, where: str) -> None:

@@ -21,13 +21,14 @@ from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.demo import DEMO
 from jetspec_jax.sampling.params import SamplingParams
 from train.data.documents import Writer
-from train.data.encoding import Found, encode_documents, encode_prompts
+from train.data.encoding import Found, encode_entries
 from train.data.given import write_given
 from train.data.holdout import default_heldout, hold_out
 from train.data.keys import check_ignored
 from train.data.manifest import CORPUS, MODES, REGENERATE, DocumentsManifest, Shard
-from train.data.mixing import DEDUPLICATIONS, NONE, distinct, distinct_turns, mix
-from train.data.prompts import Dropped, read_entries
+from train.data.mixing import DEDUPLICATIONS, NONE, distinct_turns, mix
+from train.data.prompts import Dropped, Entry, read_entries
+from train.data.records import Document
 from train.data.regenerate import Prompts, regenerate, regeneration_settings
 from train.data.rendering import Encoder
 from train.loop.stages import Deadline
@@ -45,7 +46,6 @@ class Made:
     """A summary of a folder of documents.
 
     Attributes:
-        folder: The folder.
         duplicates: Documents that repeat an earlier document's prompt, or in mode corpus its text;
             ``deduplicate`` omits them.
         ended: Documents that end with an end-of-sequence token; None if nothing was generated.
@@ -149,7 +149,11 @@ def make_data(
     sampling = SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed
     )
-    encoder = _encoder(source, template_arguments or {})
+    # The weights of a hub id are fetched only after the prompts are checked.
+    folder = resolve(source.path_or_id, SMALL_PATTERNS)
+    tokenizer = load_tokenizer(folder)
+    end_ids = read_eos_token_ids(folder, tokenizer, config.vocab_size)
+    encoder = Encoder(tokenizer, end_ids, template_arguments or {})
     dropped = Dropped()
     sources = [prompts] if isinstance(prompts, str | Path) else list(prompts)
     names = source_names(sources)
@@ -163,43 +167,42 @@ def make_data(
         ],
         weights,
     )
+    context = config.max_position_embeddings
+
+    def as_documents(entry: Entry) -> list[Document]:
+        tokens = encoder.prompts(entry, every=turns == EVERY)
+        return [Document(ids, np.zeros(len(ids), bool)) for ids in tokens]
+
+    encode, most = (encoder.documents, context) if mode == CORPUS else (as_documents, context - 1)
+    found, skipped = encode_entries(encoder, encode, entries, most, skip_too_long, dropped)
+    first: dict[bytes, Found] = {}
+    for each in found:
+        first.setdefault(each.document.tokens.tobytes(), each)
+    repeats = len(found) - len(first)
+    if mode == CORPUS:
+        taught = distinct_turns([each.document for each in found], deduplicate)
+        pairs = zip(found, taught, strict=True)
+        found = [each._replace(document=document) for each, document in pairs if document is not None]
+    elif deduplicate != NONE:
+        found = [*first.values()]
+    held = _held([each.root for each in found], heldout, need_heldout)
+    of_each = [each.source for each in found]
     common = {"target": name_of(target), "vocab_size": config.vocab_size, "source": ", ".join(names)}
+    common["shard_documents"] = shard_documents
 
     if mode == CORPUS:
-        found, skipped = encode_documents(encoder, entries, config, skip_too_long, dropped)
-        repeats = len(found) - len({example.document.tokens.tobytes() for example in found})
-        kept = zip(distinct_turns([example.document for example in found], deduplicate), found, strict=True)
-        taught = [Found(document, example.origin) for document, example in kept if document is not None]
-        finished = not write_given(
-            out,
-            [example.document for example in taught],
-            **common,
-            held=_held([example.origin.root for example in taught], heldout, need_heldout),
-            sources=[example.origin.source for example in taught],
-            shard_documents=shard_documents,
-            deadline=deadline,
-        )
+        documents = [each.document for each in found]
+        finished = not write_given(out, documents, **common, held=held, sources=of_each, deadline=deadline)
         _report(out, dropped)
     else:
-        requests, origins, skipped = encode_prompts(
-            encoder, entries, config, sampling, skip_too_long, dropped, every=turns == EVERY
-        )
-        keys = [np.asarray(tokens, np.int32).tobytes() for tokens in requests.tokens]
-        repeats = len(keys) - len(set(keys))
-        if deduplicate != NONE:
-            kept = distinct(keys)
-            requests = Prompts([requests.tokens[i] for i in kept], [requests.params[i] for i in kept])
-            origins = [origins[i] for i in kept]
-        held = _held([origin.root for origin in origins], heldout, need_heldout)
+        tokens = [each.document.tokens for each in found]
+        rooms = [context - len(ids) for ids in tokens]
+        params = [replace(sampling, max_tokens=min(room, sampling.max_tokens or room)) for room in rooms]
+        requests = Prompts(tokens, params)
         settings = regeneration_settings(
-            requests,
-            **common,
-            dtype=str(resolved),
-            seed=(seed,),
-            heldout=len(held),
-            shard_documents=shard_documents,
+            requests, **common, dtype=str(resolved), seed=(seed,), heldout=len(held)
         )
-        writer = Writer(out, settings, held, [origin.source for origin in origins])
+        writer = Writer(out, settings, held, of_each)
         _report(out, dropped)
         finished = not writer.missing
         if not finished:
@@ -235,14 +238,6 @@ def source_names(sources: Sequence[str | Path]) -> list[str]:
         name if name not in plain[:index] else f"{name} ({plain[:index].count(name) + 1})"
         for index, name in enumerate(plain)
     ]
-
-
-def _encoder(source: Source, template_arguments: Mapping[str, Any]) -> Encoder:
-    # The weights of a hub id are fetched only after the prompts are checked.
-    folder = resolve(source.path_or_id, SMALL_PATTERNS)
-    tokenizer = load_tokenizer(folder)
-    end_ids = read_eos_token_ids(folder, tokenizer, source.target_config.vocab_size)
-    return Encoder(tokenizer, end_ids, template_arguments)
 
 
 def _report(folder: Path, dropped: Dropped) -> None:

@@ -5,9 +5,8 @@ beside it, which is written after the shard: it marks the shard as finished.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jetspec_jax.checkpoint.files import write_text
-from train.data.holdout import check_heldout, evenly_spaced
+from train.data.holdout import check_heldout
 
 FORMAT, VERSION = "jetspec-documents", 1
 MANIFEST = "documents.json"
@@ -34,11 +33,7 @@ class DocumentsSettings:
         dtype: The target's dtype; None if it generated nothing.
         temperatures: All sampling temperatures that occur.
         sampling: The values of the other sampling settings that occur.
-        seed: Seed of the sampling.
-        source: Origin of the prompts.
         sha256: Hash of all prompts with their sampling settings, or of all documents.
-        count: Number of documents.
-        heldout: Number of held-out documents.
         shard_documents: Most documents per shard.
     """
 
@@ -81,11 +76,7 @@ class Shard:
 
     Attributes:
         split: "train" or "heldout".
-        file: The file's name.
-        bytes: The file's size.
-        documents: Number of documents.
-        tokens: Tokens of all documents.
-        learn_tokens: Tokens to learn.
+        bytes: The size of the shard's file.
         ended: Documents that end with an end-of-sequence token; None if nothing was generated.
         index: For each document its length and the ``[start, stop]`` runs of tokens to learn.
     """
@@ -162,23 +153,6 @@ class DocumentsManifest:
             raise ValueError(f"the sources have {known} documents instead of {settings.count}")
 
     @classmethod
-    def of(
-        cls, settings: DocumentsSettings, held: Sequence[int] | None, sources: Sequence[str] | None = None
-    ) -> "DocumentsManifest":
-        """The manifest of a new folder.
-
-        Args:
-            held: As the attribute; None holds out evenly spaced documents.
-            sources: The source of each document; None is the settings' source for all.
-        """
-        if held is None:
-            held = evenly_spaced(settings.count, settings.heldout)
-        if sources is None:
-            return cls(settings, tuple(held), _undivided(settings))
-        runs = tuple((name, len(list(documents))) for name, documents in groupby(sources))
-        return cls(settings, tuple(held), runs)
-
-    @classmethod
     def read(cls, folder: Path) -> "DocumentsManifest":
         """Reads a folder's manifest.
 
@@ -218,10 +192,6 @@ class DocumentsManifest:
         """The indices of the documents of each split."""
         held = np.array(self.held, np.int64)
         return {TRAIN: np.setdiff1d(np.arange(self.settings.count), held), HELDOUT: held}
-
-    def source_names(self) -> list[str]:
-        """The source of each document."""
-        return [name for name, count in self.sources for _ in range(count)]
 
     def planned(self) -> list[PlannedShard]:
         """All shards of the folder, in order."""

@@ -83,11 +83,3 @@ def distinct_turns(documents: Sequence[Document], by: str) -> list[Document | No
         if learn.any():
             kept[index] = Document(document.tokens, learn)
     return kept
-
-
-def distinct(keys: Sequence[bytes]) -> list[int]:
-    """The first index of each key, in order."""
-    first: dict[bytes, int] = {}
-    for index, key in enumerate(keys):
-        first.setdefault(key, index)
-    return list(first.values())

@@ -85,8 +85,6 @@ def fault(text: str, *, least_words: int = 4, ngram: int = 4, times: int = 2) ->
     """Why a prompt that a model wrote is dropped, `SHORT` or `REPEATS`; None if it is kept.
 
     Args:
-        text: The prompt.
-        least_words: Fewest words of a prompt.
         ngram: Words of a run.
         times: The number of times that a run may occur in a prompt.
     """

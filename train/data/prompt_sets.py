@@ -48,12 +48,10 @@ class PromptSet:
 
     Attributes:
         path: The data set's name on the Hugging Face hub, or "json" for ``files``.
-        split: The data set's split.
         turns: Maps a row to the user's turns.
         task: "math", "code" or "chat"; or a function from a row to one of these.
         plain: Maps a row to the turns of the plain form, if the set has it: only the question, a function to
             complete, or the first of several turns.
-        config: The data set's configuration.
         files: Files on the hub, for a set that current versions of ``datasets`` cannot load by name.
     """
 
@@ -142,7 +140,6 @@ class Question:
     """A row of a set as a prompt.
 
     Attributes:
-        number: The row's number.
         turns: The user's turns, at least one.
         task: "math", "code" or "chat".
     """

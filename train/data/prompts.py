@@ -162,7 +162,6 @@ def load_rows(path: str, config: str | None = None, *, split: str, files: Sequen
     Args:
         path: "owner/name" on the Hugging Face hub, or a format such as "json" for ``files``.
         config: The configuration of the data set, if it has several.
-        split: The split.
         files: The split's files, if ``path`` is a format.
 
     Raises:

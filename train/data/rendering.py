@@ -132,10 +132,12 @@ class Encoder:
             documents = []
             for number in turns:
                 turn = self._turn(entry, number)
-                if documents and _begins(turn.tokens, before := documents[-1]):
-                    end = _learnt(before)
-                    turn.learn[:end] = before.learn[:end]
-                    documents.pop()
+                if documents:
+                    before = documents[-1]
+                    end = max(np.flatnonzero(before.learn) + 1, default=0)
+                    if np.array_equal(turn.tokens[:end], before.tokens[:end]):
+                        turn.learn[:end] = before.learn[:end]
+                        documents.pop()
                 documents.append(turn)
         documents = [document for document in documents if document.learn.any()]
         if not documents:
@@ -187,18 +189,21 @@ class Encoder:
                 "let the target write the answers (--mode regenerate)"
             )
         self._check_written(entry, number, after[len(before) :])
+        prefix = self._ids(before)
         if marks:
             marked = self._render(entry, messages, tokenize=True, return_assistant_tokens_mask=True)
-            tokens, learn = (
-                np.asarray(marked["input_ids"], np.int32),
-                np.asarray(marked["assistant_masks"], bool),
-            )
-            learn[: len(self._ids(before)) if number else 0] = False
+            tokens = np.asarray(marked["input_ids"], np.int32)
+            learn = np.asarray(marked["assistant_masks"], bool)
+            learn[: len(prefix)] = False
         else:
-            tokens = self._ids(after)
-            begin = self._prefix(entry, number, before, tokens)
+            tokens, begin = self._ids(after), len(prefix)
+            if not np.array_equal(prefix, tokens[:begin]):
+                raise ValueError(
+                    f"{entry.where}: where message {number} begins, a token spans both sides, so the "
+                    "assistant's tokens cannot be located; the text may begin with white space"
+                )
             learn = np.zeros(len(tokens), bool)
-            learn[begin : self._turn_end(tokens, begin, len(tokens))] = True
+            learn[begin : self._turn_end(tokens, begin)] = True
         if entry.cut and number == len(entry.value) - 1 and learn.any():
             # The end-of-turn token is the template's; the target's answer was cut off before it.
             end = int(np.flatnonzero(learn)[-1])
@@ -225,27 +230,17 @@ class Encoder:
                     "head would learn an answer that the target did not give; use a template that writes them"
                 )
 
-    def _prefix(self, entry: Entry, number: int, part: str, tokens: Int32[np.ndarray, "T"]) -> int:
-        """The number of tokens of ``part``, the rendered beginning of ``tokens``."""
-        ids = self._ids(part)
-        if not np.array_equal(ids, tokens[: len(ids)]):
-            raise ValueError(
-                f"{entry.where}: where message {number} begins or ends, a token spans both sides, so the "
-                "assistant's tokens cannot be located; the text may begin or end with white space"
-            )
-        return len(ids)
-
     def _ends(self) -> set[int]:
         """Ids of tokens that may end a turn."""
         added = self.tokenizer.added_tokens_decoder
         return {*self.end_ids, *(token for token, entry in added.items() if entry.special)}
 
-    def _turn_end(self, tokens: Int32[np.ndarray, "T"], begin: int, end: int) -> int:
+    def _turn_end(self, tokens: Int32[np.ndarray, "T"], begin: int) -> int:
         """Where an answer ends: after its end-of-turn token, if only white space follows that."""
         special = self._ends()
-        last = next((i for i in range(end - 1, begin - 1, -1) if int(tokens[i]) in special), None)
-        if last is None or self.tokenizer.decode(tokens[last + 1 : end].tolist()).strip():
-            return end
+        last = next((i for i in range(len(tokens) - 1, begin - 1, -1) if int(tokens[i]) in special), None)
+        if last is None or self.tokenizer.decode(tokens[last + 1 :].tolist()).strip():
+            return len(tokens)
         return last + 1
 
     def _template(self, entry: Entry) -> str:
@@ -303,14 +298,3 @@ def _repeats(message: str, messages: Sequence[Mapping[str, Any]]) -> bool:
     except RecursionError:
         return True
     return any(len(word) > 5 and word in text for word in re.findall(r"\w+", message))
-
-
-def _learnt(document: Document) -> int:
-    """The index after the last token to learn."""
-    return int(np.flatnonzero(document.learn)[-1]) + 1 if document.learn.any() else 0
-
-
-def _begins(tokens: Int32[np.ndarray, "T"], document: Document) -> bool:
-    """Whether tokens begin with those of a document up to its last token to learn."""
-    end = _learnt(document)
-    return np.array_equal(tokens[:end], document.tokens[:end])

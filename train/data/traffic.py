@@ -113,9 +113,7 @@ class Pairing:
 
     def rest(self) -> list[Exchange]:
         """All requests without a response, at the end of the log."""
-        found = [*self.flush(), *self.named.values()]
-        self.named.clear()
-        return found
+        return [*self.flush(), *self.named.values()]
 
     def orphans(self) -> list[str]:
         """Errors about responses whose ``custom_id`` no request has."""
@@ -274,14 +272,14 @@ def sharegpt(where: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def conversation(where: str, body: Mapping[str, Any], answer: Answer | None) -> list[dict[str, Any]]:
+def conversation(where: str, body: Mapping[str, Any], answer: Answer) -> list[dict[str, Any]]:
     """The messages of a request, and the answer after them.
 
     Raises:
         ValueError: As for `read_messages`.
     """
     messages = body.get("messages")
-    if answer is not None and isinstance(messages, Sequence) and not isinstance(messages, str):
+    if isinstance(messages, Sequence) and not isinstance(messages, str):
         if messages and _is_answer(messages[-1]):
             raise ValueError(
                 f"{where}: the response continues the request's last message, which is an assistant's"

@@ -64,8 +64,6 @@ class Windows:
         0 0 0 0 0 0 6 6 | 0 0 0 3 3 3 3 3
 
     Attributes:
-        documents: The documents.
-        window: Tokens of a window.
         seed: The seed of the plan of packed windows, or None. The plan depends on nothing else but the
             documents and the window.
     """

@@ -10,7 +10,7 @@ Shapes: A anchors, D draft depth, K candidates, G scales.
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -18,9 +18,6 @@ from jaxtyping import Bool, Float, Int
 from jetspec_jax.checkpoint.files import replacing
 from jetspec_jax.config import SCALE_BANDS, DraftScales
 from train.head.replay import Drafts
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 #: The scales whose likelihoods are computed; between them its logarithm is a parabola of the scale's.
 SCALES = tuple(2 ** (step / 3) for step in range(-6, 7))
@@ -165,22 +162,15 @@ def draw_calibration(panels: Mapping[str, Sequence[Curve]], path: Path, title: s
     figure.suptitle(title)
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, (name, curves) in zip(axes, panels.items(), strict=True):
-        _panel(axis, f"{name}: error {error_of(curves):.3f}", curves)
+        axis.plot([0, 1], [0, 1], color="0.7", linewidth=1)
+        for depth, curve in enumerate(curves, start=1):
+            if depth in (1, 2, 4, 8, 16):
+                enough = curve.counts >= 20
+                shown = curve.said[enough], curve.observed[enough]
+                axis.plot(*shown, marker="o", markersize=3, label=f"depth {depth}")
+        axis.set_title(f"{name}: error {error_of(curves):.3f}", fontsize=10)
+        axis.set_xlabel("probability said")
+        axis.set_ylabel("share that the target chose")
+        axis.legend(loc="upper left", fontsize=8)
     with replacing(path) as temporary:
         figure.savefig(temporary, format=path.suffix.removeprefix(".") or "png")
-
-
-def _panel(axis: "Axes", name: str, curves: Sequence[Curve]) -> None:
-    axis.plot([0, 1], [0, 1], color="0.7", linewidth=1)
-    for depth in (1, 2, 4, 8, 16):
-        if depth > len(curves):
-            break
-        curve = curves[depth - 1]
-        enough = curve.counts >= 20
-        axis.plot(
-            curve.said[enough], curve.observed[enough], marker="o", markersize=3, label=f"depth {depth}"
-        )
-    axis.set_title(name, fontsize=10)
-    axis.set_xlabel("probability said")
-    axis.set_ylabel("share that the target chose")
-    axis.legend(loc="upper left", fontsize=8)

@@ -108,23 +108,20 @@ def toml_of(table: Mapping[str, Any], name: str = "") -> str:
 def change(table: dict[str, Any], changes: Iterable[str]) -> None:
     """Changes settings of a table, each as ``fit.steps=100``; the value is TOML, and a bare word a string."""
     for each in changes:
-        _change(table, each)
-
-
-def _change(table: dict[str, Any], change: str) -> None:
-    name, equals, text = change.partition("=")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"] if equals else None
-    except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string
-    if value is None or not name:
-        raise ValueError(f"a change is KEY=VALUE, as fit.steps=100, not {change!r}")
-    *tables, key = name.split(".")
-    for part in tables:
-        table = table.setdefault(part, {})
-        if not isinstance(table, dict):
-            raise ValueError(f"{part} in {change!r} is no table")
-    table[key] = value
+        name, equals, text = each.partition("=")
+        if not (name and equals):
+            raise ValueError(f"a change is KEY=VALUE, as fit.steps=100, not {each!r}")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text  # a bare word is a string
+        *tables, key = name.split(".")
+        below = table
+        for part in tables:
+            below = below.setdefault(part, {})
+            if not isinstance(below, dict):
+                raise ValueError(f"{part} in {each!r} is no table")
+        below[key] = value
 
 
 def _record(kind: Any, table: Mapping[str, Any], where: str, wrong: list[str]) -> Any:

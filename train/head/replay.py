@@ -42,7 +42,6 @@ class Text(NamedTuple):
     """A prompt and plain decoding's continuation.
 
     Attributes:
-        prompt: Tokens of the prompt.
         tokens: The target's tokens, beyond the request's end by the depth of a tree: a round may overshoot.
         length: The request's tokens among ``tokens``.
         routing: The prompt's routing hints.
@@ -87,7 +86,6 @@ def write_texts(
 
     Args:
         depth: Tokens beyond each request's end: the depth of a tree.
-        prompts: Tokens of the prompts.
         params: Their parameters, with seeds.
         batch: The most prompts decoded at a time.
         implementation: Of tree attention; None picks the best.
@@ -180,14 +178,7 @@ def _drafts(
 ) -> Candidates:
     """Candidates at ``anchors`` tokens from ``first`` on; one forward fills the head's context."""
 
-    def run(
-        weights: Any,
-        head_weights: Any,
-        ids: Int[Array, "T"],
-        first: Int[Array, ""],
-        sampling: Sampling,
-        scales: Float[Array, "*bands D"],
-    ) -> Candidates:
+    def run(weights, head_weights, ids, first, sampling, scales) -> Candidates:
         target, head = bind(config, weights), proposer.config
         block = Block.chain(ids[None])
         attend = attend_over(None, None, block, implementation=implementation)

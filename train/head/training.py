@@ -37,7 +37,7 @@ from train.head.frozen import Frozen, freeze
 from train.head.recipe import HeadRecipe
 from train.head.selector import trainee_of
 from train.head.start import Beginning, begin_head
-from train.head.target_states import TargetStates, check_bound
+from train.head.target_states import TargetStates
 from train.head.tau import by_budget, tau_record
 from train.loop.mesh import batch_parts, make_mesh, put_batch
 from train.loop.plot import LivePicture, plot_training
@@ -86,8 +86,6 @@ def train_head(
     """
     recipe.check()
     tracking.check()
-    if states_gib is not None:
-        check_bound(states_gib)
     documents, held = Documents.open(data, TRAIN), Documents.open(data, HELDOUT)
     if documents.settings.vocab_size != target.config.vocab_size:
         raise ValueError(

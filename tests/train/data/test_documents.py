@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from tests.train.folders import contents, same, settings, shards_of, write
+from tests.train.folders import begin, contents, same, settings, shards_of, write
 from train.data import documents as documents_module
 from train.data.documents import Documents, Writer
 from train.data.holdout import default_heldout, hold_out
@@ -65,10 +65,8 @@ def test_held_out_documents_are_evenly_spaced(count, data):
     assert len(held) == heldout
     gaps = np.diff(held)
     assert not len(gaps) or gaps.max() - gaps.min() <= 1
-    # A folder that is told of no others holds out the same.
-    manifest = DocumentsManifest.of(settings(count, heldout=heldout), None)
-    split = manifest.split()
-    assert list(manifest.held) == split[HELDOUT].tolist() == held
+    split = DocumentsManifest(settings(count, heldout=heldout), tuple(held), (("a", count),)).split()
+    assert split[HELDOUT].tolist() == held
     assert sorted([*split[TRAIN], *split[HELDOUT]]) == list(range(count))
 
 
@@ -108,30 +106,26 @@ def test_held_out_documents_must_be_there_once(tmp_path, held):
 
 def test_a_folder_keeps_what_is_held_out(tmp_path):
     written, held = texts(9), [0, 7, 8]
-    writer = Writer(tmp_path, settings(9, heldout=3), held)
-    for plan in writer.missing:
-        writer.write(plan, [written[i] for i in plan.indices], None)
+    write(tmp_path, written, held=held)
     for split, numbers in ((HELDOUT, held), (TRAIN, [1, 2, 3, 4, 5, 6])):
         documents = Documents.open(tmp_path, split)
         assert documents.numbers.tolist() == numbers
         assert all(same(documents[i], written[n]) for i, n in enumerate(numbers))
     with pytest.raises(ValueError, match=r"begun with other settings \(other documents are held out\)"):
-        Writer(tmp_path, settings(9, heldout=3), [1, 7, 8])
+        begin(tmp_path, 9, [1, 7, 8])
 
 
 def test_each_document_has_its_source(tmp_path):
-    written, names = texts(9), [*"aabba", *"bbbb"]
-    writer = Writer(tmp_path, settings(9, heldout=3), [0, 3, 4], names)
-    for plan in writer.missing:
-        writer.write(plan, [written[i] for i in plan.indices], None)
+    names = [*"aabba", *"bbbb"]
+    write(tmp_path, texts(9), held=[0, 3, 4], sources=names)
     raw = json.loads((tmp_path / MANIFEST).read_text())
     assert raw["sources"] == [["a", 2], ["b", 2], ["a", 1], ["b", 4]]
     for split, expected in ((HELDOUT, "aba"), (TRAIN, "abbbbb")):
         assert "".join(Documents.open(tmp_path, split).sources) == expected
     with pytest.raises(ValueError, match="its documents come from other sources"):
-        Writer(tmp_path, settings(9, heldout=3), [0, 3, 4], ["a"] * 9)
+        begin(tmp_path, 9, [0, 3, 4], ["a"] * 9)
     with pytest.raises(ValueError, match="the sources have 8 documents instead of 9"):
-        Writer(tmp_path / "other", settings(9, heldout=3), [0, 3, 4], names[:8])
+        begin(tmp_path / "other", 9, [0, 3, 4], names[:8])
     assert not (tmp_path / "other").exists()
 
 
@@ -140,9 +134,7 @@ def test_a_folder_of_an_earlier_version_goes_on_with_one_source(tmp_path):
     raw = json.loads((tmp_path / MANIFEST).read_text())
     del raw["sources"]
     (tmp_path / MANIFEST).write_text(json.dumps(raw))
-    writer = Writer(tmp_path, settings(9), None, [*"aaaaabbbb"])
-    for plan in writer.missing:
-        writer.write(plan, [texts(9)[i] for i in plan.indices], None)
+    write(tmp_path, texts(9), sources=[*"aaaaabbbb"])
     assert Documents.open(tmp_path).sources == ["prompts.jsonl"] * len(Documents.open(tmp_path))
 
 
@@ -163,7 +155,7 @@ def test_what_was_written_is_read(tmp_path):
     manifest = DocumentsManifest.read(tmp_path / "d")
     assert manifest.settings == settings(21)
     shards = shards_of(tmp_path / "d")
-    assert Writer(tmp_path / "d", settings(21)).missing == []
+    assert begin(tmp_path / "d", 21).missing == []
     assert sum(shard.tokens for shard in shards) == sum(len(t.tokens) for t in written)
     assert sum(shard.learn_tokens for shard in shards) == sum(t.learn.sum() for t in written)
     assert sum(shard.ended or 0 for shard in shards) == 4 * 2 + 1 + 1
@@ -192,7 +184,7 @@ def test_other_settings_are_refused_and_listed(tmp_path):
     with pytest.raises(
         ValueError, match=r"seed: \[3, 1\] there, \[4\] here; shard_documents: 4 there, 5 here"
     ):
-        Writer(tmp_path, settings(9, seed=(4,), shard_documents=5))
+        begin(tmp_path, 9, seed=(4,), shard_documents=5)
 
 
 @pytest.mark.parametrize(
@@ -261,14 +253,9 @@ def test_a_manifest_that_cannot_be_read_is_named(tmp_path, change, message):
     path.write_text(
         change if isinstance(change, str) else json.dumps({**json.loads(path.read_text()), **change})
     )
-    for opening in (lambda: Documents.open(tmp_path), lambda: Writer(tmp_path, settings(4))):
+    for opening in (lambda: Documents.open(tmp_path), lambda: begin(tmp_path, 4)):
         with pytest.raises(ValueError, match=rf"documents\.json {message}"):
             opening()
-
-
-def test_no_documents(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"has no documents\.json"):
-        Documents.open(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +282,7 @@ def test_a_lost_shard_is_named_and_can_be_written_again(tmp_path, capsys, name, 
         damaged.write_bytes(damage(data))
     with pytest.raises(ValueError, match=rf"train-00001\.{name} {message}"):
         Documents.open(tmp_path)
-    writer = Writer(tmp_path, settings(13))
+    writer = begin(tmp_path, 13)
     assert [plan.file for plan in writer.missing] == [record.name]
     assert writer.progress == f"{tmp_path}: 3 of 4 shards are written"
     assert capsys.readouterr().out == (
@@ -314,7 +301,7 @@ def test_shards_without_a_manifest_are_left_alone(tmp_path):
     (tmp_path / MANIFEST).unlink()
     before = contents(tmp_path)
     with pytest.raises(ValueError, match=r"has shards and no documents\.json"):
-        Writer(tmp_path, settings(9))
+        begin(tmp_path, 9)
     assert contents(tmp_path) == before
 
 
@@ -325,7 +312,7 @@ def test_a_crash_before_the_description_leaves_the_shard_missing(tmp_path, monke
         with pytest.raises(KeyboardInterrupt):
             write(tmp_path, written)
     assert (tmp_path / "train-00000.array_record").is_file()
-    assert len(Writer(tmp_path, settings(9)).missing) == 3
+    assert len(begin(tmp_path, 9).missing) == 3
     write(tmp_path, written)
     write(tmp_path / "whole", written)
     assert contents(tmp_path / "whole").items() <= contents(tmp_path).items()

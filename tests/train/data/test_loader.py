@@ -112,17 +112,6 @@ def test_every_window_comes_once_an_epoch(documents, opened, batch):
     assert len({tuple(epoch) for epoch in epochs}) == 3, "every epoch has its own order"
 
 
-def test_what_is_learnt_is_what_the_documents_say(documents, opened):
-    marked = {int(t) for d in documents for t, m in zip(d.tokens, d.learn, strict=True) if m}
-    places = {int(t): i % WINDOW for d in documents for i, t in enumerate(d.tokens)}
-    found = next(opened(documents, WINDOW, len(Windows(documents, WINDOW)), seed=0))
-    learnt = set(found["tokens"][found["learn"]].tolist())
-    assert learnt <= marked
-    # What is left out can be predicted in no window: it stands first, in one with nothing else to learn.
-    assert all(places[token] == 0 for token in marked - learnt)
-    assert not found["learn"][found["tokens"] == 0].any()
-
-
 def test_the_seed_decides_the_order(documents, opened):
     first, again, other = (
         [row for batch in islice(opened(documents, WINDOW, 4, seed=seed), 6) for row in rows(batch)]

@@ -16,12 +16,12 @@ from jetspec_jax.engine.engine import Engine
 from tests.decode.tiny import TINY, random_head, random_target
 from tests.marks import wide
 from tests.meshes import mesh_of
-from tests.train.folders import contents, read, shards_of, write_target
+from tests.train.folders import contents, learnt, read, shards_of, write_target
 from train.data import command as data
 from train.data import make_data, regenerate
 from train.data.documents import Documents, Writer
+from train.data.holdout import hold_out
 from train.data.manifest import HELDOUT, TRAIN, DocumentsManifest
-from train.data.records import learn_spans
 from train.data.regenerate import Prompts, document_seed, regeneration_settings
 from train.loop.stages import Deadline, OutOfTime
 
@@ -54,7 +54,7 @@ def make(folder, target, prompts, *, shard_documents=4, slots=4, seed=7, deadlin
         heldout=3,
         shard_documents=shard_documents,
     )
-    writer = Writer(folder, settings)
+    writer = Writer(folder, settings, hold_out(range(len(prompts.tokens)), 3))
     regenerate.regenerate(writer, target, prompts, slots=slots, deadline=deadline or Deadline(), **decoding)
     return writer
 
@@ -258,7 +258,7 @@ def test_the_corpus_in_shards_with_a_stop(lines, tmp_path):
 @pytest.mark.parametrize("mode", ["regenerate", "corpus"])
 def test_what_is_too_long_is_refused_or_dropped(lines, tmp_path, weightless, mode):
     path = lines({"text": "x = 1\n"}, {"text": "y = 2\n" * 1000}, {"text": "z = 3\n"})
-    with pytest.raises(ValueError, match=r"prompts\.jsonl:2: .* has \d{4} tokens, .* context of 2048"):
+    with pytest.raises(ValueError, match=r"prompts\.jsonl:2: .* has \d{4} tokens, .* room for 204[78];"):
         make_data.make_data("demo", path, tmp_path / "out", mode=mode)
     assert not (tmp_path / "out").exists()
     if mode == "corpus":
@@ -388,11 +388,7 @@ class TestTraffic:
 
     def learnt(self, out, split):
         words = make_data.load_tokenizer(DEMO_TARGET)
-        return sorted(
-            words.decode(document.tokens[begin:end].tolist(), skip_special_tokens=True)
-            for document in Documents.open(out, split)
-            for begin, end in learn_spans(document.learn)
-        )
+        return sorted(text for document in Documents.open(out, split) for text in learnt(words, document))
 
     @pytest.fixture
     def log(self, lines):

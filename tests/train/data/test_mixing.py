@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from train.data.mixing import BY_PROMPT, EXACT, NONE, distinct, distinct_turns, mix
+from train.data.mixing import BY_PROMPT, EXACT, NONE, distinct_turns, mix
 from train.data.records import Document
 
 
@@ -58,7 +58,3 @@ def text(document):
 )
 def test_turns_are_learnt_once(by, texts, expected):
     assert [text(own) for own in distinct_turns([document(own) for own in texts], by)] == expected
-
-
-def test_first_of_equal_prompts():
-    assert distinct([b"a", b"b", b"a", b"c", b"b"]) == [0, 1, 3]

@@ -1,6 +1,5 @@
 """Packed windows: full, whole documents, each once an epoch, and the same plan everywhere."""
 
-import json
 from itertools import islice
 
 import hypothesis
@@ -10,17 +9,11 @@ import pytest
 
 from tests.train.folders import write
 from train.data.documents import Documents
-from train.data.loader import batches
 from train.data.packing import pack
 from train.data.records import Document
 from train.data.windows import Windows, check_enough
 
 WINDOW = 16
-
-
-def opened(folder, documents):
-    write(folder, documents, vocab_size=100_000, heldout=0, shard_documents=8)
-    return Documents.open(folder)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +27,9 @@ def documents(tmp_path_factory):
     # Nothing to learn, and only a first token, which nothing precedes.
     made.append(Document(np.array([99_001, 99_002], np.int32), np.zeros(2, bool)))
     made.append(Document(np.array([99_003, 99_004], np.int32), np.array([True, False])))
-    return opened(tmp_path_factory.mktemp("packed") / "d", made)
+    folder = tmp_path_factory.mktemp("packed")
+    write(folder, made, vocab_size=100_000, heldout=0, shard_documents=8)
+    return Documents.open(folder)
 
 
 def test_the_plan_of_the_docstring():
@@ -92,32 +87,6 @@ def test_each_token_of_a_kept_document_lies_in_one_window_and_documents_stay_who
     whole = [tuple(d.tokens.tolist()) for d in documents if len(d.tokens) <= WINDOW and d.learn[1:].any()]
     assert {*whole} <= {*found}
     assert len(windows) < 0.75 * len(alone)
-
-
-@pytest.mark.parametrize("taken", [0, 7])
-def test_a_position_and_the_parts_of_processes_give_the_same_batches(documents, taken):
-    def start(**part):
-        iterator = batches(Windows(documents, WINDOW, 5), seed=5, **part)
-        made.append(iterator)
-        return iterator
-
-    made = []
-    try:
-        whole = start(batch=6)
-        for _ in range(taken):
-            next(whole)
-        state = json.loads(json.dumps(whole.get_state()))
-        parts = [start(batch=3, process_index=i, process_count=2) for i in range(2)]
-        for part in parts:
-            part.set_state(state)
-        for _ in range(4):
-            expected, halves = next(whole), [next(part) for part in parts]
-            assert expected.keys() == {"tokens", "learn", "real", "starts"}
-            for key, value in expected.items():
-                np.testing.assert_array_equal(np.concatenate([half[key] for half in halves]), value)
-    finally:
-        for iterator in made:
-            iterator.close()
 
 
 def test_fewer_windows_than_a_batch_are_refused_with_the_remedies(documents):

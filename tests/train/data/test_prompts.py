@@ -9,6 +9,7 @@ import pytest
 
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer
 from jetspec_jax.demo import DEMO_TARGET
+from tests.train.folders import learnt
 from train.data.prompts import Dropped, Entry, read_entries
 from train.data.rendering import Encoder
 
@@ -36,31 +37,19 @@ def tokenizer():
     return load_tokenizer(DEMO_TARGET)
 
 
-def write(path, *lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return path
-
-
 def chat(*messages):
     return Entry("f:3", "messages", list(messages))
 
 
-def answers(encoder, document):
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], document.learn.astype(int), [0]))))
-    return [
-        encoder.tokenizer.decode(document.tokens[a:b].tolist(), skip_special_tokens=False)
-        for a, b in edges.reshape(-1, 2)
-    ]
-
-
 class TestReading:
     def test_all_kinds_in_order(self, tmp_path):
-        path = write(
-            tmp_path / "p.jsonl",
+        path = tmp_path / "p.jsonl"
+        rows = [
             {"messages": [USER, ANSWER], "text": "not this", "id": 7},
             {"prompt": "x", "text": "a\u2028b", "more": [1]},
             {"prompt": "é = "},
-        )
+        ]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         entries = read_entries(path)
         assert [(e.where, e.kind, e.value) for e in entries] == [
             (f"{path}:1", "messages", [USER, ANSWER]),
@@ -216,13 +205,13 @@ class TestDocuments:
         turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in taught)
         assert document.tokens.tolist() == tokenizer.encode(turns, add_special_tokens=False)
         expected = [m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant"]
-        assert answers(encoder, document) == expected
+        assert learnt(tokenizer, document, special=True) == expected
 
     def test_answers_without_an_end_of_turn_token(self, tokenizer):
         tokenizer.chat_template = PLAIN_TEMPLATE
         encoder = Encoder(tokenizer)
         [document] = encoder.documents(chat(USER, {"role": "assistant", "content": "x"}, USER))
-        assert answers(encoder, document) == [" x\n\n"]
+        assert learnt(tokenizer, document, special=True) == [" x\n\n"]
 
     def test_the_end_of_sequence_ends_a_turn_where_it_is_no_special_token(self, tokenizer):
         tokenizer.chat_template = (
@@ -232,8 +221,8 @@ class TestDocuments:
         [end] = tokenizer.encode(";", add_special_tokens=False)
         conversation = chat(USER, {"role": "assistant", "content": "x"})
         whole, cut = Encoder(tokenizer), Encoder(tokenizer, end_ids=(end,))
-        assert answers(whole, *whole.documents(conversation)) == ["x;\n"]
-        assert answers(cut, *cut.documents(conversation)) == ["x;"]
+        assert learnt(tokenizer, *whole.documents(conversation), special=True) == ["x;\n"]
+        assert learnt(tokenizer, *cut.documents(conversation), special=True) == ["x;"]
 
     def test_of_a_text_all_but_the_first_token(self, tokenizer):
         [document] = Encoder(tokenizer).documents(Entry("f:3", "text", "import os\n"))
@@ -255,7 +244,7 @@ class TestRefusals:
             (
                 "documents",
                 chat(USER, {"role": "assistant", "content": "\nx = 1"}),
-                "where message 1 begins or ends, a token spans both sides",
+                "where message 1 begins, a token spans both sides",
             ),
         ],
     )

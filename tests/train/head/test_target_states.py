@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.train.head.tiny import write_documents
+from tests.train.loop.test_trainer import StopAfter
 from train.data.documents import Documents
 from train.data.windows import Windows
 from train.head import target_states
@@ -47,16 +48,6 @@ class Target:
         return (batch["tokens"][:, :, None] + place + np.arange(WIDTH) * 1000.0).astype(self.dtype)
 
 
-class Stops(Deadline):
-    def __init__(self, after):
-        super().__init__()
-        self.left = after
-
-    def passed(self):
-        self.left -= 1
-        return self.left < 0
-
-
 def stored(folder, windows, dtype=FLOAT32):
     return TargetStates(folder, windows, WIDTH, np.dtype(dtype))
 
@@ -85,7 +76,7 @@ def test_an_interrupted_part_is_made_again_and_finished_shards_are_kept(tmp_path
     whole.make(target, BATCH, Deadline())
     each, folder = target.calls, tmp_path / "states"
     with pytest.raises(OutOfTime, match=r"target states: 1 of \d shards are written"):
-        stored(folder, windows).make(Target(), BATCH, Stops(1))
+        stored(folder, windows).make(Target(), BATCH, StopAfter(1))
     # What a process that was killed leaves.
     (folder / "00001.states").write_bytes(b"half")
     again = Target()

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 import train.head.evaluation as evaluation
-from tests.train.head.tiny import RECIPE, changed, target, write_documents
-from train.data.documents import Documents, Writer
+from tests.decode.tiny import TINY, random_target
+from tests.train.folders import write
+from tests.train.head.tiny import RECIPE, changed, write_documents
+from train.data.documents import Documents
 from train.data.manifest import HELDOUT
 from train.data.windows import Windows
 from train.head.evaluation import HeadEvaluator, HeldOut
@@ -50,16 +52,11 @@ def test_each_key_has_the_mean_over_the_rounds_of_its_prompts():
 @pytest.fixture(scope="module")
 def held(tmp_path_factory):
     """Held-out documents whose sources are "x" and "y" in turn."""
-    folder = tmp_path_factory.mktemp("held") / "documents"
-    whole = write_documents(tmp_path_factory.mktemp("whole") / "documents")
-    found = Documents.open(whole, HELDOUT)
-    documents = [found[i] for i in range(len(found))]
-    settings = Documents.open(whole).settings
-    settings = type(settings)(**{**vars(settings), "count": len(documents), "heldout": len(documents) - 1})
-    writer = Writer(folder, settings, range(1, len(documents)), ["xy"[i % 2] for i in range(len(documents))])
-    for plan in writer.missing:
-        writer.write(plan, [documents[i] for i in plan.indices], None)
-    return Documents.open(folder, HELDOUT)
+    folder = tmp_path_factory.mktemp("held")
+    documents = [*Documents.open(write_documents(folder / "whole"), HELDOUT)]
+    sources = ["xy"[i % 2] for i in range(len(documents))]
+    write(folder / "part", documents, held=range(1, len(documents)), sources=sources)
+    return Documents.open(folder / "part", HELDOUT)
 
 
 def test_each_prompt_keeps_its_source(held):
@@ -91,7 +88,7 @@ def test_prompts_are_decoded_at_each_temperature_and_budget_with_their_own_seeds
     chosen = HeldOut.of(held, changed(RECIPE, evaluation=settings), 256)
     evaluator = HeadEvaluator(
         SimpleNamespace(selected=None),
-        target(),
+        random_target(TINY, 0),
         {},
         None,
         settings,

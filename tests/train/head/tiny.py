@@ -7,7 +7,7 @@ import numpy as np
 
 from jetspec_jax.config import Experts
 from pallas_kernels.expert_choice import RouterRule
-from tests.decode.tiny import TINY, random_target
+from tests.decode.tiny import TINY
 from tests.train import folders
 from train.data.records import Document
 from train.head.recipe import HeadEvaluation, HeadRecipe, HeadSettings
@@ -44,10 +44,6 @@ MIXTURE = dataclasses.replace(
         for layer in TINY.layers
     ),
 )
-
-
-def target(config=TINY):
-    return random_target(config, 0)
 
 
 def changed(recipe, **changes):

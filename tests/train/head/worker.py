@@ -23,8 +23,8 @@ from flax import nnx
 import tests.processes  # noqa: F401  (programs are compiled as in the tests)
 from jetspec_jax.device.sharding import parameter_shardings
 from jetspec_jax.models import build, weights_of
-from tests.decode.tiny import TINY, head_config
-from tests.train.head.tiny import MIXTURE, RECIPE, changed, target
+from tests.decode.tiny import TINY, head_config, random_target
+from tests.train.head.tiny import MIXTURE, RECIPE, changed
 from train.head.training import train_head
 from train.loop import log
 from train.loop.checkpoints import Checkpoints
@@ -85,7 +85,7 @@ def train(data, runs):
     try:
         for work, changes in runs:
             changes = dict(changes)
-            chosen = target(MIXTURE if changes.pop("mixture", False) else TINY)
+            chosen = random_target(MIXTURE if changes.pop("mixture", False) else TINY, 0)
             weights.clear()
             train_head(Path(work), changed(RECIPE, **changes), chosen, Path(data), Deadline())
             if weights:
