@@ -232,7 +232,7 @@ def _sources(axis: Axes, records: Sequence[Record]) -> None:
         label = f"T = {temperature}, {name}".replace("$", r"\$")
         style = {"ls": STYLES[temperatures.index(temperature) % len(STYLES)], "color": colours[source]}
         axis.plot(*np.array(points, float).T, marker="o", markersize=3, linewidth=1, label=label, **style)
-    axis.set_title(f"trees of {largest} by temperature and source", fontsize=10)
+    axis.set_title(f"trees of {largest} by T and source", fontsize=10)
     axis.set_ylabel("τ, tokens a round")
     axis.set_ylim(bottom=0)
     _step_axis(axis)
