@@ -135,11 +135,6 @@ def test_thoughts(spoken, reasoning, words):
     assert shown == (f"{OTHER}an answer", *expected[1:])
 
 
-def test_what_is_no_call_stays_text(spoken):
-    broken = ["<tool_call>", "an answer", "</tool_call>"]
-    assert answers(spoken, broken, calls="hermes", tools=TOOLS)[0] == "".join(broken)
-
-
 @pytest.mark.parametrize("more", [{}, {"tools": TOOLS, "tool_choice": "none"}])
 def test_without_a_parser_special_tags_are_skipped(spoken, more):
     special = bool(special_tokens(spoken.llm.target.tokenizer, TAGS))
