@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from jetspec_jax.arguments import check_number, shown
+from jetspec_jax.engine.prompts import naming
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.structured import StructuredOutputsParams
 from jetspec_jax.serve.bodies import Body, Listed
@@ -111,6 +112,7 @@ class SamplingFields(Body):
         "use_beam_search": "ask for several completions by n",
         "audio": "this server writes only text",
         "prediction": "drafts come from the draft head",
+        "suffix": "the model continues a prompt, and cannot insert text before a suffix",
     }
 
     @property
@@ -229,7 +231,5 @@ def _form(request: SamplingFields, settings: ServeSettings) -> StructuredOutputs
             'response_format of type "json_schema" needs "json_schema": {"name": …, "schema": …}'
         )
     check_grammar_size("response_format", "schema", response_format.json_schema.schema_, settings)
-    try:
+    with naming("response_format"):
         return StructuredOutputsParams(json=response_format.json_schema.schema_)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"response_format: {error}") from error

@@ -127,7 +127,7 @@ def test_what_compiles_for_long_is_logged_once(monkeypatch):
     assert said == [("compiling", {"programs": kind}) for kind in ("rounds", "prompts")]
 
 
-def test_how_long_the_server_drains_is_said(capsys, monkeypatch):
+def test_how_long_the_server_drains_is_said(monkeypatch):
     assert draining_notice(0, 30.0) == "jetspec-jax: the server is shutting down; no requests are running"
     for count, who in ((1, "1 running request has"), (3, "3 running requests have")):
         assert f" no more requests, and {who} 30 s to end; a second Ctrl-C " in draining_notice(count, 30.0)
@@ -195,7 +195,6 @@ def test_too_small_a_device(capsys, monkeypatch):
     [
         (["--tool-call-parser", "x"], "tool_call_parser must be one of hermes, qwen3_coder, qwen3_xml"),
         (["--tool-call-parser", "openai"], "tool_call_parser openai needs reasoning_parser openai_gptoss"),
-        (["--per-request-spec-decode-metrics", "summary", "--port", "0"], "summary needs trees"),
         (["--max-requests-per-key", "2"], "needs keys"),
         (["no/such/folder", "--port", "0"], "no/such/folder"),
     ],

