@@ -32,10 +32,6 @@ LOOK = ("look", {"s": "1", "x": 1})
 SIZES = (1, 2, 3, 5, 7, 1000)
 
 
-def pieces_of(text, size):
-    return [text[start : start + size] for start in range(0, len(text), size)]
-
-
 def put_together(pieces, *, reasoning=None, parser=None, begun=False, forced=None, several=True, cut=False):
     markers = None if reasoning is None else REASONING[reasoning]
     own = ChoiceText(markers, begun=begun, parser=parser, tools=TOOLS, forced=forced, several=several)
@@ -49,7 +45,7 @@ def put_together(pieces, *, reasoning=None, parser=None, begun=False, forced=Non
 
 
 def taken_apart(text, size, **settings):
-    return put_together(pieces_of(text, size), **settings)
+    return put_together([text[start : start + size] for start in range(0, len(text), size)], **settings)
 
 
 def everywhere(text, **settings):
