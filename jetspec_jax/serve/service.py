@@ -204,6 +204,8 @@ def _refusing(generation: GenerationRequest) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         raise refused(error, generation.names, generation.param, generation.renamed) from error
+    except ImportError as error:
+        raise ApiError(400, f"this server has no grammars: {error}", code="unsupported") from error
 
 
 async def unless_left(request: Request, work: Awaitable[Result]) -> Result:
