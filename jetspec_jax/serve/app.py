@@ -21,10 +21,8 @@ from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.structured import StructuredOutputsParams
 from jetspec_jax.serve.chat import chat_routes
 from jetspec_jax.serve.completions import completion_routes
-from jetspec_jax.serve.engine_figures import EngineFigures
 from jetspec_jax.serve.errors import ApiError, add_handlers
 from jetspec_jax.serve.logs import log
-from jetspec_jax.serve.metrics import Metrics
 from jetspec_jax.serve.middleware import Gate, Tracking
 from jetspec_jax.serve.playground.routes import playground_routes
 from jetspec_jax.serve.service import Service
@@ -64,10 +62,7 @@ def make_app(
             f"per_request_spec_decode_metrics {level} needs trees, and this server decodes plainly: give a "
             "draft head and a budget above 1 (--draft-head, --budget)"
         )
-    model = (settings.served_model_name or (name,))[0]
-    metrics = Metrics(model)
-    metrics.registry.register(EngineFigures(llm, model))
-    service = Service(llm, settings, name, metrics, llm.max_model_len)
+    service = Service(llm, settings, name)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -159,7 +154,7 @@ def _plain_routes(service: Service) -> APIRouter:
             "owned_by": "jetspec-jax",
             "root": service.name,
             "parent": None,
-            "max_model_len": service.capacity,
+            "max_model_len": service.llm.max_model_len,
         }
 
     @router.get("/v1/models")

@@ -44,7 +44,6 @@ class ChatRequest(SamplingFields, TemplateFields):
         "function_call": "use tool_choice",
         "echo": "it belongs to /v1/completions",
         "best_of": "ask for several completions by n",
-        "suffix": "the model continues a prompt, and cannot insert text before a suffix",
     }
 
     @property

@@ -34,7 +34,6 @@ class CompletionRequest(SamplingFields):
 
     hints: ClassVar[dict[str, str]] = {
         **SamplingFields.hints,
-        "suffix": "the model continues a prompt, and cannot insert text before a suffix",
         "messages": "they belong to /v1/chat/completions; give a prompt",
         "max_completion_tokens": "it belongs to /v1/chat/completions; use max_tokens",
         "tools": "they belong to /v1/chat/completions",

@@ -84,19 +84,14 @@ def add_handlers(app: FastAPI, paths: Collection[str]) -> None:
 
     @app.exception_handler(HTTPException)
     async def of_route(request: Request, error: HTTPException) -> JSONResponse:
-        return _of_route(paths, request, error).response()
-
-
-def _of_route(paths: Collection[str], request: Request, error: HTTPException) -> ApiError:
-    path = request.url.path
-    if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "another method")
-        message = f"{path} takes {allowed}, not {request.method}"
-        return ApiError(405, message, code="method_not_allowed", headers=error.headers)
-    advice = next((advice_text for start, advice_text in ELSEWHERE.items() if path.startswith(start)), None)
-    if advice is None:
-        advice = f"there are {', '.join(sorted(paths))}"
-    return ApiError(404, f"{shown(path)} is not served here; {advice}", code="not_found")
+        path = request.url.path
+        if error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            message = f"{path} takes {allowed}, not {request.method}"
+            return ApiError(405, message, code="method_not_allowed", headers=error.headers).response()
+        served = f"there are {', '.join(sorted(paths))}"
+        advice = next((text for start, text in ELSEWHERE.items() if path.startswith(start)), served)
+        return ApiError(404, f"{shown(path)} is not served here; {advice}", code="not_found").response()
 
 
 def internal(error: BaseException) -> ApiError:
@@ -129,8 +124,6 @@ def refused(
 
 def of_generation(error: Exception, names: Collection[str], renamed: Mapping[str, str]) -> ApiError:
     """The response to an error of a generation; the names are for `refused`."""
-    if isinstance(error, ApiError):
-        return error
     if isinstance(error, QueueFull):
         return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
     if isinstance(error, DeadlinePassed):

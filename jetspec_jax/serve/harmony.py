@@ -97,7 +97,6 @@ class Harmony:
 
     def _begin(self, *, thought: bool) -> None:
         self._header, self._is_thought, self._is_new, self._function = None, thought, True, ""
-        self._unmarked = False
 
     def _emit(self, text: str, texts: dict[bool, list[str]]) -> None:
         if self._function:

@@ -138,7 +138,6 @@ class _Object:
 
     def read(self, text: str, place: int) -> int:
         """Continues at ``place``; returns the position after the object, of a break, or the text's end."""
-        self.broken = False
         while place < len(text):
             if self._escaped:
                 self._escaped = False

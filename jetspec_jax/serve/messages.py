@@ -52,9 +52,7 @@ class Message(Body):
     def rendered(self) -> dict[str, Any]:
         """The message for a template, with arguments of calls as mappings."""
         made: dict[str, Any] = {"role": self.role, "content": self.content}
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(self, name)) is not None:
-                made[name] = value
+        made |= self.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)
         if self.tool_calls:
             made["tool_calls"] = [
                 {

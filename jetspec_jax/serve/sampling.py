@@ -2,23 +2,19 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from jetspec_jax.arguments import check_number, shown
+from jetspec_jax.engine.prompts import naming
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.structured import StructuredOutputsParams
 from jetspec_jax.serve.bodies import Body, Listed
 from jetspec_jax.serve.errors import ApiError, refused, wrong
 from jetspec_jax.serve.settings import ServeSettings
 
-#: Fields with the same name in `SamplingParams`.
-SAME = (
-    *("temperature", "top_p", "top_k", "min_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"),
-    *("skip_special_tokens", "bad_words", "allowed_token_ids", "prompt_logprobs"),
-)
 #: Most stop strings of a request, and their most characters: each piece of text is searched for all.
 MOST_STOPS, LONGEST_STOP = 64, 1024
 # vLLM's earlier fields of `StructuredOutputs`.
@@ -111,6 +107,7 @@ class SamplingFields(Body):
         "use_beam_search": "ask for several completions by n",
         "audio": "this server writes only text",
         "prediction": "drafts come from the draft head",
+        "suffix": "the model continues a prompt, and cannot insert text before a suffix",
     }
 
     @property
@@ -145,14 +142,15 @@ def sampling_params(
     ``form`` replaces the request's structured output. ``fixed`` are parameters that it cannot set.
     """
     _check(request, settings)
-    given = {name: value for name in SAME if (value := getattr(request, name)) is not None}
+    shared = {field.name for field in fields(SamplingParams)} & SamplingFields.model_fields.keys()
+    given = {name: value for name in shared if (value := getattr(request, name)) is not None}
     given = {"temperature": 1.0, **given, **fixed, "max_tokens": max_tokens, "logprobs": logprobs}
     names = type(request).model_fields
     try:
         if request.logit_bias is not None:
             given["logit_bias"] = _biases(request.logit_bias)
-        form = _form(request, settings) if form is None else form
-        return SamplingParams(**given, structured_outputs=form)
+        given["structured_outputs"] = _form(request, settings) if form is None else form
+        return SamplingParams(**given)
     except (TypeError, ValueError) as error:
         raise refused(error, names, renamed=request.renamed) from error
 
@@ -229,7 +227,5 @@ def _form(request: SamplingFields, settings: ServeSettings) -> StructuredOutputs
             'response_format of type "json_schema" needs "json_schema": {"name": …, "schema": …}'
         )
     check_grammar_size("response_format", "schema", response_format.json_schema.schema_, settings)
-    try:
+    with naming("response_format"):
         return StructuredOutputsParams(json=response_format.json_schema.schema_)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"response_format: {error}") from error

@@ -16,6 +16,7 @@ from jetspec_jax.engine.admission import CheckedRequest, context_overflow
 from jetspec_jax.engine.prompts import EncodedPrompt, naming
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.structured import StructuredOutputsParams
+from jetspec_jax.serve.engine_figures import EngineFigures
 from jetspec_jax.serve.errors import ApiError, of_generation, refused, wrong
 from jetspec_jax.serve.logs import log
 from jetspec_jax.serve.metrics import CompletionTimer, Metrics
@@ -51,32 +52,20 @@ class GenerationRequest:
     parts: Mapping[str, StructuredOutputsParams] = field(default_factory=dict)
 
 
-@dataclass(eq=False)
 class Service:
-    """A served model.
+    """A served model."""
 
-    ``capacity`` is the most tokens of prompt and output together, ``created`` in seconds since 1970.
-    """
-
-    llm: AsyncLLM
-    settings: ServeSettings
-    name: str
-    metrics: Metrics
-    capacity: int
-    created: int = field(default_factory=lambda: int(time.time()))
-    draining: bool = False
-    running: int = 0
-    trials: GrammarTrials = field(init=False)
-    _warnings: dict[str, object] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Creates the grammar trials, whose process starts later."""
-        self.trials = GrammarTrials(self.llm.llm.target, self.settings.max_grammar_seconds)
-
-    @property
-    def names(self) -> Sequence[str]:
-        """All names of the model."""
-        return self.settings.served_model_name or (self.name,)
+    def __init__(self, llm: AsyncLLM, settings: ServeSettings, name: str):
+        self.llm, self.settings, self.name = llm, settings, name
+        #: All names of the model.
+        self.names: Sequence[str] = settings.served_model_name or (name,)
+        #: In seconds since 1970.
+        self.created = int(time.time())
+        self.draining, self.running = False, 0
+        self.metrics = Metrics(self.names[0])
+        self.metrics.registry.register(EngineFigures(llm, self.names[0]))
+        self.trials = GrammarTrials(llm.llm.target, settings.max_grammar_seconds)
+        self._warnings: dict[str, object] = {}
 
     def warn_once(self, message: str) -> None:
         """Logs a warning once per server; thread-safe."""
@@ -135,7 +124,7 @@ class Service:
             problem = generation.param, message
         else:
             names = {**generation.renamed, "prompt": generation.param}
-            problem = context_overflow(count, self.capacity, generation.params, names)
+            problem = context_overflow(count, self.llm.max_model_len, generation.params, names)
         if problem is not None:
             raise ApiError(400, problem[1], param=problem[0], code="context_length_exceeded")
 
@@ -191,24 +180,21 @@ class Service:
                 async for delta in deltas:
                     timer.record(delta)
                     yield _without_output(delta) if generation.prompt_only else delta
-            except RuntimeError as error:
-                if self.draining:
+            except Exception as error:
+                if self.draining and isinstance(error, RuntimeError):
                     message = "the server shut down before the answer was complete; try another server"
                     raise ApiError(503, message, code="draining", headers={"Retry-After": "1"}) from error
-                raise of_generation(error, generation.names, generation.renamed) from error
-            except Exception as error:
                 raise of_generation(error, generation.names, generation.renamed) from error
 
 
 def _without_output(delta: Delta) -> Delta:
     """A delta without generated tokens; its completion keeps the prompt's log-probabilities."""
-    if delta.completion is None:
-        return replace(delta, text="", token_ids=[], rounds=[])
     nothing: dict[str, Any] = {"token_ids": [], "accept_lengths": [], "tree_sizes": [], "tree_depths": []}
-    whole = replace(delta.completion, text="", finish_reason="length", stop_reason=None, **nothing)
-    return replace(
-        delta, text="", token_ids=[], rounds=[], finish_reason=whole.finish_reason, completion=whole
+    whole = delta.completion and replace(
+        delta.completion, text="", finish_reason="length", stop_reason=None, **nothing
     )
+    reason = whole and whole.finish_reason
+    return replace(delta, text="", token_ids=[], rounds=[], finish_reason=reason, completion=whole)
 
 
 @contextlib.contextmanager

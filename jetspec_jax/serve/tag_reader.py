@@ -88,7 +88,7 @@ class TagReader:
         self._value_stop, self._stop = 0, 0
         self._first_stops: tuple[int, int] | None = None
         self._weak_stops: tuple[int, int] | None = None
-        self._before: Tag | None = None
+        self._before = Tag(OPEN, "", 0, 0)
         self._was_structure = False
 
     @property
@@ -194,8 +194,8 @@ class TagReader:
         elif tag.kind == FUNCTION and self._first_stops is not None:
             self._end_at(self._first_stops)
         elif tag.kind == FUNCTION:
-            opened = self._blank and self._before is not None and self._before.kind == OPEN
-            self._depth, self._quoted_at = 1, self._before.begin if opened and self._before else tag.begin
+            opened = self._blank and self._before.kind == OPEN
+            self._depth, self._quoted_at = 1, self._before.begin if opened else tag.begin
         elif tag.kind in (FUNCTION_END, CLOSE):
             self._value_stop, self._stop, self._state = tag.begin, tag.end, _State.CALL_END
         elif (
@@ -220,7 +220,6 @@ class TagReader:
 
     def _call_end(self, tag: Tag) -> None:
         """Processes a tag after a closing tag in a value, which ended the call if another call follows."""
-        assert self._before is not None
         if self._blank and tag.kind == CLOSE and self._before.kind == FUNCTION_END:
             self._stop = tag.end
         elif self._blank and tag.kind in (OPEN, FUNCTION):
@@ -244,7 +243,7 @@ class TagReader:
 
     def _begin_value(self, tag: Tag, *, guessed: bool = False) -> None:
         place = self._places.get(tag.name)
-        if not guessed and place is not None and self.values[place].guessed:
+        if place is not None and self.values[place].guessed:
             # This is the real parameter, so the earlier guessed tag is text of the value before it.
             self.values[place - 1].end, self.values[place - 1].closed = (
                 self.values[-1].end,

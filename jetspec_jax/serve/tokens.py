@@ -41,7 +41,7 @@ def token_routes(service: Service) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise wrong("prompt", "give either prompt or messages")
         ids = await asyncio.to_thread(_encode, service, body)
-        made = {"count": len(ids), "max_model_len": service.capacity, "tokens": ids}
+        made = {"count": len(ids), "max_model_len": service.llm.max_model_len, "tokens": ids}
         if body.return_token_strs:
             made["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
         return made

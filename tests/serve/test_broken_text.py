@@ -11,8 +11,6 @@ import transformers
 from tokenizers import decoders, models
 
 from jetspec_jax import SamplingParams
-from jetspec_jax.cli import command as cli
-from jetspec_jax.cli import generating
 from tests.decode.tiny import flat, random_target
 from tests.serve.conftest import SMALL
 from tests.serve.servers import Kept, served
@@ -123,13 +121,6 @@ def test_what_is_told_of_tokens(answers):
     assert seconds <= {f"token_id:{A - 1}", f"token_id:{A}"}
 
 
-def test_a_stream_of_completions(http, answers):
-    parts = streamed(http, "/v1/completions", {**ASKED, "prompt": PROMPTS, "logprobs": 5})
-    for number, whole in enumerate(answers):
-        assert "".join(part["text"] for part in parts[number]) == whole["text"]
-        assert all(joined(parts[number], name) == told for name, told in whole["logprobs"].items())
-
-
 def test_chats(http, answers):
     texts = [byte_fallback().decode(choice["token_ids"], skip_special_tokens=True) for choice in answers[:2]]
     body = {**ASKED, "messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 5}
@@ -152,12 +143,3 @@ def test_calls_and_streams(server, texts):
     for row in made[0].logprobs:
         assert all(own.decoded_token == BYTES[token].decode(errors="replace") for token, own in row.items())
     assert ["".join(llm.stream(PROMPTS[0], params)) for params in PARAMS.each()] == texts[:2]
-
-
-def test_the_command(server, texts, capsys, monkeypatch):
-    monkeypatch.setattr(generating, "load_llm", lambda *_: server.llm.llm)
-    options = ("--temperature", "1", "--max-tokens", "24", "--seed", "3", "a")
-    assert cli.main(["generate", *options]) == 0
-    assert capsys.readouterr().out == texts[0] + "\n"
-    assert cli.main(["generate", "--json", "--logprobs", "1", *options]) == 0
-    assert json.loads(capsys.readouterr().out)["text"] == texts[0]

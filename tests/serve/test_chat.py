@@ -42,10 +42,6 @@ TOOLS = [
 
 LOOK = [("look", {"x": 1})]
 CUT_CALL = "<function=look>\n<parameter=x>\n1\n</parameter>\n"
-MESSAGE_CALL = (
-    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.look "
-    '<|constrain|>json<|message|>{"x": 1}'
-)
 
 
 @pytest.fixture(scope="module")
@@ -225,33 +221,23 @@ def test_calls_are_found_in_the_text(tooled, scripted):
     assert scripted.asked[-1][0].endswith("[assistant]I look.(look 1)(look 2)[tool]seen[assistant]")
 
 
-@pytest.mark.parametrize(
-    ("parsers", "text", "answers"),
-    [
-        (("qwen3_coder", None), CUT_CALL, {"stop": ("", "", LOOK), "length": (CUT_CALL, "", [])}),
-        (("openai", "openai_gptoss"), MESSAGE_CALL, dict.fromkeys(("stop", "length"), ("", "Hm.", LOOK))),
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
-)
-def test_calls_in_tags_and_as_messages(scripted, parsers, text, answers):
-    settings = dict(zip(("tool_call_parser", "reasoning_parser"), parsers, strict=True))
+def test_a_call_in_tags_that_is_cut_off_is_text(scripted):
     given = {"messages": MESSAGES, "tools": TOOLS}
-    scripted.text = text
+    scripted.text = CUT_CALL
     with (
-        served(scripted, **settings) as own,
+        served(scripted, tool_call_parser="qwen3_coder") as own,
         openai.OpenAI(base_url=f"{own.url}/v1", api_key="none", max_retries=0) as client,
     ):
-        for reason, (content, reasoning, calls) in answers.items():
+        for reason, content, calls in (("stop", "", LOOK), ("length", CUT_CALL, [])):
             scripted.reason = reason
             [choice] = client.chat.completions.create(model=MODEL, **given).choices
             assert choice.message.content == (content or None)
-            assert getattr(choice.message, "reasoning_content", "") == reasoning
             told = [call.function for call in choice.message.tool_calls or []]
             assert [(function.name, json.loads(function.arguments)) for function in told] == calls
-            assert choice.finish_reason == ("tool_calls" if calls and reason == "stop" else reason)
+            assert choice.finish_reason == ("tool_calls" if calls else reason)
             made = streamed(client, **given)
-            assert (made["content"], made["reasoning_content"]) == (content, reasoning)
-            assert (made["tool_calls"], made["reason"]) == (calls, choice.finish_reason)
+            assert (made["content"], made["tool_calls"]) == (content, calls)
+            assert made["reason"] == choice.finish_reason
     scripted.reason = "stop"
 
 
@@ -266,14 +252,6 @@ def test_of_calls_that_are_cut_off_the_complete_ones_are_given(tooled, scripted)
     made = streamed(tooled, **given)
     assert (made["content"], made["tool_calls"], made["reason"]) == ("", LOOK, "length")
     scripted.reason = "stop"
-
-
-def test_what_is_no_call_stays_text(tooled, scripted):
-    for text in ("a <tool_call>no JSON</tool_call> b", 'a <tool_call>{"name": "look"', "1 < 2 <tool"):
-        scripted.text = text
-        got = tooled.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS)
-        assert (got.choices[0].message.content, got.choices[0].finish_reason) == (text, "stop")
-        assert streamed(tooled, messages=MESSAGES, tools=TOOLS)["content"] == text
 
 
 def test_reasoning_is_split_off(tooled, scripted):

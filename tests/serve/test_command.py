@@ -10,52 +10,29 @@ from dataclasses import fields, replace
 import httpx
 import pytest
 
-from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.cli import command
 from jetspec_jax.cli.options import MODELS
 from jetspec_jax.cli.server_options import ENGINE, SERVER
-from jetspec_jax.demo import DEMO_TARGET
 from jetspec_jax.device import memory
 from jetspec_jax.serve import running
 from jetspec_jax.serve.running import Stopping, bind, draining_notice, log_compilations, serve_at
 from jetspec_jax.serve.settings import ServeSettings
-from tests.decode.tiny import random_target, random_weights
+from tests.decode.tiny import random_target, save_tiny_pair
 from tests.events import PATIENCE, join, until
 from tests.serve.conftest import SMALL, small_target
 from tests.serve.scripted import Scripted
 from tests.serve.servers import Command
 
-#: `SMALL` as a config.json.
-CONFIG = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 1,
-    "vocab_size": 4096,
-    "hidden_size": 32,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 1024,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "intermediate_size": 32,
-    "rope_theta": 1e4,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "hidden_act": "silu",
-}
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("models") / "small"
-    save_checkpoint(made, CONFIG, random_weights(SMALL, 0), dtype="float32")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (made / name).write_bytes((DEMO_TARGET / name).read_bytes())
-    return str(made)
+    return save_tiny_pair(tmp_path_factory.mktemp("models"))[0]
 
 
 def streams(command, count, tokens):
     """So many streams that have begun; their lines and threads."""
-    body = {"prompt": "def f(x):", "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True}
+    body = {"prompt": [1, 2, 3], "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True}
+    body["return_token_ids"] = True  # the model has no tokenizer
     lines, begun = [[] for _ in range(count)], threading.Semaphore(0)
 
     def ask(own):
@@ -79,9 +56,9 @@ def draining(command):
     return httpx.get(f"{command.url}/health", timeout=PATIENCE).status_code == 503
 
 
-def text_of(lines):
+def tokens_of(lines):
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    return "".join(event["choices"][0]["text"] for event in events)
+    return tuple(token for event in events for token in event["choices"][0]["token_ids"])
 
 
 @pytest.fixture
@@ -111,7 +88,8 @@ def test_sigterm_lets_eight_streams_end(folder, hold):
         command.process.kill()
         command.process.communicate()
     assert [[line for line in own if line][-1] for own in lines] == ["data: [DONE]"] * 8
-    assert len({text_of(own) for own in lines}) == 1
+    [tokens] = {tokens_of(own) for own in lines}
+    assert len(tokens) == 60
     assert f"8 running requests have {PATIENCE:g} s to end; a second Ctrl-C ends it at once\n" in said
     lines_of_log = [json.loads(line) for line in output.splitlines()]
     assert [one["message"] for one in lines_of_log if one["message"] not in ("request", "compiling")] == [
@@ -127,7 +105,7 @@ def test_sigterm_lets_eight_streams_end(folder, hold):
 def test_a_second_signal_ends_at_once(folder, hold):
     command = Command(folder, "--max-num-seqs", "1", "--warm-up", "none", held=(hold, 1))
     try:
-        lines, threads = streams(command, 1, 1000)
+        lines, threads = streams(command, 1, 200)
         command.process.send_signal(signal.SIGTERM)
         until(lambda: draining(command))
         command.process.send_signal(signal.SIGTERM)
@@ -149,7 +127,7 @@ def test_what_compiles_for_long_is_logged_once(monkeypatch):
     assert said == [("compiling", {"programs": kind}) for kind in ("rounds", "prompts")]
 
 
-def test_how_long_the_server_drains_is_said(capsys, monkeypatch):
+def test_how_long_the_server_drains_is_said(monkeypatch):
     assert draining_notice(0, 30.0) == "jetspec-jax: the server is shutting down; no requests are running"
     for count, who in ((1, "1 running request has"), (3, "3 running requests have")):
         assert f" no more requests, and {who} 30 s to end; a second Ctrl-C " in draining_notice(count, 30.0)
@@ -217,7 +195,6 @@ def test_too_small_a_device(capsys, monkeypatch):
     [
         (["--tool-call-parser", "x"], "tool_call_parser must be one of hermes, qwen3_coder, qwen3_xml"),
         (["--tool-call-parser", "openai"], "tool_call_parser openai needs reasoning_parser openai_gptoss"),
-        (["--per-request-spec-decode-metrics", "summary", "--port", "0"], "summary needs trees"),
         (["--max-requests-per-key", "2"], "needs keys"),
         (["no/such/folder", "--port", "0"], "no/such/folder"),
     ],

@@ -3,7 +3,6 @@
 import json
 from types import SimpleNamespace
 
-import jsonschema
 import numpy as np
 import pytest
 
@@ -284,22 +283,6 @@ def test_what_ended_an_answer(client, http, alone):
         chunks = client.completions.create(model=MODEL, stream=True, extra_body=body, prompt="")
         told = [chunk.choices[0].stop_reason for chunk in chunks]
         assert told == [None] * (len(told) - 1) + [reason]
-
-
-def test_a_form_is_kept(client):
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "integer", "maximum": 9}, "b": {"enum": ["x", "y"]}},
-        "required": ["a", "b"],
-        "additionalProperties": False,
-    }
-    own = {"structured_outputs": {"json": schema, "disable_any_whitespace": True}}
-    got = client.completions.create(model=MODEL, prompt="{", max_tokens=60, seed=1, extra_body=own)
-    jsonschema.validate(json.loads(got.choices[0].text), schema)
-    own = {"structured_outputs": {"choice": ["yes", "no"]}}
-    got = client.completions.create(model=MODEL, prompt="{", max_tokens=60, seed=1, extra_body=own)
-    assert got.choices[0].text in ("yes", "no")
-    assert got.choices[0].finish_reason == "stop"
 
 
 def test_a_name_for_a_request_comes_back(http):

@@ -32,10 +32,6 @@ LOOK = ("look", {"s": "1", "x": 1})
 SIZES = (1, 2, 3, 5, 7, 1000)
 
 
-def pieces_of(text, size):
-    return [text[start : start + size] for start in range(0, len(text), size)]
-
-
 def put_together(pieces, *, reasoning=None, parser=None, begun=False, forced=None, several=True, cut=False):
     markers = None if reasoning is None else REASONING[reasoning]
     own = ChoiceText(markers, begun=begun, parser=parser, tools=TOOLS, forced=forced, several=several)
@@ -49,11 +45,7 @@ def put_together(pieces, *, reasoning=None, parser=None, begun=False, forced=Non
 
 
 def taken_apart(text, size, **settings):
-    return put_together(pieces_of(text, size), **settings)
-
-
-def cut_off(text, size):
-    return taken_apart(text, size, forced="", cut=True)
+    return put_together([text[start : start + size] for start in range(0, len(text), size)], **settings)
 
 
 def everywhere(text, **settings):
@@ -63,7 +55,6 @@ def everywhere(text, **settings):
     return first
 
 
-@pytest.mark.parametrize("size", SIZES)
 class TestPieces:
     @pytest.mark.parametrize(
         ("reasoning", "text", "begun", "content", "thought"),
@@ -78,34 +69,34 @@ class TestPieces:
             (None, THINKING, False, THINKING, ""),
         ],
     )
-    def test_reasoning(self, size, reasoning, text, begun, content, thought):
-        assert taken_apart(text, size, reasoning=reasoning, begun=begun) == (content, thought, [])
+    def test_reasoning(self, reasoning, text, begun, content, thought):
+        assert everywhere(text, reasoning=reasoning, begun=begun) == (content, thought, [])
 
     @pytest.mark.parametrize(("parser", "call"), [("hermes", JSON_CALL), ("qwen3_coder", TAGGED_CALL)])
-    def test_calls(self, size, parser, call):
-        assert taken_apart(call, size, parser=parser) == ("", "", [LOOK])
-        assert taken_apart(f"a\n\n{call}\n{call}\n b ", size, parser=parser) == ("ab ", "", [LOOK, LOOK])
+    def test_calls(self, parser, call):
+        assert everywhere(call, parser=parser) == ("", "", [LOOK])
+        assert everywhere(f"a\n\n{call}\n{call}\n b ", parser=parser) == ("ab ", "", [LOOK, LOOK])
         broken = f"a <tool_call>b</tool_call> {call}"
-        assert taken_apart(broken, size, parser=parser) == ("a <tool_call>b</tool_call>", "", [LOOK])
-        assert taken_apart(call[:-3], size, parser=parser) == ("", "", [LOOK])
-        assert taken_apart(call[:-30], size, parser=parser) == (call[:-30], "", [])
-        assert taken_apart(call + call, size, parser=parser, several=False) == ("", "", [LOOK])
-        both = taken_apart(f"<think>x</think>{call}", size, parser=parser, reasoning="qwen3")
+        assert everywhere(broken, parser=parser) == ("a <tool_call>b</tool_call>", "", [LOOK])
+        assert everywhere(call[:-3], parser=parser) == ("", "", [LOOK])
+        assert everywhere(call[:-30], parser=parser) == (call[:-30], "", [])
+        assert everywhere(call + call, parser=parser, several=False) == ("", "", [LOOK])
+        both = everywhere(f"<think>x</think>{call}", parser=parser, reasoning="qwen3")
         assert both == ("", "x", [LOOK])
 
-    def test_forced_calls(self, size):
-        assert taken_apart('{"x": 1}', size, forced="look") == ("", "", [("look", {"x": 1})])
+    def test_forced_calls(self):
+        assert everywhere('{"x": 1}', forced="look") == ("", "", [("look", {"x": 1})])
         listed = '[{"name": "look", "arguments": {"x": 1}}, {"name": "look", "arguments": {}}]'
-        assert taken_apart(listed, size, forced="") == ("", "", [("look", {"x": 1}), ("look", {})])
+        assert everywhere(listed, forced="") == ("", "", [("look", {"x": 1}), ("look", {})])
         second = listed.index(", {")
         for end in (second, second + 1, second + 5, len(listed) - 4, len(listed) - 1):
-            cut = cut_off(listed[:end], size)
+            cut = everywhere(listed[:end], forced="", cut=True)
             assert cut == ("", "", [("look", {"x": 1})] + [("look", {})] * (end == len(listed) - 1))
         for end in range(second):
-            assert cut_off(listed[:end], size) == (listed[:end], "", [])
+            assert everywhere(listed[:end], forced="", cut=True) == (listed[:end], "", [])
         quoted = json.dumps([{"name": "look", "arguments": {"x": '}, {"'}}, {"name": "look"}])
-        assert cut_off(quoted[:-1], size)[2] == [("look", {"x": '}, {"'}), ("look", {})]
-        assert taken_apart('{"x": 1', size, forced="look") == ('{"x": 1', "", [])
+        assert everywhere(quoted[:-1], forced="", cut=True)[2] == [("look", {"x": '}, {"'}), ("look", {})]
+        assert everywhere('{"x": 1', forced="look") == ('{"x": 1', "", [])
 
 
 TAGS = ("<tool_call>", "</parameter>", "</function>", "</tool_call>")

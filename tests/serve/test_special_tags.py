@@ -10,8 +10,9 @@ from tokenizers import AddedToken, decoders, models
 
 from jetspec_jax import Delta
 from jetspec_jax.engine.output import Output
-from jetspec_jax.serve.parsers import REASONING, TOOL_CALLS, special_tokens
-from jetspec_jax.serve.playground.traces import TooManyTraces, Traces
+from jetspec_jax.serve.errors import ApiError
+from jetspec_jax.serve.parsers import REASONING, special_tokens
+from jetspec_jax.serve.playground.traces import Traces
 from tests.decode.tiny import random_target
 from tests.serve.conftest import SMALL
 from tests.serve.servers import Kept, served
@@ -135,11 +136,6 @@ def test_thoughts(spoken, reasoning, words):
     assert shown == (f"{OTHER}an answer", *expected[1:])
 
 
-def test_what_is_no_call_stays_text(spoken):
-    broken = ["<tool_call>", "an answer", "</tool_call>"]
-    assert answers(spoken, broken, calls="hermes", tools=TOOLS)[0] == "".join(broken)
-
-
 @pytest.mark.parametrize("more", [{}, {"tools": TOOLS, "tool_choice": "none"}])
 def test_without_a_parser_special_tags_are_skipped(spoken, more):
     special = bool(special_tokens(spoken.llm.target.tokenizer, TAGS))
@@ -149,13 +145,6 @@ def test_without_a_parser_special_tags_are_skipped(spoken, more):
 
 def test_tokens_of_tags():
     tokenizer = words_tokenizer(special=True)
-    for tags, words in (
-        (TOOL_CALLS["hermes"], {"<tool_call>", "</tool_call>"}),
-        (REASONING["gemma4"].tags, {"<|channel>", "<channel|>"}),
-        (REASONING["openai_gptoss"].tags, {word for word in MESSAGES if word[0] == "<"}),
-    ):
-        assert {WORDS[token] for token in special_tokens(tokenizer, tags)} == words
-        assert not special_tokens(words_tokenizer(special=False), tags)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>\n"]})
     assert len(special_tokens(tokenizer, ["<think>"])) == 2
     assert special_tokens(None, TAGS) == frozenset()
@@ -166,7 +155,7 @@ def test_the_playground_shows_the_tags_of_thoughts(spoken, monkeypatch):
 
     def begin(self, prompt, *rest):
         prompts.append(prompt)
-        raise TooManyTraces
+        raise ApiError(429, "")
 
     monkeypatch.setattr(Traces, "begin", begin)
     with served(spoken, reasoning_parser="qwen3") as own, own.client() as http:

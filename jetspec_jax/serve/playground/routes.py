@@ -26,7 +26,7 @@ from jetspec_jax.serve.logs import log
 from jetspec_jax.serve.messages import Message, TemplateFields, encode_messages
 from jetspec_jax.serve.parsers import REASONING, special_tokens
 from jetspec_jax.serve.playground.page import playground_page, policy_of
-from jetspec_jax.serve.playground.traces import TooManyTraces, TracedRequest, Traces
+from jetspec_jax.serve.playground.traces import TracedRequest, Traces
 from jetspec_jax.serve.service import GenerationRequest, Service
 
 #: Most traced requests at a time: each has separate stores, and shares the device with all others.
@@ -97,8 +97,6 @@ def playground_routes(service: Service) -> APIRouter:
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             return _Rounds(await asyncio.to_thread(traces.begin, prompt, params, body.budget, deadline))
-        except TooManyTraces as error:
-            raise ApiError(429, str(error), code="too_many_traces", headers={"Retry-After": "5"}) from error
         except DeviceMemoryError as error:
             message = "the device has no room for a request that is watched; send it without trees"
             raise ApiError(503, message, code="out_of_memory") from error

@@ -11,14 +11,11 @@ from jetspec_jax.engine.request import DeadlinePassed
 from jetspec_jax.inspect.trace import RoundTrace, Trace, trace_request
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.serve.errors import ApiError
 from jetspec_jax.view.data import labels_of, round_data
 
 #: Decimals of log-probabilities on the page.
 DIGITS = 3
-
-
-class TooManyTraces(Exception):
-    """The limit of traced requests is reached."""
 
 
 class Traces:
@@ -38,12 +35,13 @@ class Traces:
         """Starts a trace; decoding begins with its events. The ``deadline`` is one of `time.monotonic`."""
         with self._mutex:
             if self.running == self._most:
-                raise TooManyTraces(f"{self._most} requests are traced already; try again when one has ended")
+                message = f"{self._most} requests are traced already; try again when one has ended"
+                raise ApiError(429, message, code="too_many_traces", headers={"Retry-After": "5"})
             self.running += 1
         try:
             settings = self._llm.settings
             if budget is not None:
-                settings = replace(settings, budget=min(budget, settings.budget))
+                settings = replace(settings, budget=budget)
             trace = trace_request(self._llm.engines, settings, prompt, params)
         except BaseException:
             self._release()
