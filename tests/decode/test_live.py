@@ -15,8 +15,7 @@ from jetspec_jax.engine.size import cut_prompts
 from jetspec_jax.models import abstract, weights_of
 from tests.decode.compilations import compilations
 from tests.decode.oracle import OracleProposer, plant
-from tests.decode.tiny import HYBRID, TINY, head_config, random_head, random_target, with_windows
-from tests.decode.waves import with_nan
+from tests.decode.tiny import HYBRID, TINY, head_config, random_head, random_target, with_nan, with_windows
 from tests.marks import wide
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -119,16 +118,6 @@ def test_live_slots_in_any_order(case, turns):
     assert not state.active.any()
     assert state.slots.lengths.tolist() == [length - 1 + NEW for length in LENGTHS]
     assert state.slots.numbers.tolist() == list(range(SLOTS))
-
-
-@pytest.mark.wide
-def test_all_by_name_is_all(case):
-    """Bit for bit: the records, and the state but for what nobody ever reads."""
-    decoder, rounds = case.decoder, np.int32(5)
-    expected, seen = decoder.decode(case.weights, case.begin(), rounds)
-    state, records = decoder.decode(case.weights, case.begin(), rounds, np.arange(SLOTS, dtype=np.int32))
-    jax.tree.map(np.testing.assert_array_equal, (state, records), (expected, seen))
-    assert records.counts.max() > 3
 
 
 def test_the_others_keep_every_bit(case):

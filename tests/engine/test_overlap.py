@@ -10,9 +10,7 @@ import pytest
 
 from jetspec_jax import SamplingParams, generate
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine.batch import Kind
 from jetspec_jax.engine.plan import overlaps, plan_engine
-from tests.decode.compilations import compilations
 from tests.decode.tiny import TinyEngine, check_pool, finish
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -126,12 +124,3 @@ class TestTwoInFlight:
         before = engine.runner._collected
         record = engine.runner.collect()
         assert record.seconds == pytest.approx(engine.runner._collected - before)
-
-    def test_nothing_compiles_once_all_is_compiled(self, target, head):
-        engine = TinyEngine(target, head, TREE, slots=2, live=(1,), overlapped=True)
-        engine.runner.compiler.compile(engine.runner.programs([Kind()]))
-        with compilations() as seen:
-            for length in (3, 40):
-                engine.submit(PROMPT * length, PARAMS)
-                finish(engine)
-        assert seen == []

@@ -210,15 +210,6 @@ class TestLifetime:
 
 
 class TestCallers:
-    def test_threads_share_an_engine(self, llm, expected):
-        def call():
-            return [tokens_of(llm.generate([PROMPT], PARAMS)) for _ in range(3)]
-
-        callers = [in_thread(call) for _ in range(3)]
-        for thread, got in callers:
-            join(thread)
-            assert got == [[expected] * 3]
-
     def test_a_callback_that_raises_ends_its_request_alone(self, llm, expected):
         def fail():
             raise ZeroDivisionError("a mistake of the caller")
