@@ -151,11 +151,13 @@ def test_nan_in_the_heads_unused_pages_changes_nothing(target, head, alone):
 
 
 def test_the_head_knows_every_token(target, head):
-    # Of every chunk of the prompt and of every round: its drafts are those of one forward over all of it.
+    # Of shared pages, of every chunk and of every round: its drafts are those of one forward over all of it.
     prompt = prompt_of(2 * 128 + 40)
     engine = TinyEngine(target, head, SETTINGS)
+    serve(engine, [prompt[:140]], [sampled(1)])
     request = engine.submit(prompt, sampled(1))
     engine.step(3)
+    assert request.prefix_tokens == 128
     tokens, state = prompt + request.tokens, engine.runner.state
     assert state.slots.lengths.tolist() == [len(tokens) - 1]
 
