@@ -72,6 +72,8 @@ def test_a_crowd_of_the_demo_pair(monkeypatch, no_type_checks):
     assert told.prefix_hits >= 7
     assert {len(batch.live) for batch in told.batches} == {0, 4}
     assert {batch.bucket for batch in told.batches} == {1, 16}
+    forms = [own for own in told.requests if own.params.structured_outputs]
+    assert np.mean([length for own in forms for length in own.accept_lengths]) > 1.25  # drafts keep to them
 
 
 @pytest.mark.parametrize("family", [wide(name) for name in NAMES if name not in MADE_OF_OTHERS])
