@@ -105,17 +105,6 @@ class TestTwoInFlight:
         finish(engine)
         assert second.tokens == third.tokens == expected
 
-    def test_a_prompt_without_rounds_is_waited_for(self, target, head, expected):
-        prompt = PROMPT * 40
-        engine = TinyEngine(target, head, TREE, slots=1, prefill_tokens=64, overlapped=True)
-        request = engine.submit(prompt, PARAMS)
-        assert engine.launch()
-        assert engine.launch()
-        assert [flight.batch.rounds for flight in engine.runner.in_flight] == [0, 0]
-        assert engine.collect() == []
-        finish(engine)
-        assert request.tokens == generate(target, [prompt], PARAMS)[0].token_ids
-
     def test_a_batch_takes_the_time_between_two_fetches(self, engine):
         engine.submit(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True))
         engine.step()

@@ -337,10 +337,14 @@ class TestStreams:
 
 class TestErrors:
     @pytest.mark.parametrize(
-        ("owner", "name"),
-        [(Engine, "_take_commands"), (Scheduler, "next_batch"), (Runner, "launch"), (Runner, "collect")],
+        ("owner", "name", "error"),
+        [
+            (Engine, "_take_commands", SystemExit(3)),
+            (Scheduler, "next_batch", KeyboardInterrupt()),
+            (Runner, "launch", SystemExit(3)),
+            (Runner, "collect", KeyboardInterrupt()),
+        ],
     )
-    @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
     def test_a_thread_that_dies_says_so_and_the_next_call_works(
         self, llm, expected, monkeypatch, owner, name, error
     ):
