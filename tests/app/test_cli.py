@@ -128,14 +128,6 @@ def test_input_that_is_no_text_is_bad_input(capsys, monkeypatch):
     assert "can't decode" in err
 
 
-def test_a_stop_string_ends_the_text(capsys, llm):
-    [whole] = llm.generate([PROMPT], SamplingParams(max_tokens=24))
-    stop = whole.text[20:24]
-    code, out, _ = run(capsys, "generate", "--budget", "16", "--max-tokens", "24", "--stop", stop, PROMPT)
-    assert code == 0
-    assert out == whole.text[: whole.text.index(stop)] + "\n"
-
-
 @pytest.mark.wide
 def test_several_prompts_decode_together_under_headings(capsys, llm, tmp_path):
     path = tmp_path / "prompts.jsonl"
@@ -202,13 +194,6 @@ def test_one_difference_among_several_completions_is_exit_code_1(capsys, monkeyp
     assert code == 1
     assert err.count("check failed: token 2 is") == 1
     assert err.count("equal plain decoding's") == 1
-
-
-def test_a_target_without_a_head_decodes_plainly_and_says_so(capsys):
-    code, out, err = run(capsys, "generate", "--target", str(DEMO_TARGET), "--max-tokens", "4", PROMPT)
-    assert code == 0
-    assert out.strip()
-    assert ": plain decoding" in err
 
 
 @pytest.mark.parametrize(

@@ -90,15 +90,6 @@ def test_several_completions_of_a_prompt(llm, target, head):
     assert len({tuple(one.token_ids) for one in drawn[0].outputs}) > 1
 
 
-def test_no_most_tokens_is_the_context_s_end(llm, target):
-    params = SamplingParams(max_tokens=None, ignore_eos=True)
-    [to_the_end] = generate(target, [[1] * 250], params, max_slots=2)
-    assert len(to_the_end.token_ids) == CONFIG.max_position_embeddings - 250
-    [short] = LLM(target, capacity=64, max_slots=1).generate([1] * 60, params)
-    assert short.token_ids == to_the_end.token_ids[:0] + short.token_ids
-    assert len(short.token_ids) == 4
-
-
 def test_chats_are_what_the_template_says(llm):
     params = SamplingParams(max_tokens=4)
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]

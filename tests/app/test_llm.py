@@ -37,22 +37,6 @@ def test_the_demo_s_head_has_its_name(llm):
     assert LLM("demo", "demo", budget=16).draft_head.config == llm.draft_head.config
 
 
-def test_a_chat_is_its_template_s_text(llm):
-    params = SamplingParams(max_tokens=8)
-    prompt = llm.target.tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
-    [answer], [expected] = llm.chat(MESSAGES, params), llm.generate([prompt], params)
-    assert answer.token_ids == expected.token_ids
-    assert len(llm.chat([MESSAGES, MESSAGES], params)) == 2
-
-
-def test_a_message_is_continued(llm):
-    params, begun = SamplingParams(max_tokens=8), {"role": "assistant", "content": "    with open"}
-    [continued] = llm.chat([*MESSAGES, begun], params, continue_final_message=True)
-    assert continued.prompt.endswith("<|im_start|>assistant\n    with open")
-    [expected] = llm.generate([continued.prompt], params)
-    assert continued.token_ids == expected.token_ids
-
-
 @pytest.mark.wide
 def test_a_template_of_one_s_own(tmp_path):
     (tmp_path / "own.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
@@ -79,38 +63,6 @@ class TestChatsThatCannotBe:
             llm.chat(MESSAGES * 2)
         with pytest.raises(ValueError, match=rf"^messages\[1\]: {said}$"):
             llm.chat([MESSAGES, MESSAGES * 2])
-
-    @pytest.mark.parametrize(
-        ("text", "said"),
-        [("{{ messages[0]['name'] + 'x' }}", "no attribute 'name'"), ("{% if %}", "Expected an expression")],
-    )
-    def test_a_template_that_cannot_be_run(self, llm, template, text, said):
-        template(text)
-        with pytest.raises(ValueError, match=f"the chat template fails on .*{said}.*; give another"):
-            llm.chat(MESSAGES)
-
-    @pytest.mark.parametrize("messages", [[], [[]], [MESSAGES, []]])
-    def test_nothing_to_answer(self, llm, messages):
-        with pytest.raises(ValueError, match="there are no messages to answer"):
-            llm.chat(messages)
-
-    def test_tools_that_the_template_does_not_write(self, llm):
-        with pytest.raises(ValueError, match=r"does not write tools: .*chat_template=…"):
-            llm.chat(MESSAGES, chat_template_kwargs={"tools": [{"type": "function"}]})
-
-    def test_arguments_that_are_not_the_template_s(self, llm):
-        with pytest.raises(ValueError, match="return_dict, tokenize cannot be template arguments"):
-            llm.chat(MESSAGES, chat_template_kwargs={"tokenize": False, "return_dict": True})
-
-
-@pytest.mark.wide
-def test_a_prompt_beyond_the_usual_capacity_gets_more(llm):
-    prompt = llm.encode("x = 1\n" * 400)[:1100]
-    [completion] = llm.generate([prompt], SamplingParams(max_tokens=4, ignore_eos=True))
-    assert (
-        completion.token_ids
-        == generate(llm.target, [prompt], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids
-    )
 
 
 def test_settings_are_checked_also_without_a_head():

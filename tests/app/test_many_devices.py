@@ -229,16 +229,6 @@ class TestCommands:
         return code, captured.out, captured.err
 
     @pytest.mark.wide
-    def test_generate(self, folders, expected, capsys):
-        words = ("--token-ids", "3,1,4,1,5", "--max-tokens", "24", "--budget", "16", "--width", "3", "--json")
-        places = ("--tensor-parallel-size", "2", "--data-parallel-size", "2")
-        code, out, err = self.run(capsys, folders, "generate", *words, "--ignore-eos", *places)
-        assert code == 0
-        assert json.loads(out)["token_ids"] == expected[0]
-        if len(jax.devices()) > 4:
-            assert f"jetspec-jax: decoding on the first 4 of {len(jax.devices())} devices\n" in err
-
-    @pytest.mark.wide
     def test_tree(self, folders, expected, capsys):
         words = ("--token-ids", "3,1,4,1,5", "--max-tokens", "24", "--budget", "16", "--width", "3", "--json")
         places = ("--expert-parallel-size", "1", "--tensor-parallel-size", "2")
@@ -249,10 +239,3 @@ class TestCommands:
         code, _, err = self.run(capsys, folders, "tree", *words, "--data-parallel-size", "2")
         assert code == 2
         assert "--data-parallel-size 2: one prompt can only use one copy" in err
-
-    def test_sizes_that_cannot_be(self, folders, capsys):
-        code, _, err = self.run(
-            capsys, folders, "generate", "--token-ids", "1", "--tensor-parallel-size", "0"
-        )
-        assert code == 2
-        assert "jetspec-jax: tensor_parallel_size must be at least 1, not 0" in err

@@ -8,7 +8,7 @@ import pytest
 from bench.acceptance import profile as profile_command
 from bench.acceptance.counts import NO_RANK, TracedRound, count_reached, count_tree, ranks_of, trace_requests
 from bench.common.workload import Workload
-from jetspec_jax import SamplingParams, generate
+from jetspec_jax import SamplingParams
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.inspect.trace import RoundTrace
 from jetspec_jax.tree import Profile
@@ -92,12 +92,6 @@ def work():
     prompts = [text_prompt(f"p:{i}") for i in range(2)]
     ids = np.random.default_rng(0).integers(0, TINY.vocab_size - 1, (2, 9)).tolist()
     return Workload(prompts, ids, PARAMS, [None, {"task": "math"}])
-
-
-@pytest.fixture(scope="module")
-def texts(pair, work):
-    completions = generate(pair.target, work.ids, PARAMS)
-    return [[*ids, *own.token_ids] for ids, own in zip(work.ids, completions, strict=True)]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Stores of recurrent layers: a slot's state follows its own committed tokens, and nothing else does."""
 
-import re
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +14,7 @@ from jetspec_jax.cache.paged import PagedStore
 from jetspec_jax.cache.pages import NO_PAGE
 from jetspec_jax.cache.recurrent import RecurrentStore, empty_recurrent_store
 from jetspec_jax.cache.slots import Slots
-from jetspec_jax.cache.stores import after_forward, chain_path, commit, empty_stores
+from jetspec_jax.cache.stores import chain_path, commit, empty_stores
 from jetspec_jax.config import Recurrence
 from jetspec_jax.device.memory import array_bytes
 from jetspec_jax.models.layers import KV, RecurrentRows
@@ -233,44 +232,3 @@ def test_what_a_layer_is_told():
     full = Block.chain(jnp.zeros((SLOTS, ROWS), jnp.int32), "full")
     with pytest.raises(ValueError, match="needs a chain or a tree"):
         attend_over([store], slots, full).history(0)
-
-
-@pytest.mark.parametrize(
-    ("program", "batch"), [("one row", 1), ("one row", SLOTS), ("tree", SLOTS), ("prefill", SLOTS)]
-)
-def test_states_are_written_in_place(program, batch):
-    """No compiled program copies the states, nor gathers or scatters those of all slots."""
-    picks = 1 if program == "prefill" else batch
-    rows = 1 if program == "one row" else ROWS
-    block = block_of(picks, rows, TREE if program == "tree" else None)
-
-    def step(carry):
-        store, slots, tokens = carry
-        own = part(slots, [0]) if program == "prefill" else slots
-        whole, store = store, store.pick(own.numbers) if program == "prefill" else store
-        before, q, k, v, decay, beta = tokens
-        history = attend_over([store], own, block).history(0)
-        read = gated_delta(q, k, v, decay, beta, history.state, parents=history.parents)
-        choices = jnp.argmax(read.out[:, :, 0], axis=-1).astype(jnp.int32)
-        count = after_forward(jnp.minimum(choices[:, 0] + 1, rows), choices)
-        stash = RecurrentRows(before, k, read.delta, decay)
-        [store] = commit([store], own, [stash], chain_path(picks, rows), count)
-        if program == "prefill":
-            store = whole.put(own.numbers, store)
-        return store, slots._replace(lengths=slots.lengths.at[own.numbers].add(count)), tokens
-
-    @partial(jax.jit, donate_argnums=0)
-    def loop(store, slots, tokens, steps):
-        if program == "prefill":
-            return step((store, slots, tokens))[0]
-        return jax.lax.fori_loop(0, steps, lambda _, carry: step(carry), (store, slots, tokens))[0]
-
-    given = random_store(slots=batch), slots_of([0] * batch), tokens_of(0, rows, picks), 3
-    text = loop.lower(*given).compile().as_text()
-    shape = rf"f32\[{batch},6,8,5\]"
-    assert re.search(shape, text)
-    assert re.findall(rf"= {shape}\S* copy(?:-start)?\(.*", text) == []
-    if program != "prefill":
-        assert (
-            re.findall(rf"= {shape}\S* (?:gather|scatter|dynamic-slice|dynamic-update-slice)\(.*", text) == []
-        )

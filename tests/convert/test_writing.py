@@ -36,11 +36,6 @@ class TestOneFile:
         save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
         assert ours.read_bytes() == (tmp_path / "theirs").read_bytes()
 
-    def test_a_type_for_all(self, tmp_path, weights):
-        save_checkpoint(tmp_path / "ours", DRAFT, weights, dtype="bfloat16")
-        found = read_raw(tmp_path / "ours")
-        assert {str(dtype) for dtype, _, _ in found.values()} == {"bfloat16"}
-
     def test_a_type_that_is_not_stored(self, tmp_path, weights):
         weights["fc"] = np.ones(weights["fc"].shape, np.float64)
         with pytest.raises(ValueError, match="fc is float64"):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetspec_jax import SamplingParams, generate, generate_tree
+from jetspec_jax import SamplingParams, generate
 from jetspec_jax.cache.pages import NO_PAGE
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.decode.state import grow
@@ -16,7 +16,6 @@ from jetspec_jax.engine.plan import plan_engine
 from jetspec_jax.engine.policy import AutoBudget
 from jetspec_jax.engine.runner import Runner
 from jetspec_jax.tree import get_algorithm
-from tests.decode.compilations import compilations
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.tiny import SLIDING, TinyEngine, head_config, random_head, random_target, serve
 
@@ -141,22 +140,6 @@ def test_the_choice_follows_what_is_accepted(target, head, oracle):
     assert np.mean(np.asarray(good.tree_sizes) == 1) < 0.2
     assert np.mean(np.asarray(bad.tree_sizes) == 1) > 0.7
     assert good.token_ids == bad.token_ids == plain[0][:200]
-
-
-@pytest.mark.wide
-def test_nothing_compiles_after_a_first_request(target, head, monkeypatch):
-    def run(tokens):
-        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-        settings = {"budget": 32, "width": 3, "algorithm": "auto"}
-        return generate_tree(target, head, PROMPTS, [params, PARAMS[1]], **settings)
-
-    run(2)
-    records = every_bucket(monkeypatch, (1, 32))
-    run(30)
-    with compilations() as seen:
-        run(30)
-    assert {record.batch.bucket for record in records} == {1, 32}
-    assert seen == []
 
 
 def test_shape_of_the_trees_is_an_option():

@@ -59,20 +59,6 @@ def test_after_one_warm_up_nothing_compiles(target, head, budget):
     assert after == []
 
 
-def test_streams_and_texts_share_their_programs(target, head):
-    llm = LLM(target, head, budget=16, width=3)
-    prompts, params = mixed_requests(12)
-    llm.warm_up()
-    with compilations() as after:
-        for prompt, own in zip(prompts, params, strict=True):
-            text = "".join(llm.stream(prompt, own))
-            if own.temperature == 0:
-                assert llm.generate([prompt], own)[0].text == text
-        with llm.stream(prompts[0], params[0]) as stream:
-            next(stream, None)
-    assert after == []
-
-
 def test_after_warm_up_the_first_call_compiles_nothing(target, head):
     # A width of its own, so that no other test has compiled what is needed.
     llm = LLM(target, head, budget=16, width=2, max_slots=2)
@@ -106,16 +92,3 @@ def test_after_a_warm_up_no_number_of_prompts_compiles_anything(target, head, bu
                 assert (own.temperature and own.seed is None) or one.token_ids == other.token_ids
     assert after == []
     assert llm.engines.engines() == [engine]
-
-
-@pytest.mark.wide
-def test_after_a_warm_up_for_what_requests_want_beside(target):
-    llm = LLM(target, max_slots=1)
-    wants = SamplingParams(max_tokens=9, logprobs=2, prompt_logprobs=1, bad_words=["ab", "cde"], min_tokens=5)
-    llm.warm_up(1, wants)
-    with compilations() as after:
-        other = dataclasses.replace(
-            wants, bad_words=["xy"], presence_penalty=1.0, temperature=1.0, logprobs=20
-        )
-        llm.generate([[5, 6, 7], [8], [9, 10]], [wants, SamplingParams(max_tokens=4), other])
-    assert after == []

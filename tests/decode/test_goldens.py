@@ -137,16 +137,3 @@ def test_tree_generations(target, causal_head, case):
     assert got.accept_lengths == case["accept_lengths"]
     assert got.tree_sizes == case["tree_sizes"]
     assert got.rounds == len(case["accept_lengths"])
-
-
-@pytest.mark.wide
-def test_the_head_is_worth_its_while(target, causal_head):
-    # An unwired head yields 1 or little more (a mask token in the anchor's place: 1.5).
-    rounds = [
-        length
-        for case in GENERATIONS
-        for length in generate_tree(
-            target, causal_head, [case["prompt"]], SamplingParams(max_tokens=64), budget=64
-        )[0].accept_lengths
-    ]
-    assert np.mean(rounds) > 3

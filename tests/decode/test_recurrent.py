@@ -15,17 +15,13 @@ from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import chain_path, commit, empty_stores
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.models import bind
-from tests.decode.oracle import OracleProposer, plant
-from tests.decode.tiny import HYBRID, TinyEngine, random_head, random_target, serve
-from tests.decode.waves import serve_waves, with_nan
+from tests.decode.tiny import HYBRID, TinyEngine, random_head, random_target, serve, with_nan
 from tests.families.goldens import LONG_IDS, LONG_PLACES, golden_target, long_in_float64
 from tests.float64 import Reference, assert_rounded
-from tests.marks import wide
 
 FLOAT32 = jnp.dtype(jnp.float32)
 PAGE, LIMIT = 64, 512
 CONFIG = dataclasses.replace(HYBRID, max_position_embeddings=LIMIT)
-ORACLE = OracleProposer(CONFIG.vocab_size)
 
 
 @pytest.fixture(scope="module")
@@ -57,28 +53,6 @@ def test_a_prompt_in_chunks_of_any_size(size):
     expected = long_in_float64("qwen3_5")
     assert found.shape[1] == 13
     assert_rounded(found, Reference(*(of_all[:, :13] for of_all in expected)))
-
-
-@pytest.mark.parametrize(
-    ("waves", "new"),
-    [((1, 3), (15, 35)), wide((1, 4, 2, 3), (200, 201))],
-    ids=["two waves", "four waves of 200 tokens"],
-)
-def test_trees_and_reused_slots_are_lossless(target, waves, new):
-    """Batches of 1 to 4 in the slots of those before them, deep paths, and no compilation after the first."""
-    made = TinyEngine(
-        target,
-        None,
-        TreeSettings(budget=16, width=2),
-        slots=4,
-        capacity=LIMIT,
-        proposer=ORACLE,
-        proposer_weights=plant([[]] * 4, LIMIT),
-    )
-    runner = made.runner
-    runner.state = dataclasses.replace(runner.state, stores=with_nan(runner.state.stores))
-    lengths = serve_waves(made, ORACLE, waves, np.random.default_rng(3), limit=LIMIT, new=new)
-    assert np.mean(lengths) > 3
 
 
 def test_a_slot_begins_anew_and_the_others_keep_their_bits(target):

@@ -1,7 +1,5 @@
 """The round's three functions, launched apart or together, and what its programs do to the stores."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +8,10 @@ import pytest
 from jetspec_jax import DecodeWeights, DraftHeadProposer, SamplingParams, SlotSettings, TreeDecoder, generate
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
-from jetspec_jax.decode.prefill import prefill
 from jetspec_jax.engine.size import cut_prompts
-from jetspec_jax.models import abstract, bind, weights_of
+from jetspec_jax.models import bind
 from tests.decode.oracle import OracleProposer, plant
-from tests.decode.tiny import TINY, head_config, random_head, random_target, with_windows
+from tests.decode.tiny import TINY, random_head, random_target, with_windows
 from tests.marks import wide
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -136,30 +133,3 @@ def test_a_stop_token_inside_a_path_ends_its_slot(target, sequences):
     assert state.active.tolist() == [False, True]
     np.testing.assert_array_equal(records.counts[:3, 0], [len(inside) + 1, 0, 0])
     np.testing.assert_array_equal(records.tokens[:, 1], endless.tokens[:, 1])
-
-
-@pytest.mark.parametrize("slots", [wide(1), 2])
-@pytest.mark.parametrize(
-    ("program", "bucket"), [("plain", 1), ("decode", 1), ("decode", 16), ("prefill", 16)]
-)
-def test_stores_are_written_in_place(program, bucket, slots):
-    """No compiled program copies a store: that would cost more than all else in a round."""
-    config = with_windows(TINY, None, 300)  # the window takes 20 pages of 16
-    head = head_config(config)
-    weights = DecodeWeights(weights_of(abstract(config)), weights_of(abstract(head)))
-    decoder = TreeDecoder(config, None if program == "plain" else DraftHeadProposer(head), bucket)
-    size = {"num_pages": 37, "pages_per_slot": 23, "page_size": 16, "dtype": FLOAT32}
-    state = jax.eval_shape(lambda: decoder.empty_state(slots, **size))
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    if program != "prefill":
-        lowered = decoder.program.lower(decoder, weights, state, number)
-    else:
-        shapes = ((1,), jnp.int32), ((1, 32), jnp.int32), ((1,), jnp.int32), ((1,), bool)
-        chunk = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-        lowered = prefill.lower(decoder.models, weights, state, *chunk)
-    text = lowered.compile().as_text()
-    heads, length = config.layers[0].num_kv_heads, config.layers[0].head_dim
-    for pages in (37, slots * 20):
-        rows = f"{pages},16,{heads},{length}|{pages * 16},{heads},{length}|{pages * 16},{heads * length}"
-        assert re.search(rf"f32\[({rows})\]", text)
-        assert re.findall(rf"= f32\[({rows})\]\S* copy(?:-start)?\(.*", text) == []

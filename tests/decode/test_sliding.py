@@ -1,32 +1,23 @@
 """Models with windows decode over rings as over stores of all tokens, however often the rings have turned."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jetspec_jax import logits, tree_logits
-from jetspec_jax.cache import pages as host_pages
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
-from jetspec_jax.cache.paged import PagedStore
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import chain_path, commit, empty_stores
-from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine import pages, plan, scheduler
 from jetspec_jax.models import bind
 from jetspec_jax.tree import build_tree
-from tests.decode.oracle import OracleProposer, plant
-from tests.decode.tiny import TINY, TinyEngine, random_target, with_windows
-from tests.decode.waves import serve_waves, with_nan
+from tests.decode.tiny import TINY, random_target, with_nan, with_windows
 
 FLOAT32 = jnp.dtype(jnp.float32)
 PAGE, CHUNK, LIMIT = 4, 16, 256
 # Nothing but itself, a page, several pages, all, and more than a slot can hold.
 CONFIG = with_windows(TINY, 1, PAGE, 11, None, 2 * LIMIT)
-ORACLE = OracleProposer(CONFIG.vocab_size)
 
 
 @pytest.fixture(scope="module")
@@ -91,32 +82,3 @@ def test_tree_logits_past_the_window(target, ids, dense):
     np.testing.assert_array_equal(tree.tokens[:, :8], ids[:, -8:])
     ours = tree_logits(target, ids[:, :-8], tree)[:, :8]
     np.testing.assert_allclose(ours, dense[:, -8:], atol=1e-4)
-
-
-@pytest.fixture
-def small_pages(monkeypatch):
-    """Engines with pages so small that rings turn many times."""
-    for module in (host_pages, pages, plan, scheduler):
-        monkeypatch.setattr(module, "PAGE_SIZE", PAGE)
-
-
-@pytest.mark.wide
-def test_trees_and_reused_slots_are_lossless(target, small_pages):
-    """Batches of 1 to 4 in the slots of those before them, deep paths, and no compilation after the first."""
-    rng = np.random.default_rng(3)
-    made = TinyEngine(
-        target,
-        None,
-        TreeSettings(budget=16, width=2),
-        slots=4,
-        capacity=176,
-        chunks=((1, CHUNK), (2, CHUNK)),
-        proposer=ORACLE,
-        proposer_weights=plant([[]] * 4, LIMIT),
-    )
-    runner = made.runner
-    runner.state = dataclasses.replace(runner.state, stores=with_nan(runner.state.stores))
-    rings = [None if type(store) is PagedStore else store.ring for store in runner.state.stores]
-    assert rings == [1, 2, 4, None, 44]
-    lengths = serve_waves(made, ORACLE, (1, 4, 2, 3), rng, limit=LIMIT)
-    assert np.mean(lengths) > 3

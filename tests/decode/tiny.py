@@ -152,6 +152,10 @@ def at_once(policy, shapes):
     return policy
 
 
+def with_nan(arrays):
+    return jax.tree.map(lambda array: jnp.full_like(array, jnp.nan), arrays)
+
+
 class Limited:
     """A policy whose dispatches have at most so many rounds."""
 

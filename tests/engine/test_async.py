@@ -8,14 +8,12 @@ import itertools
 import threading
 import weakref
 
-import numpy as np
 import pytest
 
 from jetspec_jax import AsyncLLM, SamplingParams, TreeDecoder, generate
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.request import DeadlinePassed, EngineFailed
 from jetspec_jax.engine.scheduler import QueueFull
-from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, flat, free_pages, random_head, random_target, with_windows
 from tests.engine.halting import begun, halted, paused
 from tests.events import join, until
@@ -97,34 +95,6 @@ def same(deltas, expected):
     """As `check`, whatever the trees: plain decoding has other rounds."""
     assert deltas[-1].completion.token_ids == expected.token_ids
     assert "".join(delta.text for delta in deltas) == expected.text
-
-
-@pytest.mark.wide
-def test_many_at_once_get_what_each_gets_alone(llm, models):
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 64, int(rng.integers(1, 30))).tolist() for _ in range(24)]
-    params = [
-        SamplingParams(temperature=float(seed % 2), seed=seed, max_tokens=int(rng.integers(1, 40)), stop="xa")
-        for seed in range(24)
-    ]
-    alone = generate(models[0], prompts, params)
-    gone = set(range(0, 24, 5))
-
-    async def one(number):
-        await asyncio.sleep(float(rng.random()) * 0.2)
-        most = 1 if number in gone else None
-        return await read(llm, prompts[number], params[number], most)
-
-    async def run():
-        return await asyncio.gather(*[one(number) for number in range(24)])
-
-    for number, (deltas, whole) in enumerate(zip(asyncio.run(run()), alone, strict=True)):
-        if number in gone:
-            got = tokens_of(deltas)
-            assert got == whole.token_ids[: len(got)]
-        else:
-            same(deltas, whole)
-    assert engine_of(llm).plan.size.slots == 4
 
 
 def test_deltas_make_the_completion(llm, short_dispatches):
@@ -411,15 +381,6 @@ def test_what_was_checked_is_not_checked_again(llm, expected, monkeypatch):
     same(asyncio.run(read(llm, checked, None)), expected)
     with pytest.raises(ValueError, match="give no sampling_params"):
         asyncio.run(read(llm, checked, PARAMS))
-
-
-def test_nothing_compiles_after_a_warm_up(llm):
-    asyncio.run(llm.warm_up())
-    engine = engine_of(llm)
-    with compilations() as seen:
-        asyncio.run(read(llm, [1] * 40))
-    assert seen == []
-    assert engine_of(llm) is engine
 
 
 def test_one_that_is_dropped_leaves_no_thread_and_no_target():

@@ -1,6 +1,5 @@
 """Rounds as three programs, with masks in between: the tokens of rounds that are one program."""
 
-import dataclasses
 import functools
 
 import pytest
@@ -12,8 +11,6 @@ from tests.decode.compilations import compilations
 from tests.decode.test_live import CONFIGS, PAGES, Case
 from tests.decode.tiny import HYBRID, SLIDING, TINY, TinyEngine, random_head, random_target
 from tests.marks import wide
-from tests.mesh.tiny import on_mesh
-from tests.meshes import mesh_of
 
 PROMPTS = [[5, 9, 2, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]]
 PARAMS = [
@@ -60,14 +57,3 @@ def test_live_slots_and_those_that_wait_for_pages(kind, monkeypatch):
     run = functools.partial(run_constrained, case.decoder, {})
     monkeypatch.setattr(TreeDecoder, "decode", lambda _, *given: run(*given))
     assert case.serve(case.begin(pages=pages), turns)[0] == expected
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("mesh", [(1, 2), (1, 4)])
-def test_on_a_mesh(mesh):
-    """A vocabulary that the parts do not divide."""
-    config = dataclasses.replace(SLIDING, vocab_size=67)
-    target, head = on_mesh((random_target(config, 0), random_head(config, 1)), mesh_of(*mesh))
-    settings, size = TreeSettings(budget=16, width=3), {"slots": 2, "capacity": 128, "mesh": target.mesh}
-    whole, apart = (TinyEngine(target, head, settings, **size) for _ in range(2))
-    assert decode(apart, 3, apart=True) == decode(whole, 3, apart=False)

@@ -11,7 +11,6 @@ from jetspec_jax import LLM, AsyncLLM, Head, SamplingParams, Target
 from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.device.mesh import make_mesh
 from jetspec_jax.engine.engine import Engine
-from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
 from tests.events import PATIENCE, until
 from tests.meshes import need_devices
@@ -148,19 +147,6 @@ def test_a_call_from_inside_of_a_wait(llm, expected):
 
     assert tokens(llm.generate(PROMPTS, params_of(LENGTHS), use_tqdm=Bar)) == expected
     assert inside == [expected[1:3]]
-
-
-@pytest.mark.wide
-def test_after_the_warm_up_nothing_compiles_with_any_copy(pair):
-    llm = LLM(*pair, **{**TREE, "max_slots": 2})
-    llm.warm_up()
-    with compilations() as seen:
-        for count in (4, 1, 3):
-            llm.generate(PROMPTS[:count], params_of(LENGTHS[1:])[:count])
-        with llm.stream(PROMPTS[0], params_of(LENGTHS)[0]) as first:
-            next(first)
-            list(llm.stream(PROMPTS[1], params_of(LENGTHS)[1]))
-    assert seen == []
 
 
 @pytest.mark.wide

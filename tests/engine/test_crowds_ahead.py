@@ -3,16 +3,14 @@
 As on a GPU; when results are fetched is left to chance.
 """
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 from jetspec_jax import load_draft_head, load_target
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from tests.decode.tiny import SLIDING, random_head, random_target
+from tests.decode.tiny import random_head
 from tests.engine.crowd import make_crowd
-from tests.engine.test_crowds import CAPACITY, byte_target, serve_and_check
+from tests.engine.test_crowds import byte_target, serve_and_check
 from tests.families.goldens import golden_target
 from tests.marks import wide
 
@@ -53,14 +51,3 @@ def test_snapshots_are_kept_and_restored_in_order(monkeypatch, no_type_checks, f
     told = serve_and_check(monkeypatch, target, None, crowd, rng, live=(), overlapped=True, **size)
     assert told.prefix_hits >= 1
     assert max(length for own in told.requests for length in own.accept_lengths) > 3
-
-
-@pytest.mark.wide
-def test_a_crowd_with_windows(monkeypatch, no_type_checks):
-    config = dataclasses.replace(SLIDING, max_position_embeddings=CAPACITY)
-    target, rng = random_target(config, 0), np.random.default_rng(5)
-    crowd = make_crowd(target, 24, rng, lengths=(30, 60), without=("logprobs",))
-    told = serve_and_check(
-        monkeypatch, target, None, crowd, rng, slots=4, num_pages=6, live=(), overlapped=True
-    )
-    assert told.preemptions >= 1

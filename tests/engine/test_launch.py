@@ -5,6 +5,7 @@ import pytest
 
 from jetspec_jax import SamplingParams, generate
 from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.engine.batch import Batch
 from tests.decode.tiny import TinyEngine, finish, serve
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -41,6 +42,17 @@ def test_a_launch_waits_for_nothing(engine, expected, monkeypatch):
     assert len(request.accept_lengths) == 2
     finish(engine)
     assert request.tokens == expected
+
+
+def test_a_batch_without_rounds_is_waited_for(engine, monkeypatch):
+    runner, waited, get = engine.runner, [], jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda arrays: waited.append(arrays) or get(arrays))
+    runner.launch(Batch((), (), (), (), (), 1, 0))
+    assert not waited
+    last = runner.in_flight[0].last
+    assert last is not runner.state.active, "the next launch donates it"
+    assert runner.collect().tree_sizes.size == 0
+    assert any(arrays is last for arrays in waited)
 
 
 def test_a_request_may_join_or_leave_while_a_batch_flies(engine, expected):

@@ -10,9 +10,7 @@ import pytest
 
 from jetspec_jax import SamplingParams, generate
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine.batch import Kind
 from jetspec_jax.engine.plan import overlaps, plan_engine
-from tests.decode.compilations import compilations
 from tests.decode.tiny import TinyEngine, check_pool, finish
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -107,17 +105,6 @@ class TestTwoInFlight:
         finish(engine)
         assert second.tokens == third.tokens == expected
 
-    def test_a_prompt_without_rounds_is_waited_for(self, target, head, expected):
-        prompt = PROMPT * 40
-        engine = TinyEngine(target, head, TREE, slots=1, prefill_tokens=64, overlapped=True)
-        request = engine.submit(prompt, PARAMS)
-        assert engine.launch()
-        assert engine.launch()
-        assert [flight.batch.rounds for flight in engine.runner.in_flight] == [0, 0]
-        assert engine.collect() == []
-        finish(engine)
-        assert request.tokens == generate(target, [prompt], PARAMS)[0].token_ids
-
     def test_a_batch_takes_the_time_between_two_fetches(self, engine):
         engine.submit(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True))
         engine.step()
@@ -126,12 +113,3 @@ class TestTwoInFlight:
         before = engine.runner._collected
         record = engine.runner.collect()
         assert record.seconds == pytest.approx(engine.runner._collected - before)
-
-    def test_nothing_compiles_once_all_is_compiled(self, target, head):
-        engine = TinyEngine(target, head, TREE, slots=2, live=(1,), overlapped=True)
-        engine.runner.compiler.compile(engine.runner.programs([Kind()]))
-        with compilations() as seen:
-            for length in (3, 40):
-                engine.submit(PROMPT * length, PARAMS)
-                finish(engine)
-        assert seen == []

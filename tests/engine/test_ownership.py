@@ -210,15 +210,6 @@ class TestLifetime:
 
 
 class TestCallers:
-    def test_threads_share_an_engine(self, llm, expected):
-        def call():
-            return [tokens_of(llm.generate([PROMPT], PARAMS)) for _ in range(3)]
-
-        callers = [in_thread(call) for _ in range(3)]
-        for thread, got in callers:
-            join(thread)
-            assert got == [[expected] * 3]
-
     def test_a_callback_that_raises_ends_its_request_alone(self, llm, expected):
         def fail():
             raise ZeroDivisionError("a mistake of the caller")
@@ -346,10 +337,14 @@ class TestStreams:
 
 class TestErrors:
     @pytest.mark.parametrize(
-        ("owner", "name"),
-        [(Engine, "_take_commands"), (Scheduler, "next_batch"), (Runner, "launch"), (Runner, "collect")],
+        ("owner", "name", "error"),
+        [
+            (Engine, "_take_commands", SystemExit(3)),
+            (Scheduler, "next_batch", KeyboardInterrupt()),
+            (Runner, "launch", SystemExit(3)),
+            (Runner, "collect", KeyboardInterrupt()),
+        ],
     )
-    @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
     def test_a_thread_that_dies_says_so_and_the_next_call_works(
         self, llm, expected, monkeypatch, owner, name, error
     ):

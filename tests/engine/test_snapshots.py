@@ -173,14 +173,6 @@ class TestHits:
         finish(scheduler, device)
         assert_served(req)
 
-    def test_salts_keep_requests_apart(self):
-        scheduler, device = made(slots=1)
-        salts = "a", "b", "a"
-        asked = add(scheduler, *(request(150, 5, cache_salt=salt) for salt in salts))
-        finish(scheduler, device)
-        assert_served(*asked)
-        assert [req.prefix_tokens for req in asked] == [0, 0, 128]
-
 
 def test_other_processes_are_told_of_copies():
     scheduler, device = made()
@@ -216,12 +208,3 @@ class TestPressure:
             finish(scheduler, device)
             assert_served(req)
             assert req.prefix_tokens == 0
-
-    def test_none_is_taken_where_there_are_no_places(self):
-        scheduler, device = made(snapshots=0)
-        requests = add(scheduler, *(request(150, 5) for _ in range(3)))
-        batch = step(scheduler, device, 1)
-        assert (len(batch.admissions), batch.copies) == (2, ())
-        finish(scheduler, device)
-        assert_served(*requests)
-        assert [req.prefix_tokens for req in requests] == [0] * 3

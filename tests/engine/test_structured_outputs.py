@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from jetspec_jax import LLM, SamplingParams, StructuredOutputsParams, generate, generate_tree, logits
-from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.inspect.exactness import perturbed_logits
 from jetspec_jax.inspect.trace import trace_rounds
 from tests.decode.compilations import compilations
-from tests.decode.tiny import SLIDING, TinyEngine, random_head, random_target
+from tests.decode.tiny import SLIDING, random_head, random_target
 from tests.mesh.tiny import on_mesh
 from tests.meshes import mesh_of
 from tests.sampling.byte_tokenizer import SPECIAL, byte_tokenizer
@@ -141,42 +140,11 @@ def test_several_completions_of_a_prompt(models):
 
 
 @pytest.mark.wide
-def test_streams(models):
-    target, head = models
-    llm = LLM(target, head, **SETTINGS)
-    for count in (1, 2):
-        llm.warm_up(count, PARAMS[0])
-    with compilations() as seen, llm.stream("ab", PARAMS[0]) as stream, llm.stream("ab", FREE) as other:
-        pieces = [next(other), *stream, *other]
-    assert seen == []
-    assert stream.completion == llm.generate("ab", PARAMS[0])[0]
-    assert other.completion == llm.generate("ab", FREE)[0]
-    assert "".join(pieces).count("!") >= 1
-
-
-@pytest.mark.wide
 def test_on_a_mesh(models):
     target, head = on_mesh(models, mesh_of(1, 2))
     outputs = generate_tree(target, head, [PROMPT] * 2, PARAMS[:2], **SETTINGS)
     alone = generate(models[0], [PROMPT] * 2, PARAMS[:2])
     assert [own.token_ids for own in outputs] == [own.token_ids for own in alone]
-
-
-@pytest.mark.wide
-def test_requests_that_lose_their_slots_keep_their_places(models):
-    """Too few pages for all: who goes on later goes on in its grammar."""
-    target, head = models
-    prompts = [np.random.default_rng(i).integers(0, 200, 50).tolist() for i in range(3)]
-    params = [structured(regex=f"([a-z][0-9]){{{40 + i}}}!", seed=i, max_tokens=100) for i in range(3)]
-    settings = TreeSettings(**SETTINGS)
-    engine = TinyEngine(target, head, settings, slots=3, capacity=192, num_pages=4)
-    requests = [engine.submit(*each) for each in zip(prompts, params, strict=True)]
-    while engine.busy:
-        engine.step(2)
-    assert sum(request.preemptions for request in requests) > 0
-    for prompt, own, request in zip(prompts, params, requests, strict=True):
-        assert request.tokens == generate(target, [prompt], own)[0].token_ids
-        assert request.finish_reason == "stop"
 
 
 def test_a_grammar_that_has_no_way_on_is_an_error():

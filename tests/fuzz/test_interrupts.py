@@ -13,7 +13,6 @@ from jetspec_jax import cli
 from tests.events import PATIENCE, until_it_sleeps
 from tests.fuzz import interrupts, signals
 from tests.fuzz.scenes import Scene
-from tests.marks import wide
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,19 +23,17 @@ def scene():
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("threads", "calls"), [(4, 3), wide(8, 20)])
-def test_threads_get_what_each_gets_alone(scene, threads, calls):
-    scene.in_threads(threads, calls, 0)
+def test_threads_get_what_each_gets_alone(scene):
+    scene.in_threads(4, 3, 0)
     scene.check(random.Random(0))
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("count", [20, wide(100)])
-def test_an_exception_at_any_moment_leaves_nothing_behind(scene, monkeypatch, count):
+def test_an_exception_at_any_moment_leaves_nothing_behind(scene, monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", interrupts.report)
-    outcomes = interrupts.run(scene, random.Random(0), count)
-    assert sum(outcomes.values()) == count
-    assert outcomes["KeyboardInterrupt"] >= count / 10
+    outcomes = interrupts.run(scene, random.Random(0), 20)
+    assert sum(outcomes.values()) == 20
+    assert outcomes["KeyboardInterrupt"] >= 2
 
 
 @pytest.mark.wide

@@ -50,7 +50,6 @@ COMMON = {
     "vocab_size_per_layer_input": 19,
 }
 PUBLISHED = {**COMMON, "global_head_dim": 16, "num_global_key_value_heads": 1}
-PLAIN = {"sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}}
 WIDE = {"head_dim": 16, "num_key_value_heads": 1}
 SAVED = {**COMMON, "per_layer_config": {"1": WIDE, "3": WIDE}, "use_bidirectional_attention": None}
 WRAPPER = {

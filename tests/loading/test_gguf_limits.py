@@ -17,7 +17,7 @@ from tests.loading.gguf_files import CONFIGS, metadata_of, random_tensors, write
 from tests.loading.test_gguf_tokenizer import CONTROL, NORMAL, byte_level, sentence_piece
 
 PLAIN = {**CONFIGS["llama"], "rope_scaling": None}
-BYTE, BOOL, STRING, ARRAY, FLOAT = 1, 7, 8, 9, 6
+BYTE, STRING, ARRAY, FLOAT = 1, 8, 9, 6
 # What a refusal may allocate: a file of 1 GiB announces far more.
 FEW_BYTES = 2**20
 

@@ -14,8 +14,7 @@ from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.engine.plan import empty_state
 from jetspec_jax.inspect.agreement import steering, unequal
 from pallas_kernels import shards
-from tests.decode.compilations import compilations
-from tests.decode.tiny import SLIDING, TinyEngine, random_head, random_target, serve
+from tests.decode.tiny import SLIDING, TinyEngine, random_head, random_target
 from tests.mesh.tiny import on_mesh
 from tests.meshes import mesh_of
 
@@ -88,14 +87,6 @@ def test_after_every_dispatch(engine):
     target = random_target(CONFIG, 0)
     alone = [generate(target, [prompt], own)[0] for prompt, own in zip(PROMPTS, PARAMS, strict=True)]
     assert run(engine) == [completion.token_ids for completion in alone]
-
-
-@pytest.mark.wide
-def test_after_warm_up_nothing_compiles(engine):
-    run(engine)
-    with compilations() as after:
-        serve(engine, PROMPTS[::-1] * 2, [SamplingParams(max_tokens=9, **FILTERED)] * 4)
-    assert after == []
 
 
 def test_slots_change_hands_where_they_lie(engine):

