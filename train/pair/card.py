@@ -56,7 +56,8 @@ def card_of(
         *front,
         f"# A draft head for {target}",
         "",
-        "Made by `python -m train pair` of jetspec-jax. A draft head changes no token that is decoded.",
+        "Made by `python -m train pair` of jetspec-jax. A draft head changes no token that is decoded, "
+        "except where rounding decides between two likely tokens; in 16 bits that happens in many texts.",
         "",
         f"```sh\njetspec-jax serve --model {target} --draft-head FOLDER --budget {budget}\n```",
         "",
@@ -71,6 +72,8 @@ def card_of(
         f"{report['jax']}. Held-out prompts that were not judged: {others or 'none'}.",
         "",
         *table_of(report),
+        "",
+        "Equal outputs are those with the tokens of plain decoding up to their end.",
         "",
         "## Training",
         "",

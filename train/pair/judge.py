@@ -204,8 +204,8 @@ def judgement_of(rows: Sequence[Mapping[str, Any]], split: Split, target: Target
 def table_of(report: Mapping[str, Any]) -> list[str]:
     """The figures as lines of a Markdown table."""
     lines = [
-        "| T | nodes | tokens per round (τ) | tokens/s | plain tokens/s | times plain |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| T | nodes | tokens per round (τ) | tokens/s | plain tokens/s | times plain | equal outputs |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     rows = sorted(report["rows"], key=lambda row: (row["temperature"], row["budget"]))
     for row in rows:
@@ -213,7 +213,8 @@ def table_of(report: Mapping[str, Any]) -> list[str]:
         figures = " | ".join(
             f"{number:.{digits}f}" for number, digits in zip(numbers, (0, 0, 2), strict=True)
         )
-        lines.append(f"| {row['temperature']:g} | {row['budget']} | {row['tau']:.2f} | {figures} |")
+        equal = f"{row['equal_outputs']} of {report['prompts']}"
+        lines.append(f"| {row['temperature']:g} | {row['budget']} | {row['tau']:.2f} | {figures} | {equal} |")
     return lines
 
 

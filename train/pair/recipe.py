@@ -173,7 +173,7 @@ def default_table(
     Args:
         target: The target.
         chosen: Settings that are chosen already. A window follows from the tokens of a prompt and its answer;
-            batch, micro-batch, anchors and chunk follow from the window.
+            batch, micro-batch, anchors and chunk follow from the window, and `paced` settings from the steps.
         devices: The number of devices that share a batch.
         gpu: Whether they are GPUs.
         begun: Whether training starts from an existing head.
@@ -219,7 +219,9 @@ def default_table(
             micro = math.gcd(share, micro)
         parts = -(-share // micro)
         chunk = min(1024, CHUNK_BYTES // (4 * micro * vocab)) // (block - 1) * (block - 1)
+        known = table[name]["fit"]
         fit = {"batch": devices * parts * micro, "learning_rate": float(f"{peak:.2g}")}
+        fit |= paced(chosen_or(known["steps"], f"{name}.fit.steps"), known["warmup"], known["log_every"])
         of_target[name] |= {
             "window": window,
             "remat": width >= 2048,
@@ -268,16 +270,19 @@ def with_dropped_replaced(recipe: PairRecipe, kept: float) -> PairRecipe:
     return replace(recipe, writing=more)
 
 
+def paced(steps: int, warmup: int, log_every: int) -> dict[str, int]:
+    """Settings of a fit by its steps: it is evaluated and saved six times; warm-up and log shrink with it."""
+    every = -(-steps // 6)
+    own = {"warmup": min(warmup, steps // 10), "log_every": min(log_every, max(1, every // 10))}
+    return {"steps": steps, "save_every": every, "evaluate_every": every, **own}
+
+
 def scaled(recipe: PairRecipe, factor: float) -> PairRecipe:
     """The recipe with so many times its prompts, answers and steps."""
 
     def of_steps(part: HeadRecipe) -> HeadRecipe:
-        """With other steps, evaluated and saved six times."""
         fit, steps = part.fit, max(20, round(factor * part.fit.steps))
-        every = max(1, -(-steps // 6))
-        fit = replace(fit, steps=steps, save_every=every, evaluate_every=every)
-        warmup, log_every = min(fit.warmup, steps // 10), min(fit.log_every, max(1, every // 10))
-        return replace(part, fit=replace(fit, warmup=warmup, log_every=log_every))
+        return replace(part, fit=replace(fit, **paced(steps, fit.warmup, fit.log_every)))
 
     least = 4 * recipe.heldout
     written = sum(part.count for part in recipe.writing)
@@ -290,7 +295,7 @@ def scaled(recipe: PairRecipe, factor: float) -> PairRecipe:
         selector=of_steps(recipe.selector),
         writing=writing,
         share=min(share, 1.0) * recipe.share,
-        most_prompts=max(round(factor * recipe.most_prompts), least),
+        most_prompts=max(round(factor * recipe.most_prompts), min(recipe.most_prompts, least)),
     )
 
 

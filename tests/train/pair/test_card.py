@@ -20,6 +20,7 @@ REPORT = {
             "tokens_per_second": 2500.0,
             "plain_tokens_per_second": 1000.0,
             "times_plain": 2.5,
+            "equal_outputs": 33,
         }
     ],
 }
@@ -59,7 +60,7 @@ def test_a_card_has_figures_commands_and_the_licence():
     for part in (
         "jetspec-jax serve --model owner/name --draft-head FOLDER --budget 64\n",
         '"model": "FOLDER/without_selector", "num_speculative_tokens": 11}',
-        "| 0 | 64 | 4.50 | 2500 | 1000 | 2.50 |",
+        "| 0 | 64 | 4.50 | 2500 | 1000 | 2.50 | 33 of 40 |",
         "40 held-out prompts, one at a time; bfloat16, NVIDIA H100, JAX 0.11.2.",
         "not judged: 4 calibrated the head.",
         "1,230 prompts, held-out ones included (1,200 free, 30 gsm8k plain). 7 others were dropped",

@@ -108,7 +108,7 @@ def test_too_few_prompts_are_refused():
 
 def row(temperature, budget, gain):
     speeds = {"tokens_per_second": 100.0 * gain, "plain_tokens_per_second": 100.0, "times_plain": gain}
-    return {"temperature": temperature, "budget": budget, "tau": 2.5, **speeds}
+    return {"temperature": temperature, "budget": budget, "tau": 2.5, **speeds, "equal_outputs": 39}
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,7 @@ def test_the_recommended_budget(gains, best, tmp_path):
     table = table_of(report)
     assert len(table) == 2 + len(rows)
     assert table[2].startswith("| 0 | 16 | 2.50 | ")
+    assert table[2].endswith(" | 39 of 40 |")
     draw_judgement(report, "a target", tmp_path / "judge.svg")
     text = "".join(ElementTree.parse(tmp_path / "judge.svg").getroot().itertext())
     assert "a target: 40 held-out prompts" in text

@@ -208,8 +208,19 @@ def test_the_recipe_of_a_work_folder_is_read_as_it_is(tmp_path):
     assert (one.head.fit.micro_batch, other.head.fit.micro_batch) == (None, 8)
     path.write_text(toml_of(dataclasses.asdict(one)))
     assert read(large, path) == one
-    path.write_text("[head.fit]\nsteps = 7\n")
-    assert read(large, path).head.fit == dataclasses.replace(other.head.fit, steps=7)
+    path.write_text("[head.fit]\nlearning_rate = 0.5\n")
+    assert read(large, path).head.fit == dataclasses.replace(other.head.fit, learning_rate=0.5)
+
+
+def test_warm_up_and_intervals_follow_the_steps_unless_they_are_set(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text("[head.fit]\nsteps = 60\n[selector.fit]\nsteps = 30\nsave_every = 7\n")
+    recipe, other = read(target(), path), default(target())
+    follow = {"save_every": 10, "evaluate_every": 10, "log_every": 1, "warmup": 6}
+    assert recipe.head.fit == dataclasses.replace(other.head.fit, steps=60, **follow)
+    follow = {"save_every": 7, "evaluate_every": 5, "log_every": 1, "warmup": 3}
+    assert recipe.selector.fit == dataclasses.replace(other.selector.fit, steps=30, **follow)
+    recipe.check()
 
 
 @pytest.mark.parametrize("name", PAIR_RECIPES)
@@ -240,10 +251,10 @@ def test_the_selector_follows_a_head_s_whole_recipe(tmp_path):
 
 def test_files_options_and_changes_replace_settings_in_this_order(tmp_path):
     path, one = tmp_path / "mine.toml", target()
-    path.write_text('max_tokens = 20\nslots = 3\nprompts = ["a"]\n[head.fit]\nsteps = 9\n')
+    path.write_text('max_tokens = 20\nslots = 3\nprompts = ["a"]\n[head.fit]\nlearning_rate = 0.5\n')
     recipe = read(one, path, {"prompts": ["b"]}, ["slots=5", "writing=[]", "head.fit.batch=2"])
     assert (recipe.max_tokens, recipe.slots, recipe.prompts, recipe.writing) == (20, 5, ("b",), ())
-    assert recipe.head.fit == dataclasses.replace(default(one).head.fit, steps=9, batch=2)
+    assert recipe.head.fit == dataclasses.replace(default(one).head.fit, learning_rate=0.5, batch=2)
     for wrong, message in (
         ("[head]\nsteps = 1\n", "unknown key head.steps"),
         ("[[writing]]\nkind = 'a'\n", r"missing key writing\[0\].count"),
@@ -288,6 +299,7 @@ def test_a_scaled_recipe_has_fewer_of_everything_and_enough_to_judge():
     assert (half.share, scaled(whole, 3.0).share, scaled(half, 0.5).share) == (0.5, 1.0, 0.25)
     assert (half.most_prompts, half.head.fit.steps, half.selector.fit.steps) == (20_000, 6_000, 400)
     assert half.head.fit.evaluate_every == 1_000
+    assert scaled(dataclasses.replace(whole, most_prompts=600), 0.5).most_prompts == 600
     assert sum(part.count for part in least.writing) >= 3 * whole.heldout
     for recipe in (half, least, scaled(whole, 3.0)):
         recipe.check()
