@@ -25,8 +25,9 @@ _ALL = frozenset(_NAMES.values())
 _WORDS = {"null": None, "None": None, "true": True, "True": True, "false": False, "False": False}
 # Longer texts are not parsed as Python literals, whose syntax trees need much memory.
 _LONGEST_LITERAL = 2**16
-# Most schemas of an object that are read: one may refer to itself.
-_MOST_PARTS = 64
+# Most schemas that apply to an object, and most references that are resolved: a body may have thousands,
+# each to a large schema.
+_MOST_REFERENCES = 64
 
 
 def _parsed(text: str) -> int | float | str | list[Any] | dict[str, Any] | None:
@@ -103,7 +104,7 @@ class ObjectSchema:
     def _parts(self) -> list[Mapping[str, Any]]:
         """All schemas that apply to the object: the root, its references and ``allOf``."""
         found, left = [], [self._root]
-        while left and len(found) < _MOST_PARTS:
+        while left and len(found) < _MOST_REFERENCES:
             part = left.pop(0)
             if isinstance(part, Mapping):
                 found.append(part)
@@ -145,6 +146,8 @@ class ObjectSchema:
     def _referred(self, pointer: str) -> _Allowed:
         """The values that a referenced schema allows; a reference to itself allows everything."""
         if pointer not in self._references:
+            if len(self._references) == _MOST_REFERENCES:
+                return _ANYTHING
             self._references[pointer] = _ANYTHING
             self._references[pointer] = self._allowed(referred(self._root, pointer))
         return self._references[pointer]

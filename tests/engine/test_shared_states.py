@@ -13,7 +13,7 @@ from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.decode.snapshots import keep, restore
 from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.engine import plan as memory
-from jetspec_jax.engine.plan import check_engine_memory
+from jetspec_jax.engine.plan import check_engine_memory, plan_engine
 from jetspec_jax.progress import log_once
 from tests.decode.compilations import compilations
 from tests.decode.tiny import (
@@ -183,6 +183,14 @@ def test_an_engine_whose_snapshots_do_not_fit_is_refused(monkeypatch):
     with pytest.raises(DeviceMemoryError, match="3 snapshots of windows and states") as info:
         check_engine_memory(plan)
     assert "max_slots 1" in str(info.value)
+
+
+def test_an_engine_has_as_many_as_slots_unless_it_is_told():
+    counts = [
+        plan_engine(HYBRID, None, PLAIN, jnp.dtype("float32"), slots=SLOTS, snapshots=given).size.snapshots
+        for given in (None, 7, 0)
+    ]
+    assert counts == [SLOTS, 7, 0]
 
 
 @pytest.mark.wide

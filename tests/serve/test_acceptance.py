@@ -77,6 +77,10 @@ class TestDefinitions:
         got = speculative(completion, level="detailed", depth=6)
         assert got == defined([2, 0, 1], [2, 5, 4], 6)
 
+    @pytest.mark.parametrize("level", ["summary", "detailed"])
+    def test_several_completions_have_none(self, level):
+        assert speculative(ended([2], [3]), ended([2], [3]), level=level) is None
+
     def test_usage_counts_all_completions_at_every_level(self):
         both = [ended([1, 4], [3, 3]), ended([2], [1])]
         for level in ("none", "summary", "detailed"):

@@ -2,6 +2,8 @@
 
 import pytest
 
+from jetspec_jax.sampling.closed_schema import referred
+from jetspec_jax.serve import typed_values
 from jetspec_jax.serve.typed_values import ObjectSchema
 
 MAYBE_TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}
@@ -105,3 +107,16 @@ def test_a_schema_that_is_nested_too_deeply_allows_all():
     definitions = {str(place): nested({"$ref": f"#/$defs/{place + 1}"}) for place in range(100)}
     schema = ObjectSchema({"properties": {"x": {"$ref": "#/$defs/0"}}, "$defs": definitions})
     assert schema.value("x", "1") == 1
+
+
+def test_one_schema_under_many_names_is_read_a_bounded_number_of_times(monkeypatch):
+    read, names = [], [f"#/$defs/{'%74' * i}{'t' * (20 - i)}" for i in range(21)]
+    names += [f"{name[:2]}%24{name[3:]}" for name in names]
+    names += [name.replace("defs", "d%65fs") for name in names]
+    monkeypatch.setattr(
+        typed_values, "referred", lambda root, pointer: read.append(pointer) or referred(root, pointer)
+    )
+    branches = [{"$ref": name} for name in names]
+    schema = ObjectSchema({"properties": {"x": {"anyOf": branches}}, "$defs": {"t" * 20: {"type": "string"}}})
+    assert schema.value("x", "1") == 1  # a reference that is not resolved allows everything
+    assert len(set(names)) > len([pointer for pointer in read if pointer]) == 64

@@ -12,10 +12,6 @@ def saved_figures(monkeypatch, module, *, drawn=True):
     return saved
 
 
-def boxes(artists):
-    return [artist.get_window_extent() for artist in artists]
-
-
 def assert_apart(found):
     assert len(found) > 1
     for one, other in itertools.combinations(found, 2):

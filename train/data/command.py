@@ -99,9 +99,7 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     )
     accept_formerly(parser, slots, "--slots")
     parser.add_argument("--limit", type=int, help="number of prompts to read, from the first (default: all)")
-    parser.add_argument(
-        "--skip-too-long", action="store_true", help="drop prompts that do not fit the context"
-    )
+    parser.add_argument("--skip-too-long", action="store_true", help="drop texts that do not fit the context")
     parser.add_argument(
         "--template-arguments",
         type=json_object,

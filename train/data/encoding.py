@@ -57,8 +57,8 @@ def encode_entries(
                 skipped += 1
             else:
                 raise ValueError(
-                    f"{entry.where}: the row has {count} tokens, and the target's context has room for "
-                    f"{most}; shorten it, or drop such rows with --skip-too-long"
+                    f"{entry.where}: a text has {count} tokens, and the target's context has room for "
+                    f"{most}; shorten it, or drop such texts with --skip-too-long"
                 )
     dropped.check_rest(usable)
     return found, skipped
