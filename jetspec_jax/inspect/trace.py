@@ -88,6 +88,8 @@ class Trace(Iterator[RoundTrace]):
         completion: The whole completion once the request has ended, None before.
     """
 
+    _engine: Engine | None = None
+
     def __init__(self, engines: Engines, request: Request, tokenizer: Any, *, owns: bool = False):
         """Submits a request; its rounds run between those of other requests; ``owns`` closes the engines."""
         self.text = ""
@@ -96,7 +98,6 @@ class Trace(Iterator[RoundTrace]):
         buckets = sorted(decoder.bucket for decoder in engines.plan.decoders)
         request.traced = next(bucket for bucket in buckets if bucket >= min(request.budget, buckets[-1]))
         self._owned = engines if owns else None
-        self._engine: Engine | None = None
         [self._engine] = engines.submit([request])
 
     def __next__(self) -> RoundTrace:
@@ -122,7 +123,8 @@ class Trace(Iterator[RoundTrace]):
             self._owned.close()
 
     def __del__(self) -> None:
-        self._leave()  # engines that it owned end by themselves
+        if hasattr(self, "_output"):  # else an exception came before its request was made
+            self._leave()  # engines that it owned end by themselves
 
     def _leave(self) -> None:
         """Frees the slot; waits for nothing, so that a finaliser can call it in any thread."""

@@ -24,6 +24,7 @@ from jetspec_jax.engine.engine import CLOSED, Engine, State
 from jetspec_jax.engine.request import EngineFailed
 from jetspec_jax.engine.runner import Runner
 from jetspec_jax.engine.scheduler import Scheduler
+from jetspec_jax.inspect import trace as trace_module
 from jetspec_jax.inspect.trace import trace_request, trace_rounds
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, free_pages, random_target, with_windows, word_tokenizer
@@ -454,6 +455,19 @@ class TestTraces:
         trace = trace_request(llm.engines, TreeSettings(1), PROMPT, PARAMS)
         assert {len(each.tokens) for each in trace} == {1}
         assert trace.completion.token_ids == expected
+
+    @pytest.mark.parametrize("name", ["Output", "sorted"])  # before and after its request is made
+    def test_an_interrupted_beginning_is_dropped_in_silence(self, llm, monkeypatch, name):
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        unraisable = []
+        monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+        monkeypatch.setattr(trace_module, name, interrupted, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            trace_request(llm.engines, llm.settings, PROMPT, PARAMS)
+        gc.collect()
+        assert unraisable == []
 
     def test_a_trace_of_its_own_ends_its_engine(self, models, expected):
         before = threads()
