@@ -128,6 +128,10 @@ class SamplingFields(Body):
         return {"structured_outputs": "response_format"} if by_format else {}
 
 
+#: Fields with the same name in `SamplingParams`.
+SAME = {field.name for field in fields(SamplingParams)} & SamplingFields.model_fields.keys()
+
+
 def sampling_params(
     request: SamplingFields,
     settings: ServeSettings,
@@ -142,8 +146,7 @@ def sampling_params(
     ``form`` replaces the request's structured output. ``fixed`` are parameters that it cannot set.
     """
     _check(request, settings)
-    shared = {field.name for field in fields(SamplingParams)} & SamplingFields.model_fields.keys()
-    given = {name: value for name in shared if (value := getattr(request, name)) is not None}
+    given = {name: value for name in SAME if (value := getattr(request, name)) is not None}
     given = {"temperature": 1.0, **given, **fixed, "max_tokens": max_tokens, "logprobs": logprobs}
     names = type(request).model_fields
     try:

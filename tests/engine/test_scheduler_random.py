@@ -23,7 +23,7 @@ BATCH = 0.01
 
 
 class AnyBucket:
-    """Any bucket; counts what it is told."""
+    """A policy of random buckets; counts the dispatches that it has not observed yet."""
 
     def __init__(self, size, rng):
         self._size, self._rng, self.open = size, rng, 0

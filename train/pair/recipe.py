@@ -271,7 +271,7 @@ def with_dropped_replaced(recipe: PairRecipe, kept: float) -> PairRecipe:
 
 
 def paced(steps: int, warmup: int, log_every: int) -> dict[str, int]:
-    """Settings of a fit by its steps: it is evaluated and saved six times; warm-up and log shrink with it."""
+    """Settings of a fit by its steps: six evaluations and saves; less warm-up and more logs if few."""
     every = -(-steps // 6)
     own = {"warmup": min(warmup, steps // 10), "log_every": min(log_every, max(1, every // 10))}
     return {"steps": steps, "save_every": every, "evaluate_every": every, **own}
